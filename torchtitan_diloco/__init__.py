@@ -1,0 +1,3 @@
+"""Pretraining across slow links: Streaming DiLoCo between workers, FSDP2 inside them."""
+
+__version__ = "0.1.0"
