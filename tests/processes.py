@@ -1,0 +1,103 @@
+"""Runs a function in several real processes that are joined by gloo, as torchrun would have started them.
+
+The processes are kept from one test to the next (importing torch takes seconds); the process groups are not. A test
+that fails or hangs costs the pool its processes, and the next one starts afresh.
+"""
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_AND_IMPORT_SECONDS = 60
+
+
+class ProcessPool:
+    def __init__(self) -> None:
+        self._members: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+        """function(*arguments) on `size` ranks; the results by rank. `function` must be importable by name."""
+        import torch.distributed as dist
+
+        while len(self._members) < size:
+            self._members.append(self._start_member())
+        # The store lives here, on a port the system chose, so that no two tests and no two runs can meet.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipes = [pipe for _, pipe in self._members[:size]]
+        for rank, pipe in enumerate(pipes):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store as the others do
+                "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
+            }
+            pipe.send((function, arguments, environment))
+        return self._collect(pipes, time.monotonic() + timeout + START_AND_IMPORT_SECONDS)
+
+    def _collect(self, pipes: list[Connection], deadline: float) -> list[Any]:
+        """Every rank's result. The first failure ends the wait: the others may hang in a collective with it."""
+        results: list[Any] = [None] * len(pipes)
+        pending = set(range(len(pipes)))
+        failures: list[str] = []
+        while pending and not failures:
+            ready = wait([pipes[rank] for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.append(f"ranks {sorted(pending)} did not finish in time")
+            for rank in [rank for rank in pending if pipes[rank] in ready]:
+                try:
+                    failed, results[rank] = pipes[rank].recv()
+                except EOFError:
+                    failed, results[rank] = True, "the process died"
+                pending.discard(rank)
+                if failed:
+                    failures.append(f"--- rank {rank} ---\n{results[rank]}")
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    @staticmethod
+    def _start_member() -> tuple[Any, Connection]:
+        ours, theirs = mp.Pipe()
+        process = mp.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def close(self) -> None:
+        for process, pipe in self._members:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._members = []
+
+
+def _serve(pipe: Connection) -> None:
+    """One rank: takes tasks until the pipe is closed."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    clean = dict(os.environ)
+    while True:
+        try:
+            function, arguments, environment = pipe.recv()
+        except EOFError:
+            return
+        os.environ.clear()
+        os.environ.update(clean | environment)
+        try:
+            outcome = (False, function(*arguments))
+        except BaseException:
+            outcome = (True, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(outcome)
