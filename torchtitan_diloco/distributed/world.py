@@ -1,0 +1,116 @@
+"""Who takes part: the rank grid (worker, fsdp), its process groups with a timeout each, and this process's device."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_diloco.config.schema import Distributed
+
+WORKER, FSDP = "worker", "fsdp"
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. A single process has no process groups at all: `mesh` and `control` are None."""
+
+    rank: int
+    size: int
+    local_rank: int
+    workers: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
+    control: dist.ProcessGroup | None = None
+    """All ranks, on the CPU, for bookkeeping: its collectives never queue behind those of the training."""
+
+    @property
+    def ranks_per_worker(self) -> int:
+        return self.size // self.workers
+
+    @property
+    def worker(self) -> int:
+        return self.rank // self.ranks_per_worker
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def group(self, dim: str) -> dist.ProcessGroup | None:
+        """This rank's process group along a dimension of the grid; None in a single process."""
+        return None if self.mesh is None else self.mesh.get_group(dim)
+
+
+def split_world(size: int, workers: int, fsdp: int) -> int:
+    """Ranks per worker, or an error that says how to make the numbers fit."""
+    if size % workers:
+        raise ValueError(
+            f"{size} processes do not divide into diloco.workers = {workers}: "
+            f"start a multiple of {workers} (NPROC, NNODES) or change diloco.workers"
+        )
+    if fsdp and workers * fsdp != size:
+        raise ValueError(
+            f"diloco.workers = {workers} x parallel.fsdp = {fsdp} is {workers * fsdp} processes, but {size} were "
+            f"started: set NPROC or parallel.fsdp = {size // workers}, or 0 to take what is there"
+        )
+    return size // workers
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the driver')
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own, torch sees {torch.cuda.device_count()}: lower NPROC"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_world(distributed: Distributed, *, device: str, workers: int, fsdp: int) -> World:
+    """Connects to the processes that the launcher started (torchrun's variables); one process stays alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    split_world(size, workers, fsdp)
+    chosen = pick_device(device, local_rank)
+    if size == 1:
+        return World(rank, size, local_rank, workers, chosen)
+
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=distributed.init_timeout_seconds),
+        device_id=chosen if chosen.type == "cuda" else None,
+    )
+    mesh = build_mesh(
+        chosen.type,
+        workers,
+        train_timeout=timedelta(seconds=distributed.train_timeout_seconds),
+        worker_timeout=timedelta(seconds=distributed.worker_timeout_seconds),
+    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=distributed.worker_timeout_seconds))
+    return World(rank, size, local_rank, workers, chosen, mesh, control)
+
+
+def build_mesh(device_type: str, workers: int, *, train_timeout: timedelta, worker_timeout: timedelta) -> DeviceMesh:
+    """Process groups are the rows and columns of one grid of ranks: consecutive ranks form a worker."""
+    grid = torch.arange(dist.get_world_size()).view(workers, -1)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    own = {}
+    for dim, lines, timeout in ((WORKER, grid.t(), worker_timeout), (FSDP, grid, train_timeout)):
+        for line in lines.tolist():  # every rank takes part in the making of every group
+            group = dist.new_group(line, backend=backend, timeout=timeout)
+            if dist.get_rank() in line:
+                own[dim] = group
+    return DeviceMesh.from_group([own[WORKER], own[FSDP]], device_type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
+
+
+def leave_world(world: World) -> None:
+    if world.mesh is not None:
+        dist.destroy_process_group()
