@@ -1,0 +1,53 @@
+"""Named shapes of the decoder, from the papers' tables."""
+
+from dataclasses import dataclass, replace
+
+from torchtitan_diloco.config.schema import Model
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    feed_forward: int
+
+
+def _streaming(layers: int, heads: int, width: int) -> Shape:
+    """The Streaming DiLoCo papers write heads of 64 and a feed-forward layer four times the width."""
+    return Shape(layers, width, heads, head_dim=64, feed_forward=4 * width)
+
+
+FLAVORS: dict[str, Shape] = {
+    "debug": Shape(layers=6, width=128, heads=4, head_dim=32, feed_forward=512),
+    # Streaming DiLoCo (arXiv 2501.18512), and 2.4b and 10b of its scaling laws (2503.09799)
+    "35m": _streaming(6, 8, 512),
+    "100m": _streaming(9, 12, 768),
+    "200m": _streaming(12, 16, 1024),
+    "300m": _streaming(15, 20, 1280),
+    "500m": _streaming(18, 24, 1536),
+    "1b": _streaming(24, 32, 2048),
+    "2.4b": _streaming(30, 40, 2560),
+    "4b": _streaming(36, 48, 3072),
+    "10b": _streaming(48, 64, 4096),
+    # DiLoCo (2311.08105)
+    "diloco-60m": Shape(layers=3, width=896, heads=16, head_dim=64, feed_forward=3584),
+    "diloco-150m": Shape(layers=12, width=896, heads=16, head_dim=64, feed_forward=3584),
+    "diloco-400m": Shape(layers=12, width=1536, heads=12, head_dim=128, feed_forward=6144),
+}
+
+
+def resolve_shape(model: Model) -> Shape:
+    """The flavor, with what the config sets instead."""
+    flavor = FLAVORS[model.flavor]
+    overrides = {
+        name: getattr(model, name) for name in Shape.__dataclass_fields__ if getattr(model, name, None) is not None
+    }
+    shape = replace(flavor, **overrides)
+    if model.positions == "rotary" and shape.head_dim % 2:
+        raise ValueError(
+            f"model.head_dim = {shape.head_dim} is odd, and rotary positions turn pairs of dimensions: "
+            'make it even, or set model.positions = "learned"'
+        )
+    return shape
