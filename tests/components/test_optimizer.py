@@ -1,0 +1,79 @@
+"""Learning rate, weight decay and clipping on one process."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchtitan_diloco.components.gradients import clip_gradients
+from torchtitan_diloco.components.lr_schedule import lr_factor
+from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
+from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+
+schedules = st.builds(
+    LrSchedule,
+    warmup_steps=st.integers(0, 50),
+    decay=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
+    decay_fraction=st.floats(0, 1),
+    floor=st.floats(0, 1),
+)
+
+
+@given(schedule=schedules, total=st.integers(1, 200))
+def test_lr_rises_then_falls_to_the_floor(schedule: LrSchedule, total: int) -> None:
+    factors = [lr_factor(step, total, schedule) for step in range(1, total + 1)]
+    assert all(0 <= factor <= 1 for factor in factors)
+    warm = factors[: schedule.warmup_steps]
+    assert warm == sorted(warm)
+    decayed = factors[max(0, schedule.warmup_steps - 1) :]
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(decayed))
+    assert all(factor >= schedule.floor - 1e-12 for factor in decayed)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
+def test_lr_at_the_marks(decay: str) -> None:
+    schedule = LrSchedule(warmup_steps=10, decay=decay, decay_fraction=0.5, floor=0.1)  # type: ignore[arg-type]
+    assert lr_factor(1, 110, schedule) == pytest.approx(0.1)
+    assert lr_factor(10, 110, schedule) == pytest.approx(1.0)
+    assert lr_factor(110, 110, schedule) == pytest.approx(0.1)
+    middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1 - 0.9 * 5 / 55}[decay]
+    assert lr_factor(60, 110, schedule) == pytest.approx(middle)
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = build_optimizer(model, Optimizer(weight_decay=0.5), total_steps=10)
+    set_lr(optimizer, 0.1)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(model[0].weight, torch.full((4, 4), 1 - 0.1 * 0.5))
+    for parameter in (model[0].bias, model[1].weight, model[1].bias):
+        assert torch.equal(parameter, torch.ones(4))
+
+
+def test_weight_decay_of_one_over_the_steps() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), Optimizer(weight_decay="1/steps"), total_steps=400)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [1 / 400, 0.0]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 100.0])
+def test_clipping(max_norm: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)  # the third has none
+    norm = clip_gradients(parameters, max_norm, group=None)
+    assert norm == pytest.approx(4.0)
+    expected = 2.0 / 4.0 if max_norm == 1.0 else 2.0
+    assert torch.allclose(parameters[0].grad, torch.full((3,), expected))
+
+
+def test_a_norm_that_is_not_finite_leaves_the_gradients_alone() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([math.inf, 3.0])
+    assert math.isinf(clip_gradients([parameter], 1.0, group=None))
+    assert parameter.grad.tolist() == [math.inf, 3.0]

@@ -1,0 +1,88 @@
+"""Cross-entropy and z-loss as sums over tokens, computed a chunk of tokens at a time.
+
+The logits of a batch are its largest tensor by far (8 x 2,048 tokens x 32,000 words x 4 bytes = 2.1 GB). Here only
+those of `chunk_tokens` tokens exist at once: each chunk's gradient with respect to the hidden states and the output
+matrix is taken right away, in the forward pass, so that no chunk's logits need to be kept or computed a second time.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchtitan_diloco.data.loader import IGNORE_INDEX
+
+
+class LossSums(NamedTuple):
+    objective: Tensor
+    """Sum over tokens of cross-entropy + z-loss: what is differentiated."""
+    cross_entropy: Tensor
+    """Sum over tokens of the cross-entropy in nats: what is reported."""
+    tokens: Tensor
+    """Number of tokens that count."""
+
+
+def loss_head(targets: Tensor, *, z_loss: float, chunk_tokens: int) -> Any:
+    """The `head` to call a model with: (hidden, output matrix) -> LossSums."""
+    return partial(chunked_loss, targets=targets, z_loss=z_loss, chunk_tokens=chunk_tokens)
+
+
+def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk_tokens: int) -> LossSums:
+    """`hidden` [batch, length, width], `weight` [vocabulary, width], `targets` [batch, length]."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            flat, weight, targets.reshape(-1), z_loss, chunk_tokens
+        )
+    return LossSums(objective, cross_entropy, (targets != IGNORE_INDEX).sum())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        needs_gradient = hidden.requires_grad or weight.requires_grad
+        objective = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        cross_entropy = torch.zeros_like(objective)
+        grad_hidden = torch.empty_like(hidden) if needs_gradient else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
+
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            counts = targets[part] != IGNORE_INDEX
+            index = targets[part].clamp(min=0).unsqueeze(1)
+            logits = (hidden[part] @ weight.t()).float()
+            log_probability = torch.log_softmax(logits, dim=-1)
+            log_partition = logits[:, 0] - log_probability[:, 0]
+            chunk_entropy = torch.where(counts, -log_probability.gather(1, index).squeeze(1), 0.0)
+            cross_entropy += chunk_entropy.sum()
+            objective += (chunk_entropy + z_loss * torch.where(counts, log_partition, 0.0).square()).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            # d objective / d logits = softmax * (1 + 2 z log_partition) - one_hot, for the tokens that count
+            scale = torch.where(counts, 1 + 2 * z_loss * log_partition, 0.0).unsqueeze(1)
+            grad_logits = log_probability.exp_().mul_(scale)
+            grad_logits.scatter_add_(1, index, -counts.unsqueeze(1).to(grad_logits.dtype))
+            grad_logits = grad_logits.to(hidden.dtype)
+            torch.matmul(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight.dtype == hidden.dtype:
+                grad_weight.addmm_(grad_logits.t(), hidden[part])
+            else:
+                grad_weight.add_(grad_logits.t() @ hidden[part])
+
+        if grad_hidden is not None and grad_weight is not None:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(cross_entropy)
+        return objective, cross_entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_objective: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_objective, grad_weight * grad_objective, None, None, None

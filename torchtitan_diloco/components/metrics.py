@@ -1,0 +1,102 @@
+"""What a run reports: one record a logged step, written to metrics.jsonl, TensorBoard and the console."""
+
+import json
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.tools.logging import logger
+
+Record = dict[str, float | None]
+
+
+class MetricsWriter:
+    """Writes records on the rank that owns the run folder; everywhere else it does nothing."""
+
+    def __init__(self, folder: Path | None, config: Metrics) -> None:
+        self._file = None if folder is None else (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._board = None
+        if folder is not None and config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+
+    def write(self, step: int, record: Record) -> None:
+        """A value of None is "not known": null in the file, absent in TensorBoard."""
+        if self._file is not None:
+            self._file.write(
+                json.dumps({"step": step, **{key: _jsonable(value) for key, value in record.items()}}) + "\n"
+            )
+        if self._board is not None:
+            for key, value in record.items():
+                if value is not None:
+                    self._board.add_scalar(key, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _jsonable(value: float | None) -> float | str | None:
+    """JSON knows no NaN and no infinity; as text they stay readable for every parser."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class StepTimer:
+    """Rates over the steps since the last report, without those in which the run did something else."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._interval_start, self._interval_steps, self._paused = self._start, 0, 0.0
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def step_done(self) -> None:
+        self._interval_steps += 1
+
+    def pause(self, seconds: float) -> None:
+        """Time that was not spent on training steps (validation)."""
+        self._paused += seconds
+
+    def seconds_per_step(self) -> float:
+        """Mean since the last call, which starts a new interval."""
+        now = time.perf_counter()
+        seconds = (now - self._interval_start - self._paused) / max(1, self._interval_steps)
+        self._interval_start, self._interval_steps, self._paused = now, 0, 0.0
+        return seconds
+
+
+def log_step(step: int, total_steps: int, record: Record) -> None:
+    """The console's line of a logged step."""
+    seconds = record["speed/seconds_per_step"] or 0.0
+    mfu = record["speed/mfu_percent"]
+    parts = [
+        f"step {step:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {record['train/loss_nats_per_token_global']:.4f}",
+        f"gradient norm {record['train/gradient_norm_global']:.3f}",
+        f"lr {record['train/lr']:.2e}",
+        f"{record['speed/tokens_per_second_global']:,.0f} tokens/s",
+        f"MFU {'n/a' if mfu is None else f'{mfu:.1f} %'}",
+        f"memory {record['memory/peak_gib_max_over_ranks']:.2f} GiB",
+        f"ETA {format_duration((total_steps - step) * seconds)}",
+    ]
+    logger.info("  ".join(parts))
+
+
+def format_duration(seconds: float) -> str:
+    days, rest = divmod(round(seconds), 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{rest:02d}"

@@ -1,0 +1,47 @@
+"""torch.profiler traces of a few steps, in Chrome / Perfetto format."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from torchtitan_diloco.config.schema import Profiling
+from torchtitan_diloco.tools.logging import logger
+
+
+class Profiler(Protocol):
+    def step(self) -> None: ...
+
+
+class _NoProfiler:
+    def step(self) -> None:
+        pass
+
+
+def build_profiler(config: Profiling, folder: Path, rank: int) -> AbstractContextManager[Profiler]:
+    """Records `steps` steps after `start` (and again every `every` steps) into folder/traces."""
+    if not config.enable or rank not in config.ranks:
+        return nullcontext(_NoProfiler())
+    traces = folder / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+
+    def save(profiler: Any) -> None:
+        path = traces / f"rank{rank}-step{profiler.step_num}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        logger.info(f"profile of {config.steps} steps: {path}")
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    cycle = schedule(
+        skip_first=max(0, config.start - 1),
+        warmup=1,
+        active=config.steps,
+        wait=max(0, config.every - config.steps - 1) if config.every else 0,
+        repeat=0 if config.every else 1,
+        skip_first_wait=1,
+    )
+    return cast(
+        AbstractContextManager[Profiler],
+        profile(activities=activities, schedule=cycle, on_trace_ready=save, record_shapes=True, with_stack=False),
+    )
