@@ -1,0 +1,289 @@
+"""Builds the parts of a run and holds its loop. The one place that sees the whole configuration."""
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
+from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.lr_schedule import lr_factor
+from torchtitan_diloco.components.metrics import MetricsWriter, Record, StepTimer, format_duration, log_step
+from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
+from torchtitan_diloco.components.profiling import build_profiler
+from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
+from torchtitan_diloco.components.validation import validate
+from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.config.toml_writer import to_toml
+from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
+from torchtitan_diloco.distributed.reductions import max_over_ranks, sum_over_ranks
+from torchtitan_diloco.distributed.stop import StopRequest
+from torchtitan_diloco.distributed.world import FSDP, World
+from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.tools.device import GIB, peak_flops, peak_memory_bytes
+from torchtitan_diloco.tools.garbage import GarbageControl
+from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.tools.run_folder import create_run_folder
+
+
+class StepResult(NamedTuple):
+    cross_entropy: float
+    """Sum over this rank's tokens, in nats."""
+    gradient_norm: float
+    """Of the whole gradient, before clipping."""
+    skipped: bool
+
+
+class Trainer:
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.tokenizer = build_tokenizer(config.data.tokenizer)
+        self.train_tokens = open_split(config.data, self.tokenizer, "train")
+        self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
+        self._assert_agreement()
+
+        spec = MODELS[config.model.name]
+        with torch.device("meta"):
+            self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
+        counts = self.model.parameter_counts()
+        self.plan = plan_run(config.training, world, counts["total"], counts["embedding"])
+        compute_dtype = self._compute_dtype()
+        spec.parallelize(
+            self.model,
+            self._fsdp_mesh(),
+            parallel=config.parallel,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            compute_dtype=compute_dtype,
+        )
+        spec.materialize(self.model, world.device, config.run.seed)
+        self.precision = self._precision(compute_dtype)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
+
+        self.loader = build_train_loader(
+            self.train_tokens,
+            sequence_length=config.training.sequence_length,
+            batch_size=config.training.batch_size,
+            accumulation=self.plan.accumulation,
+            rank=world.rank,
+            ranks=world.size,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            processes=config.data.loader_processes,
+        )
+        self.validation_batches = self._validation_batches()
+        self.step = 0
+        self.skipped_in_a_row = 0
+        self._peak_flops = peak_flops(world.device)
+
+    # --- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Path:
+        """Trains to the last step, or to the step after which a signal asked to stop. Returns the folder of the run."""
+        config, total_steps = self.config, self.plan.total_steps
+        folder = self._make_run_folder()
+        self._log_plan(folder)
+        garbage = GarbageControl(config.run.garbage_collect_every)
+        batches = iter(self.loader)
+        interval: list[StepResult] = []
+        with (
+            StopRequest(self.world) as stop,
+            MetricsWriter(folder if self.world.is_first else None, config.metrics) as metrics,
+            build_profiler(config.profiling, folder, self.world.rank) as profiler,
+        ):
+            timer = StepTimer()
+            while self.step < total_steps:
+                interval.append(self.train_step(batches))
+                timer.step_done()
+                profiler.step()
+                garbage.after_step(self.step)
+                last = stop.agreed() or self.step == total_steps
+                if last or self.step % config.metrics.log_every == 0 or self.step == 1:
+                    self._report(metrics, timer, interval)
+                    interval = []
+                if self._validation_due(last):
+                    self._validate(metrics, timer)
+                if last:
+                    break
+        garbage.close()
+        if self.step < total_steps:
+            logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal")
+        logger.info(f"took {format_duration(timer.elapsed_seconds)}; the run is in {folder}")
+        return folder
+
+    def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
+        self.step += 1
+        config, plan = self.config.training, self.plan
+        set_lr(self.optimizer, self.lr)
+        # The gradient is a sum over the tokens of all ranks / their number. FSDP2 takes the mean over ranks: x ranks.
+        scale = self.world.size / plan.tokens_per_step
+        cross_entropy = torch.zeros((), device=self.world.device)
+        for number, (inputs, targets) in enumerate(islice(batches, plan.accumulation), start=1):
+            inputs = inputs.to(self.world.device, non_blocking=True)
+            targets = targets.to(self.world.device, non_blocking=True)
+            reduce_over_workers(self.model, number == plan.accumulation)
+            with self.precision:
+                head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
+                sums = self.model(inputs, head=head)
+            (sums.objective * scale).backward()
+            cross_entropy += sums.cross_entropy
+        norm = clip_gradients(self.parameters, config.max_gradient_norm, self.world.group(FSDP))
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._guard(skipped, norm)
+        return StepResult(cross_entropy.item(), norm, skipped)
+
+    @property
+    def lr(self) -> float:
+        return self.config.optimizer.lr * lr_factor(self.step, self.plan.total_steps, self.config.lr_schedule)
+
+    def _guard(self, skipped: bool, norm: float) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        logger.warning(f"step {self.step}: gradient norm is {norm}, so the step is skipped")
+        limit = self.config.training.max_skipped_steps
+        if self.skipped_in_a_row > limit:
+            raise ValueError(
+                f"{self.skipped_in_a_row} steps in a row, up to step {self.step}, had gradients that are not finite, "
+                f"more than training.max_skipped_steps = {limit}: lower optimizer.lr, lengthen "
+                "lr_schedule.warmup_steps, or look at the data"
+            )
+
+    # --- reports ---------------------------------------------------------------------------------------------------
+
+    def _report(self, metrics: MetricsWriter, timer: StepTimer, interval: list[StepResult]) -> None:
+        """One record over the steps since the last one; losses and tokens are those of all ranks."""
+        trained = [result for result in interval if not result.skipped]
+        local = sum(result.cross_entropy for result in trained)
+        cross_entropy = sum_over_ranks(self.world, torch.tensor([local], dtype=torch.float64))[0]
+        tokens = len(trained) * self.plan.tokens_per_step
+        peak = max_over_ranks(self.world, torch.tensor([peak_memory_bytes(self.world.device)], dtype=torch.float64))[0]
+        seconds = timer.seconds_per_step()
+        tokens_per_second = self.plan.tokens_per_step / seconds
+        mfu = None
+        if self._peak_flops is not None:
+            flops = self.model.flops_per_token(self.config.training.sequence_length) * tokens_per_second
+            mfu = 100 * flops / (self._peak_flops * self.world.size)
+        record: Record = {
+            "train/loss_nats_per_token_global": cross_entropy / tokens if tokens else math.nan,
+            "train/gradient_norm_global": interval[-1].gradient_norm,
+            "train/lr": self.lr,
+            "train/skipped_steps": sum(result.skipped for result in interval),
+            "train/tokens_global": self.step * self.plan.tokens_per_step,
+            "speed/tokens_per_second_global": tokens_per_second,
+            "speed/seconds_per_step": seconds,
+            "speed/mfu_percent": mfu,
+            "memory/peak_gib_max_over_ranks": peak / GIB,
+            "time/elapsed_seconds": timer.elapsed_seconds,
+        }
+        metrics.write(self.step, record)
+        log_step(self.step, self.plan.total_steps, record)
+
+    def _validation_due(self, last: bool) -> bool:
+        every = self.config.validation.every
+        return self.validation_batches is not None and (last or self.step % every == 0)
+
+    def _validate(self, metrics: MetricsWriter, timer: StepTimer) -> None:
+        assert self.validation_batches is not None
+        started = time.perf_counter()
+        chunk_tokens = self.config.training.loss_chunk_tokens
+        result = validate(
+            self.model, self.validation_batches, self.world, chunk_tokens=chunk_tokens, precision=self.precision
+        )
+        timer.pause(time.perf_counter() - started)
+        metrics.write(
+            self.step,
+            {
+                "validation/loss_nats_per_token_global": result.loss,
+                "validation/perplexity_global": result.perplexity,
+                "validation/tokens_global": result.tokens,
+            },
+        )
+        logger.info(
+            f"validation after step {self.step}: loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} "
+            f"over {result.tokens:,} held-out tokens"
+        )
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def _fsdp_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
+        """What gradients are averaged over: all ranks with data parallelism."""
+        if self.world.mesh is None or self.world.workers > 1:
+            return self.world.mesh
+        return self.world.mesh[FSDP]
+
+    def _compute_dtype(self) -> torch.dtype:
+        chosen = self.config.parallel.compute_dtype
+        if chosen == "auto":
+            chosen = "bfloat16" if self.world.device.type == "cuda" else "float32"
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[chosen]
+
+    def _precision(self, compute_dtype: torch.dtype) -> AbstractContextManager[object]:
+        """FSDP2 casts by itself; a single process, which has no FSDP2, lets autocast do it."""
+        if self.world.mesh is None and compute_dtype != torch.float32:
+            return torch.autocast(self.world.device.type, compute_dtype)
+        return nullcontext()
+
+    def _validation_batches(self) -> list[tuple[Tensor, Tensor]] | None:
+        """The held-out sequences this rank reads at every validation: few, so they stay in memory."""
+        config = self.config
+        if not config.validation.every:
+            return None
+        return list(
+            build_validation_batches(
+                open_split(config.data, self.tokenizer, "validation"),
+                sequence_length=config.training.sequence_length,
+                batch_size=config.training.batch_size,
+                rank=self.world.rank,
+                ranks=self.world.size,
+                sequences=config.validation.sequences,
+            )
+        )
+
+    def _log_plan(self, folder: Path) -> None:
+        shape, config = self.model.shape, self.config
+        model_line = (
+            f"{config.model.name} {config.model.flavor}, {shape.layers} layers x {shape.width}, {shape.heads} heads of "
+            f"{shape.head_dim}, feed-forward {shape.feed_forward}, vocabulary {self.vocab_size:,}"
+        )
+        data_line = f"{config.data.corpus}: {len(self.train_tokens):,} tokens of tokenizer {self.tokenizer.name}"
+        log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
+        if config.lr_schedule.warmup_steps > self.plan.total_steps:
+            logger.warning(
+                f"lr_schedule.warmup_steps = {config.lr_schedule.warmup_steps} is longer than the run of "
+                f"{self.plan.total_steps} steps, so the peak learning rate is never reached: shorten it"
+            )
+
+    def _make_run_folder(self) -> Path:
+        """Rank 0 makes it and tells all ranks; its config.toml starts the same run again, in a folder of its own."""
+        made = ""
+        if self.world.is_first:
+            path = create_run_folder(self.config.run.folder, self.config.run.name)
+            resolved = replace(self.config, run=replace(self.config.run, folder=""))
+            (path / "config.toml").write_text(to_toml(resolved), encoding="utf-8")
+            made = str(path)
+        return Path(broadcast_text(self.world, made))
+
+    def _assert_agreement(self) -> None:
+        facts = {
+            "configuration": hashlib.sha256(to_toml(self.config).encode()).hexdigest()[:16],
+            "code": code_fingerprint(),
+            "torch version": str(torch.__version__),
+            "tokenizer": self.tokenizer.fingerprint,
+            "corpus": self.train_tokens.fingerprint,
+        }
+        assert_agreement(self.world, facts)
