@@ -26,7 +26,9 @@ class ProcessPool:
         while len(self._members) < size:
             self._members.append(self._start_member())
         # The store lives here, on a port the system chose, so that no two tests and no two runs can meet.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         pipes = [pipe for _, pipe in self._members[:size]]
         for rank, pipe in enumerate(pipes):
             environment = {

@@ -108,14 +108,15 @@ class Trainer:
                 timer.step_done()
                 profiler.step()
                 garbage.after_step(self.step)
-                last = stop.agreed() or self.step == total_steps
+                stopping = stop.agreed()
+                last = stopping or self.step == total_steps
                 if last or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    self._report(metrics, timer, interval)
+                    self.report(metrics, timer, interval)
                     interval = []
-                if self._validation_due(last):
-                    self._validate(metrics, timer)
-                if last:
+                if stopping:  # whoever sent the signal is waiting
                     break
+                if self._validation_due():
+                    self._validate(metrics, timer)
         garbage.close()
         if self.step < total_steps:
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal")
@@ -165,7 +166,7 @@ class Trainer:
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
-    def _report(self, metrics: MetricsWriter, timer: StepTimer, interval: list[StepResult]) -> None:
+    def report(self, metrics: MetricsWriter, timer: StepTimer, interval: list[StepResult]) -> None:
         """One record over the steps since the last one; losses and tokens are those of all ranks."""
         trained = [result for result in interval if not result.skipped]
         local = sum(result.cross_entropy for result in trained)
@@ -193,9 +194,10 @@ class Trainer:
         metrics.write(self.step, record)
         log_step(self.step, self.plan.total_steps, record)
 
-    def _validation_due(self, last: bool) -> bool:
-        every = self.config.validation.every
-        return self.validation_batches is not None and (last or self.step % every == 0)
+    def _validation_due(self) -> bool:
+        if self.validation_batches is None:
+            return False
+        return self.step % self.config.validation.every == 0 or self.step == self.plan.total_steps
 
     def _validate(self, metrics: MetricsWriter, timer: StepTimer) -> None:
         assert self.validation_batches is not None

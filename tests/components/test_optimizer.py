@@ -45,15 +45,16 @@ def test_lr_at_the_marks(decay: str) -> None:
 
 
 def test_only_matrices_decay() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    linear, norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    model = nn.Sequential(linear, norm)
     optimizer = build_optimizer(model, Optimizer(weight_decay=0.5), total_steps=10)
     set_lr(optimizer, 0.1)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    assert torch.allclose(model[0].weight, torch.full((4, 4), 1 - 0.1 * 0.5))
-    for parameter in (model[0].bias, model[1].weight, model[1].bias):
+    assert torch.allclose(linear.weight, torch.full((4, 4), 1 - 0.1 * 0.5))
+    for parameter in (linear.bias, norm.weight, norm.bias):
         assert torch.equal(parameter, torch.ones(4))
 
 

@@ -1,7 +1,7 @@
 """Ranks that should hold the same facts: compared at start instead of trusted."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,23 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
         return
     gathered: list[Any] = [None] * world.size
     dist.all_gather_object(gathered, dict(facts), group=world.control)
+    differences = find_differences(gathered, "rank")
+    if differences:
+        raise ValueError(
+            "processes were started differently; give all of them the same:\n  " + "\n  ".join(differences)
+        )
+
+
+def find_differences(gathered: Sequence[Mapping[str, str]], member: str) -> list[str]:
+    """What differs from the first member's facts, in words, the first eight of it."""
     differences = [
-        f"{key}: {_shorten(gathered[0].get(key))} on rank 0, {_shorten(theirs.get(key))} on rank {rank}"
-        for rank, theirs in enumerate(gathered)
+        f"{key}: {_shorten(gathered[0].get(key))} on {member} 0, {_shorten(theirs.get(key))} on {member} {number}"
+        for number, theirs in enumerate(gathered)
         for key in sorted({*gathered[0], *theirs})
         if theirs.get(key) != gathered[0].get(key)
     ]
-    if differences:
-        shown = "\n  ".join(differences[:8])
-        more = f"\n  and {len(differences) - 8} more" if len(differences) > 8 else ""
-        raise ValueError(f"processes were started differently; give all of them the same:\n  {shown}{more}")
+    more = [f"and {len(differences) - 8} more"] if len(differences) > 8 else []
+    return differences[:8] + more
 
 
 def broadcast_text(world: World, text: str) -> str:

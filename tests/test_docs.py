@@ -1,0 +1,72 @@
+"""Every ```bash block of the README and of docs/ is run as it stands, from the root of the repository.
+
+Two things are shortened, because a test must not take minutes: a training run gets three steps and a folder of its own,
+and `./run_tests.sh` only collects. `$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced
+as ```text.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+SHORT = "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 --training.batch_size 2"
+
+
+def blocks() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S), start=1):
+            found.append((f"{page.relative_to(REPOSITORY)}-{number}", block))
+    return found
+
+
+def shortened(block: str, out: Path) -> str:
+    lines = []
+    for number, line in enumerate(block.splitlines()):
+        command = shlex.split(line, comments=True)
+        if "./run_tests.sh" in command:
+            line = line.split("#")[0] + " --collect-only -q"
+        if "./run_train.sh" in command and not {"--help", "--print-config"} & set(command):
+            line = f"{line.split('#')[0]} {SHORT} --run.folder {out}/run{number}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def test_there_is_something_to_run() -> None:
+    assert [name for name, _ in blocks() if name.startswith("README.md")]
+
+
+@pytest.mark.parametrize(("name", "block"), blocks(), ids=[name for name, _ in blocks()])
+def test_block_runs_as_written(name: str, block: str, tmp_path: Path) -> None:
+    script = "set -euo pipefail\n" + shortened(block, tmp_path)
+    outcome = subprocess.run(
+        ["bash", "-c", script],
+        cwd=REPOSITORY,
+        env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert outcome.returncode == 0, f"{name}:\n{script}\n\n{outcome.stdout[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_a_page_names_is_there(page: Path) -> None:
+    named = re.findall(
+        r"`((?:torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests)/[\w./-]*)`", page.read_text()
+    )
+    linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
+    for path in named:
+        assert (REPOSITORY / path).exists(), f"{page.name} names {path}"
+    for path in linked:
+        assert (page.parent / path).exists(), f"{page.name} links to {path}"
