@@ -138,7 +138,7 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(processes: ProcessPool
         assert hidden_dtype == "torch.bfloat16"
         assert {value.dtype for value in [*weights.values(), *gradients.values()]} == {torch.float32}
         for name, value in exact.items():  # near, but not the fp32 result
-            assert (value - gradients[name]).norm() < 0.03 * value.norm(), name
+            assert (value - gradients[name]).norm() < 0.1 * value.norm(), name
         assert not torch.equal(gradients["embedding.weight"], exact["embedding.weight"])
 
 
