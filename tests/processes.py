@@ -8,19 +8,23 @@ import multiprocessing as mp
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_AND_IMPORT_SECONDS = 60
+DIED = "the process died"
 
 
 class ProcessPool:
     def __init__(self) -> None:
         self._members: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
-        """function(*arguments) on `size` ranks; the results by rank. `function` must be importable by name."""
+    def run(
+        self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60, dying: Collection[int] = ()
+    ) -> list[Any]:
+        """function(*arguments) on `size` ranks; the results by rank. `function` must be importable by name. The ranks
+        `dying` are meant to end their process: their result is DIED."""
         import torch.distributed as dist
 
         while len(self._members) < size:
@@ -41,9 +45,12 @@ class ProcessPool:
                 "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
             }
             pipe.send((function, arguments, environment))
-        return self._collect(pipes, time.monotonic() + timeout + START_AND_IMPORT_SECONDS)
+        results = self._collect(pipes, time.monotonic() + timeout + START_AND_IMPORT_SECONDS, dying)
+        if dying:
+            self.close()
+        return results
 
-    def _collect(self, pipes: list[Connection], deadline: float) -> list[Any]:
+    def _collect(self, pipes: list[Connection], deadline: float, dying: Collection[int]) -> list[Any]:
         """Every rank's result. The first failure ends the wait: the others may hang in a collective with it."""
         results: list[Any] = [None] * len(pipes)
         pending = set(range(len(pipes)))
@@ -56,7 +63,7 @@ class ProcessPool:
                 try:
                     failed, results[rank] = pipes[rank].recv()
                 except EOFError:
-                    failed, results[rank] = True, "the process died"
+                    failed, results[rank] = rank not in dying, DIED
                 pending.discard(rank)
                 if failed:
                     failures.append(f"--- rank {rank} ---\n{results[rank]}")

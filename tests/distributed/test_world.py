@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.config.schema import Distributed, Link
 from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
 from torchtitan_diloco.distributed.reductions import max_over_ranks, sum_over_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
@@ -17,7 +17,7 @@ from torchtitan_diloco.distributed.world import FSDP, WORKER, World, join_world,
 
 
 def join(workers: int, **timeouts: int) -> World:
-    return join_world(Distributed(**timeouts), device="cpu", workers=workers, fsdp=0)
+    return join_world(Distributed(**timeouts), Link(), device="cpu", workers=workers, fsdp=0)
 
 
 def test_a_single_process_has_no_process_groups() -> None:
@@ -41,7 +41,7 @@ def test_numbers_that_do_not_fit(size: int, workers: int, fsdp: int, reason: str
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_cuda_without_a_gpu() -> None:
     with pytest.raises(ValueError, match=r'run.device = "cuda", .* "cpu"'):
-        join_world(Distributed(), device="cuda", workers=1, fsdp=0)
+        join_world(Distributed(), Link(), device="cuda", workers=1, fsdp=0)
 
 
 def _grid() -> tuple[int, list[int], list[int], tuple[int, ...]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.distributed.reductions import sum_over_ranks
@@ -42,5 +43,7 @@ def validate(
             sums = model(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=chunk_tokens))
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
-    cross_entropy, tokens = sum_over_ranks(world, totals)
+    if isinstance(model, FSDPModule):
+        model.reshard()  # a forward pass without a backward pass leaves the root's full parameters behind
+    cross_entropy, tokens = sum_over_ranks(world, totals.tolist())
     return ValidationResult(cross_entropy / tokens, int(tokens))

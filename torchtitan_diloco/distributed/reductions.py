@@ -7,19 +7,30 @@ from torch import Tensor
 from torchtitan_diloco.distributed.world import World
 
 
-def sum_over_ranks(world: World, values: Tensor) -> list[float]:
-    """Element-wise sum of a small vector over all ranks, exact for counts below 2**53."""
-    return _reduce(world, values, dist.ReduceOp.SUM)
+class PendingReduction:
+    """A reduction that goes on in the background: ranks far apart do not wait for each other to read a number."""
+
+    def __init__(self, world: World, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        self._total = values.detach().to("cpu", torch.float64, copy=True)
+        self._work = None
+        if world.control is not None:
+            self._work = dist.all_reduce(self._total, operation, group=world.control, async_op=True)
+
+    def result(self) -> list[float]:
+        if self._work is not None:
+            self._work.wait()
+        values: list[float] = self._total.tolist()
+        return values
 
 
-def max_over_ranks(world: World, values: Tensor) -> list[float]:
-    return _reduce(world, values, dist.ReduceOp.MAX)
+def start_sum(world: World, values: list[float]) -> PendingReduction:
+    return PendingReduction(world, torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
 
 
-def _reduce(world: World, values: Tensor, operation: dist.ReduceOp.RedOpType) -> list[float]:
-    total = values.detach().to("cpu", torch.float64)
-    if world.control is not None:
-        total = total.clone()
-        dist.all_reduce(total, operation, group=world.control)
-    result: list[float] = total.tolist()
-    return result
+def start_max(world: World, values: list[float]) -> PendingReduction:
+    return PendingReduction(world, torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
+
+
+def sum_over_ranks(world: World, values: list[float]) -> list[float]:
+    """Element-wise sum of a few numbers over all ranks, exact for counts below 2**53."""
+    return start_sum(world, values).result()

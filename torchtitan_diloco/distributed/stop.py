@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import deque
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -13,13 +14,12 @@ from torchtitan_diloco.distributed.world import World
 
 class StopRequest:
     """Ranks get a signal at different moments; one that left alone would keep the others waiting in a collective. So
-    they ask each other, in the background: the answer to the question of one step is read at the end of the next."""
+    they ask each other, in the background: the answer to the question of one step is read `lag` steps later."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, lag: int = 1) -> None:
+        self._world, self._lag = world, lag
         self._received: int | None = None
-        self._asked = torch.zeros(1, dtype=torch.int32)
-        self._answer: dist.Work | None = None
+        self._questions: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -34,21 +34,21 @@ class StopRequest:
         if self._world.control is None:
             return self._received is not None
         stop = False
-        if self._answer is not None:
-            self._answer.wait()
-            stop = bool(self._asked.item())
-        self._asked.fill_(int(self._received is not None))
-        self._answer = dist.all_reduce(self._asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        if len(self._questions) == self._lag:
+            answer, work = self._questions.popleft()
+            work.wait()
+            stop = bool(answer.item())
+        asked = torch.tensor([int(self._received is not None)], dtype=torch.int32)
+        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        self._questions.append((asked, work))
         return stop
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Gives the signals back, and waits for the last question (which fails with the run, if that failed)."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Gives the signals back, and waits for the last questions (which fail with the run, if that failed)."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._answer is not None and error is None:
-            self._answer.wait()
+        for _, work in self._questions if error is None else ():
+            work.wait()

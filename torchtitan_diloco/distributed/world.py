@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.config.schema import Distributed, Link
 
 WORKER, FSDP = "worker", "fsdp"
 
@@ -59,53 +59,65 @@ def split_world(size: int, workers: int, fsdp: int) -> int:
     return size // workers
 
 
-def pick_device(wanted: str, local_rank: int) -> torch.device:
+def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.device:
+    """`share`: several workers may use one GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError('run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the driver')
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= torch.cuda.device_count() and not share:
         raise ValueError(
-            f"local rank {local_rank} has no GPU of its own, torch sees {torch.cuda.device_count()}: lower NPROC"
+            f"local rank {local_rank} has no GPU of its own, torch sees {torch.cuda.device_count()}: lower NPROC, or set "
+            'diloco.link.backend = "gloo" to let several workers of one process each share a GPU'
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def join_world(distributed: Distributed, *, device: str, workers: int, fsdp: int) -> World:
+def join_world(distributed: Distributed, link: Link, *, device: str, workers: int, fsdp: int) -> World:
     """Connects to the processes that the launcher started (torchrun's variables); one process stays alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    split_world(size, workers, fsdp)
-    chosen = pick_device(device, local_rank)
+    ranks_per_worker = split_world(size, workers, fsdp)
+    share = link.backend == "gloo" and ranks_per_worker == 1
+    chosen = pick_device(device, local_rank, share=share)
     if size == 1:
         return World(rank, size, local_rank, workers, chosen)
 
+    on_gpu = chosen.type == "cuda"
+    if link.backend == "nccl" and not on_gpu:
+        raise ValueError(f'diloco.link.backend = "nccl" needs a GPU, and this run is on {chosen}: use "auto" or "gloo"')
+    if link.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = link.interface
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu and not share else "gloo",
         timeout=timedelta(seconds=distributed.init_timeout_seconds),
-        device_id=chosen if chosen.type == "cuda" else None,
+        device_id=chosen if on_gpu and not share else None,
     )
+    inner_backend = "nccl" if on_gpu and not share else "gloo"
     mesh = build_mesh(
         chosen.type,
         workers,
-        train_timeout=timedelta(seconds=distributed.train_timeout_seconds),
-        worker_timeout=timedelta(seconds=distributed.worker_timeout_seconds),
+        {
+            WORKER: (inner_backend if link.backend == "auto" else link.backend, link.timeout_seconds),
+            FSDP: (inner_backend, distributed.train_timeout_seconds),
+        },
     )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=distributed.worker_timeout_seconds))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=link.timeout_seconds))
     return World(rank, size, local_rank, workers, chosen, mesh, control)
 
 
-def build_mesh(device_type: str, workers: int, *, train_timeout: timedelta, worker_timeout: timedelta) -> DeviceMesh:
-    """Process groups are the rows and columns of one grid of ranks: consecutive ranks form a worker."""
+def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, int]]) -> DeviceMesh:
+    """Process groups are the rows and columns of one grid of ranks: consecutive ranks form a worker. `transports` gives
+    the backend and the timeout in seconds along each dimension."""
     grid = torch.arange(dist.get_world_size()).view(workers, -1)
-    backend = "nccl" if device_type == "cuda" else "gloo"
     own = {}
-    for dim, lines, timeout in ((WORKER, grid.t(), worker_timeout), (FSDP, grid, train_timeout)):
+    for dim, lines in ((WORKER, grid.t()), (FSDP, grid)):
+        backend, seconds = transports[dim]
         for line in lines.tolist():  # every rank takes part in the making of every group
-            group = dist.new_group(line, backend=backend, timeout=timeout)
+            group = dist.new_group(line, backend=backend, timeout=timedelta(seconds=seconds))
             if dist.get_rank() in line:
                 own[dim] = group
     return DeviceMesh.from_group([own[WORKER], own[FSDP]], device_type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
