@@ -9,10 +9,13 @@ from torchtitan_diloco.config.schema import Config
 
 
 def test_every_section_and_field_has_a_docstring() -> None:
+    names = {name for name, _ in sections()}
     for name, section in sections():
         assert section.__doc__, name
         documented = field_docs(section)
         for field in dataclasses.fields(section):
+            if f"{name}.{field.name}" in names:
+                continue  # a section of its own, with its own docstring
             assert documented.get(field.name), f"{name}.{field.name} has no docstring"
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.gradients import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Distributed, Model, Parallel
+from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Distributed, Link, Model, Parallel
 from torchtitan_diloco.distributed.world import FSDP, join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.models.chinchilla.parallelize import materialize, parallelize
@@ -29,7 +29,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     reshard: str = "auto",
 ) -> tuple[Decoder, object]:
-    world = join_world(Distributed(), device="cpu", workers=workers, fsdp=0)
+    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
     with torch.device("meta"):
         decoder = Decoder(model, VOCABULARY, LENGTH)
     mesh = world.mesh if world.mesh is None or workers > 1 else world.mesh[FSDP]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.config.schema import Config, DiLoCo
 
 HORIZON = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 ALTERNATIVES = (HORIZON,)
@@ -12,6 +12,7 @@ ALTERNATIVES = (HORIZON,)
 def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     yield from _horizon(config)
     yield from _batch(config)
+    yield from _diloco(config.diloco)
     if config.optimizer.beta1 >= config.optimizer.beta2:
         yield (
             "optimizer.beta1",
@@ -21,6 +22,26 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield "parallel.compute_dtype", 'bfloat16 needs run.device = "cuda"; use "auto" or "float32" on the CPU'
     if config.profiling.every and config.profiling.every < config.profiling.steps:
         yield "profiling.every", f"must be at least profiling.steps = {config.profiling.steps}, or 0 for one trace"
+
+
+def _diloco(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
+    explicit = diloco.fragments.pattern == "explicit"
+    if explicit != bool(diloco.fragments.modules):
+        yield (
+            "diloco.fragments.modules",
+            'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
+        )
+    if diloco.overlap.delay >= diloco.sync_every:
+        yield (
+            "diloco.overlap.delay",
+            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be back before it is sent again",
+        )
+    outer = diloco.outer_optimizer
+    if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
+        yield (
+            "diloco.outer_optimizer.decay_rounds",
+            f'must be larger than diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds} with decay = "{outer.decay}"',
+        )
 
 
 def _horizon(config: Config) -> Iterator[tuple[str, str]]:

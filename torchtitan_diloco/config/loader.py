@@ -107,9 +107,7 @@ def _from_words(words: Mapping[str, str], mistakes: list[Mistake]) -> dict[str, 
 def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
     """`above` goes first. Of keys that exclude each other, one given above takes back the others given below, so that
     `--training.steps 100` is enough to shorten a preset that counts its length in tokens."""
-    taken_back = {
-        other for group in ALTERNATIVES for key in group if key in above and above[key].value for other in group
-    }
+    taken_back = {other for group in ALTERNATIVES for key in group if key in above and above[key].value for other in group}
     return {key: setting for key, setting in below.items() if key not in taken_back} | above
 
 
@@ -126,9 +124,7 @@ def _find_parent(parent: Any, child: Path) -> Path:
         raise ConfigError([Mistake(str(child), "extends", parent, reason)]) from None
 
 
-def _flatten(
-    table: dict[str, Any], prefix: str, origin: str, settings: dict[str, Setting], mistakes: list[Mistake]
-) -> None:
+def _flatten(table: dict[str, Any], prefix: str, origin: str, settings: dict[str, Setting], mistakes: list[Mistake]) -> None:
     for name, value in table.items():
         key = prefix + name
         is_section = _is_section(key)
