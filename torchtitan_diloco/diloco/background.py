@@ -1,0 +1,36 @@
+"""A thread that does one thing after the other and never keeps the process alive.
+
+concurrent.futures' threads are joined when Python exits: one that waits for a dead worker would hold up the end of this one.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class BackgroundThread:
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, task: Callable[[], Result]) -> "Future[Result]":
+        """Tasks run in the order of submission; a failed one leaves its error in its future."""
+        future: Future[Result] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            future, task = item
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, task, item  # or the last result would live until the next task

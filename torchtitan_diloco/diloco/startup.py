@@ -1,0 +1,82 @@
+"""Before the first step: workers agree on what they do, and start from worker 0's model."""
+
+import hashlib
+import secrets
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_diloco.config.schema import DiLoCo, Link
+from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.distributed.agreement import code_fingerprint, find_differences
+
+
+def agree_on_run(
+    group: dist.ProcessGroup | None, config: DiLoCo, fragments: tuple[Fragment, ...], *, seed: int, run_id: str
+) -> int:
+    """Refuses workers with other settings, code or model; returns a number that is this run's alone."""
+    facts = {
+        "settings": repr(config),
+        "code": code_fingerprint(),
+        "seed": str(seed),
+        "run id": run_id,
+        "model": _layout(fragments),
+    }
+    gathered: list[Any] = [(facts, secrets.token_hex(8))]
+    if group is not None and group.size() > 1:
+        gathered = gathered * group.size()
+        dist.all_gather_object(gathered, (facts, secrets.token_hex(8)), group=group)
+        differences = find_differences([theirs for theirs, _ in gathered], "worker")
+        if differences:
+            raise ValueError("workers were started differently; give all of them the same:\n  " + "\n  ".join(differences))
+    name = "/".join([*facts.values(), gathered[0][1]])  # worker 0's random part keeps apart two runs of one configuration
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def _layout(fragments: tuple[Fragment, ...]) -> str:
+    """The parameters of each fragment with their shapes and types on this rank."""
+    lines = [
+        f"{fragment.index} {part} {tuple(part.parameter.shape)} {part.local().numel()} {part.parameter.dtype}"
+        for fragment in fragments
+        for part in fragment.parts
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
+    """Worker 0's parameters (frozen ones included) and buffers, each rank the shard it keeps."""
+    on_host = dist.get_backend(group) == "gloo"
+    for tensor in [*model.parameters(), *model.buffers()]:
+        whole = tensor.detach()
+        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        if not local.numel():
+            continue
+        sent: Tensor = local.cpu() if on_host else local
+        sent = sent.contiguous()
+        dist.broadcast(sent, group_src=0, group=group)
+        if sent is not local:
+            local.copy_(sent)
+
+
+def pick_state_device(group: dist.ProcessGroup | None, fragments: tuple[Fragment, ...], link: Link) -> torch.device:
+    """Where the outer state lives; what is exchanged has to lie where the group's transport can reach it."""
+    device = fragments[0].parts[0].local().device
+    if device.type == "cpu":
+        return device
+    transport = "none" if group is None or group.size() == 1 else dist.get_backend(group)
+    host = link.outer_state == "cpu" or (link.outer_state == "auto" and transport == "gloo")
+    if host and transport == "nccl":
+        raise ValueError(
+            'diloco.link.outer_state = "cpu" needs a gloo group between workers, as NCCL only reaches the GPU: set '
+            'diloco.link.backend = "gloo", or outer_state = "device"'
+        )
+    if not host and transport == "gloo":
+        raise ValueError(
+            'diloco.link.outer_state = "device" needs an NCCL group between workers, as gloo only reaches host memory: '
+            'set diloco.link.backend = "nccl", or outer_state = "cpu"'
+        )
+    return torch.device("cpu") if host else device
