@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.table import print_table, summary
-from torchtitan_diloco.components.metrics import MetricsWriter, StepTimer
+from torchtitan_diloco.components.metrics import MetricsWriter
+from torchtitan_diloco.components.reports import StepReports
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.distributed.world import join_world
@@ -57,22 +58,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="steps of each loop in one round")
     own, words = parser.parse_known_args()
-    config = from_command_line([*words, "--diloco.workers", "1", "--validation.every", "0"])
+    config = from_command_line([*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
     assert config is not None
-    world = join_world(config.distributed, device=config.run.device, workers=1, fsdp=0)
+    world = join_world(config.distributed, config.diloco.link, device=config.run.device, workers=1, fsdp=0)
     trainer = Trainer(config, world)
     bare, batches = bare_steps(trainer, config), iter(trainer.loader)
-    timer = StepTimer()
-
-    def ours() -> None:
-        """A step of the run with its report, as often as a run writes one."""
-        result = trainer.train_step(batches)
-        timer.step_done()
-        if trainer.step % config.metrics.log_every == 0:
-            trainer.report(metrics, timer, [result])
-
+    flops = trainer.model.flops_per_token(config.training.sequence_length)
     logger.setLevel("ERROR")
     with MetricsWriter(None, config.metrics) as metrics:
+        reports = StepReports(world, trainer.plan, flops, metrics, lag=1)
+
+        def ours() -> None:
+            """A step of the run with its report, as often as a run writes one."""
+            reports.step_done(trainer.train_step(batches))
+            if trainer.step % config.metrics.log_every == 0:
+                reports.open(trainer.step, trainer.lr, {})
+            reports.publish(trainer.step)
+
         for step in (ours, lambda: bare(batches)):  # warm-up
             seconds(own.steps, step)
         rounds = [(seconds(own.steps, ours), seconds(own.steps, lambda: bare(batches))) for _ in range(own.rounds)]

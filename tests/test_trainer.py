@@ -19,8 +19,8 @@ import torchtitan_diloco.trainer
 from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import LossSums, loss_head
-from torchtitan_diloco.config import load_config, to_toml
-from torchtitan_diloco.distributed.world import join_world
+from torchtitan_diloco.config import Config, load_config, to_toml
+from torchtitan_diloco.distributed.world import World, join_world
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
 
@@ -56,8 +56,9 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "metrics.log_every": 1,
         "metrics.tensorboard": "false",
         "diloco.workers": 1,
+        "diloco.method": "none",
         "distributed.train_timeout_seconds": 30,
-        "distributed.worker_timeout_seconds": 30,
+        "diloco.link.timeout_seconds": 30,
     }
     return {key: str(value) for key, value in (base | {k.replace("__", "."): v for k, v in changes.items()}).items()}
 
@@ -69,9 +70,14 @@ def words(chosen: dict[str, str]) -> list[str]:
 def train(chosen: dict[str, str]) -> list[dict[str, Any]]:
     """Trains with the processes that call it; rank 0 returns the records of metrics.jsonl."""
     config = load_config("debug", chosen)
-    world = join_world(config.distributed, device="cpu", workers=config.diloco.workers, fsdp=config.parallel.fsdp)
+    world = join(config)
     folder = Trainer(config, world).run()
     return records(folder) if world.is_first else []
+
+
+def join(config: Config) -> World:
+    workers, fsdp = config.diloco.workers, config.parallel.fsdp
+    return join_world(config.distributed, config.diloco.link, device="cpu", workers=workers, fsdp=fsdp)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -83,15 +89,13 @@ def curve(found: list[dict[str, Any]], key: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 1), (2, 2), (4, 2), (3, 3)])
-def test_any_number_of_processes_gives_the_same_curve(
-    text: Path, processes: ProcessPool, size: int, workers: int
-) -> None:
+def test_any_number_of_processes_gives_the_same_curve(text: Path, processes: ProcessPool, size: int, workers: int) -> None:
     """HSDP over workers x ranks with the same global batch: 12 sequences as 6, 3 or 2 micro-batches."""
     changes = {"training.batch_size": 1} if size == 4 else {}
     alone = train(settings(text, **changes))
     folder = text.parent / "many"
     together = processes.run(train, size, settings(text, run__folder=folder, diloco__workers=workers, **changes))[0]
-    for key in ("train/loss_nats_per_token_global", "train/gradient_norm_global"):
+    for key in ("train/loss_nats_per_token_global", "train/gradient_norm_mean_over_workers"):
         assert len(curve(alone, key)) == 8
         assert curve(together, key) == pytest.approx(curve(alone, key), rel=2e-4), key
     for key in ("train/tokens_global", "validation/tokens_global", "train/lr"):
@@ -112,9 +116,7 @@ def test_it_learns_and_the_same_seed_gives_the_same_run(text: Path) -> None:
     chosen = settings(text, training__steps=60, optimizer__lr="1e-2", validation__every=0)
     first = curve(train(chosen), "train/loss_nats_per_token_global")
     again = curve(train(chosen | {"run.folder": str(text.parent / "again")}), "train/loss_nats_per_token_global")
-    other = curve(
-        train(chosen | {"run.folder": str(text.parent / "o"), "run.seed": "1"}), "train/loss_nats_per_token_global"
-    )
+    other = curve(train(chosen | {"run.folder": str(text.parent / "o"), "run.seed": "1"}), "train/loss_nats_per_token_global")
     assert first[-1] < 0.6 * first[0]
     assert first == again
     assert first != other
@@ -125,7 +127,7 @@ def test_the_run_folder_starts_the_same_run_again(text: Path) -> None:
     saved = text.parent / "run" / "config.toml"
     config = load_config(str(saved), {"run.folder": str(text.parent / "again")})
     assert load_config(str(saved)).run.folder == "", "a second start must not write into the first one's folder"
-    world = join_world(config.distributed, device="cpu", workers=1, fsdp=0)
+    world = join(config)
     again = records(Trainer(config, world).run())
     key = "train/loss_nats_per_token_global"
     assert curve(again, key) == curve(first, key)
@@ -156,7 +158,7 @@ def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("debug", settings(text, metrics__log_every=3, validation__every=0))
-    trainer = Trainer(config, join_world(config.distributed, device="cpu", workers=1, fsdp=0))
+    trainer = Trainer(config, join(config))
     monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", nan_loss_at({2, 3}, trainer))
     batches = iter(trainer.loader)
     trainer.train_step(batches)
@@ -173,7 +175,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, monkeypatc
 
 def test_too_many_skipped_steps_end_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("debug", settings(text, training__max_skipped_steps=2))
-    trainer = Trainer(config, join_world(config.distributed, device="cpu", workers=1, fsdp=0))
+    trainer = Trainer(config, join(config))
     monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", nan_loss_at(set(range(100)), trainer))
     with pytest.raises(ValueError, match=r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"):
         trainer.run()
@@ -182,9 +184,7 @@ def test_too_many_skipped_steps_end_the_run(text: Path, monkeypatch: pytest.Monk
 def test_tensorboard_and_profiler_write_into_the_folder(text: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = train(
-        settings(text, metrics__tensorboard="true", profiling__enable="true", profiling__start=2, profiling__steps=2)
-    )
+    found = train(settings(text, metrics__tensorboard="true", profiling__enable="true", profiling__start=2, profiling__steps=2))
     board = EventAccumulator(str(text.parent / "run" / "tensorboard"))
     board.Reload()
     for key in ("train/loss_nats_per_token_global", "validation/loss_nats_per_token_global"):
@@ -238,3 +238,59 @@ def test_a_signal_ends_the_run_after_a_whole_step(text: Path) -> None:
     timer.cancel()
     assert process.wait(timeout=30) == 0
     assert "as asked by a signal" in rest
+
+
+def streaming(text: Path, **changes: Any) -> dict[str, str]:
+    return settings(
+        text,
+        **{
+            "diloco.method": "streaming",
+            "diloco.workers": 2,
+            "diloco.sync_every": 4,
+            "diloco.fragments.layers_per_fragment": 1,
+            "training.global_batch_size": 16,
+            "validation.local": "true",
+            **changes,
+        },
+    )
+
+
+def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessPool) -> None:
+    """2 workers x 1 rank and 2 workers x 2 ranks read the same samples and exchange the same fragments."""
+    alone = processes.run(train, 2, streaming(text))[0]
+    sharded = processes.run(train, 4, streaming(text, run__folder=text.parent / "sharded"))[0]
+    for key in (
+        "train/loss_nats_per_token_global",
+        "validation/loss_nats_per_token_global",
+    ):
+        assert len(curve(alone, key)) >= 2
+        assert curve(sharded, key) == pytest.approx(curve(alone, key), rel=2e-4), key
+    values = sum(curve(alone, "diloco/sent_bytes_sum_over_ranks"))
+    assert values > 0
+    assert sum(curve(sharded, "diloco/sent_bytes_sum_over_ranks")) == pytest.approx(values, rel=0.05)
+
+
+def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
+    """With mixing 0 and every fragment just applied, local and shared parameters are the same; before, they are not."""
+    changes = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0, "diloco.fragments.layers_per_fragment": 0}
+    found = processes.run(train, 2, streaming(text, validation__every=2, **changes))[0]
+    shared = curve(found, "validation/loss_nats_per_token_global")
+    local = curve(found, "validation/local_loss_nats_per_token_mean_over_workers")
+    assert local[1] == pytest.approx(shared[1], rel=1e-6), "after step 4, a sync"
+    assert local[0] != pytest.approx(shared[0], rel=1e-3), "after step 2"
+
+
+def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan_diloco.launch", *words(streaming(text))]
+    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    for expected in (
+        "each fragment every 4 steps, applied 1 steps later",
+        "blocks.0",
+        "loss of the shared model",
+        "sent between workers",
+        "data parallelism would send",
+        "communication hidden",
+    ):
+        assert expected in outcome.stdout, expected
+    assert "Warning" not in outcome.stderr

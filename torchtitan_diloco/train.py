@@ -29,7 +29,11 @@ def main(words: list[str]) -> int:
     set_determinism(config.run)
     try:
         world = join_world(
-            config.distributed, device=config.run.device, workers=config.diloco.workers, fsdp=config.parallel.fsdp
+            config.distributed,
+            config.diloco.link,
+            device=config.run.device,
+            workers=config.diloco.workers,
+            fsdp=config.parallel.fsdp,
         )
         Trainer(config, world).run()
     except ValueError as error:

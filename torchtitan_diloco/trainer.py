@@ -8,46 +8,43 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.metrics import MetricsWriter, Record, StepTimer, format_duration, log_step
+from torchtitan_diloco.components.metrics import MetricsWriter, Record, format_duration
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.profiling import build_profiler
+from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
-from torchtitan_diloco.components.validation import validate
+from torchtitan_diloco.components.summary import log_summary, outer_line
+from torchtitan_diloco.components.validation import ValidationResult, validate
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.config.toml_writer import to_toml
-from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split
-from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split, open_tokenizer
+from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.advice import advice
+from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
-from torchtitan_diloco.distributed.reductions import max_over_ranks, sum_over_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
-from torchtitan_diloco.distributed.world import FSDP, World
+from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.models import MODELS
-from torchtitan_diloco.tools.device import GIB, peak_flops, peak_memory_bytes
 from torchtitan_diloco.tools.garbage import GarbageControl
 from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import create_run_folder
 
-
-class StepResult(NamedTuple):
-    cross_entropy: float
-    """Sum over this rank's tokens, in nats."""
-    gradient_norm: float
-    """Of the whole gradient, before clipping."""
-    skipped: bool
+STEPS_APART = 4
+"""Workers that train on their own are not held together to print a number: it is read so many steps later."""
 
 
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.tokenizer = build_tokenizer(config.data.tokenizer)
+        self.tokenizer = open_tokenizer(config.data)
         self.train_tokens = open_split(config.data, self.tokenizer, "train")
         self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
         self._assert_agreement()
@@ -71,6 +68,7 @@ class Trainer:
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
 
+        self.outer = self._outer_loop()
         self.loader = build_train_loader(
             self.train_tokens,
             sequence_length=config.training.sequence_length,
@@ -85,7 +83,7 @@ class Trainer:
         self.validation_batches = self._validation_batches()
         self.step = 0
         self.skipped_in_a_row = 0
-        self._peak_flops = peak_flops(world.device)
+        self.shared_loss: float | None = None
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -94,33 +92,36 @@ class Trainer:
         config, total_steps = self.config, self.plan.total_steps
         folder = self._make_run_folder()
         self._log_plan(folder)
+        lag = 1 if config.diloco.method == "none" else STEPS_APART
         garbage = GarbageControl(config.run.garbage_collect_every)
         batches = iter(self.loader)
-        interval: list[StepResult] = []
         with (
-            StopRequest(self.world) as stop,
+            StopRequest(self.world, lag) as stop,
             MetricsWriter(folder if self.world.is_first else None, config.metrics) as metrics,
             build_profiler(config.profiling, folder, self.world.rank) as profiler,
         ):
-            timer = StepTimer()
+            flops = self.model.flops_per_token(config.training.sequence_length)
+            reports = StepReports(self.world, self.plan, flops, metrics, lag)
             while self.step < total_steps:
-                interval.append(self.train_step(batches))
-                timer.step_done()
+                reports.step_done(self.train_step(batches))
                 profiler.step()
                 garbage.after_step(self.step)
                 stopping = stop.agreed()
                 last = stopping or self.step == total_steps
                 if last or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    self.report(metrics, timer, interval)
-                    interval = []
+                    if last:
+                        self.outer.drain()
+                    reports.open(self.step, self.lr, self.outer.metrics())
+                reports.publish(self.step, all=last or self._validation_due())
                 if stopping:  # whoever sent the signal is waiting
                     break
                 if self._validation_due():
-                    self._validate(metrics, timer)
+                    self._validate(metrics, reports)
         garbage.close()
         if self.step < total_steps:
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal")
-        logger.info(f"took {format_duration(timer.elapsed_seconds)}; the run is in {folder}")
+        log_summary(self.plan, config.diloco, self.step, self.shared_loss, reports.totals)
+        logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
         return folder
 
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
@@ -144,6 +145,7 @@ class Trainer:
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self.outer.step()
         self._guard(skipped, norm)
         return StepResult(cross_entropy.item(), norm, skipped)
 
@@ -164,69 +166,55 @@ class Trainer:
                 "lr_schedule.warmup_steps, or look at the data"
             )
 
-    # --- reports ---------------------------------------------------------------------------------------------------
-
-    def report(self, metrics: MetricsWriter, timer: StepTimer, interval: list[StepResult]) -> None:
-        """One record over the steps since the last one; losses and tokens are those of all ranks."""
-        trained = [result for result in interval if not result.skipped]
-        local = sum(result.cross_entropy for result in trained)
-        cross_entropy = sum_over_ranks(self.world, torch.tensor([local], dtype=torch.float64))[0]
-        tokens = len(trained) * self.plan.tokens_per_step
-        peak = max_over_ranks(self.world, torch.tensor([peak_memory_bytes(self.world.device)], dtype=torch.float64))[0]
-        seconds = timer.seconds_per_step()
-        tokens_per_second = self.plan.tokens_per_step / seconds
-        mfu = None
-        if self._peak_flops is not None:
-            flops = self.model.flops_per_token(self.config.training.sequence_length) * tokens_per_second
-            mfu = 100 * flops / (self._peak_flops * self.world.size)
-        record: Record = {
-            "train/loss_nats_per_token_global": cross_entropy / tokens if tokens else math.nan,
-            "train/gradient_norm_global": interval[-1].gradient_norm,
-            "train/lr": self.lr,
-            "train/skipped_steps": sum(result.skipped for result in interval),
-            "train/tokens_global": self.step * self.plan.tokens_per_step,
-            "speed/tokens_per_second_global": tokens_per_second,
-            "speed/seconds_per_step": seconds,
-            "speed/mfu_percent": mfu,
-            "memory/peak_gib_max_over_ranks": peak / GIB,
-            "time/elapsed_seconds": timer.elapsed_seconds,
-        }
-        metrics.write(self.step, record)
-        log_step(self.step, self.plan.total_steps, record)
+    # --- validation ------------------------------------------------------------------------------------------------
 
     def _validation_due(self) -> bool:
         if self.validation_batches is None:
             return False
         return self.step % self.config.validation.every == 0 or self.step == self.plan.total_steps
 
-    def _validate(self, metrics: MetricsWriter, timer: StepTimer) -> None:
-        assert self.validation_batches is not None
+    def _validate(self, metrics: MetricsWriter, reports: StepReports) -> None:
+        """The shared parameters are what a run is judged by; the workers' own only on request."""
         started = time.perf_counter()
-        chunk_tokens = self.config.training.loss_chunk_tokens
-        result = validate(
-            self.model, self.validation_batches, self.world, chunk_tokens=chunk_tokens, precision=self.precision
-        )
-        timer.pause(time.perf_counter() - started)
-        metrics.write(
-            self.step,
-            {
-                "validation/loss_nats_per_token_global": result.loss,
-                "validation/perplexity_global": result.perplexity,
-                "validation/tokens_global": result.tokens,
-            },
-        )
+        with self.outer.global_parameters():
+            shared = self._validation_loss()
+        self.shared_loss = shared.loss
+        record: Record = {
+            "validation/loss_nats_per_token_global": shared.loss,
+            "validation/perplexity_global": shared.perplexity,
+            "validation/tokens_global": shared.tokens,
+        }
+        local = ""
+        if self.config.validation.local:
+            own = self._validation_loss()
+            record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
+            local = f" (the workers' own parameters: {own.loss:.4f})"
+        reports.pause(time.perf_counter() - started)
+        metrics.write(self.step, record)
         logger.info(
-            f"validation after step {self.step}: loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} "
-            f"over {result.tokens:,} held-out tokens"
+            f"validation after step {self.step}: loss {shared.loss:.4f}{local}, perplexity {shared.perplexity:,.2f} "
+            f"over {shared.tokens:,} held-out tokens"
         )
+
+    def _validation_loss(self) -> ValidationResult:
+        assert self.validation_batches is not None
+        chunk_tokens = self.config.training.loss_chunk_tokens
+        return validate(self.model, self.validation_batches, self.world, chunk_tokens=chunk_tokens, precision=self.precision)
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
-    def _fsdp_mesh(self) -> torch.distributed.device_mesh.DeviceMesh | None:
-        """What gradients are averaged over: all ranks with data parallelism."""
-        if self.world.mesh is None or self.world.workers > 1:
-            return self.world.mesh
-        return self.world.mesh[FSDP]
+    def _fsdp_mesh(self) -> DeviceMesh | None:
+        """What gradients are averaged over: all ranks with data parallelism, else those of this worker."""
+        mesh = self.world.mesh
+        if mesh is None or (self.config.diloco.method == "none" and self.world.workers > 1):
+            return mesh
+        return mesh[FSDP] if self.world.ranks_per_worker > 1 else None
+
+    def _outer_loop(self) -> StreamingDiLoCo | DataParallel:
+        config = self.config
+        if config.diloco.method == "none":
+            return DataParallel()
+        return StreamingDiLoCo(self.model, self.world.group(WORKER), config.diloco, seed=config.run.seed)
 
     def _compute_dtype(self) -> torch.dtype:
         chosen = self.config.parallel.compute_dtype
@@ -235,8 +223,8 @@ class Trainer:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[chosen]
 
     def _precision(self, compute_dtype: torch.dtype) -> AbstractContextManager[object]:
-        """FSDP2 casts by itself; a single process, which has no FSDP2, lets autocast do it."""
-        if self.world.mesh is None and compute_dtype != torch.float32:
+        """FSDP2 casts by itself; a worker of a single process, which has no FSDP2, lets autocast do it."""
+        if self._fsdp_mesh() is None and compute_dtype != torch.float32:
             return torch.autocast(self.world.device.type, compute_dtype)
         return nullcontext()
 
@@ -264,11 +252,20 @@ class Trainer:
         )
         data_line = f"{config.data.corpus}: {len(self.train_tokens):,} tokens of tokenizer {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
-        if config.lr_schedule.warmup_steps > self.plan.total_steps:
-            logger.warning(
-                f"lr_schedule.warmup_steps = {config.lr_schedule.warmup_steps} is longer than the run of "
-                f"{self.plan.total_steps} steps, so the peak learning rate is never reached: shorten it"
+        if self.outer.table():
+            logger.info(f"{'outer':<10} {outer_line(config.diloco)}\n{self.outer.table()}")
+        for warning in self._warnings() if self.world.is_first else ():
+            logger.warning(warning)
+
+    def _warnings(self) -> list[str]:
+        found = advice(self.config.diloco, self.plan.total_steps)
+        warmup_steps = self.config.lr_schedule.warmup_steps
+        if warmup_steps > self.plan.total_steps:
+            found.append(
+                f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {self.plan.total_steps} steps, so the "
+                "peak learning rate is never reached: shorten it"
             )
+        return found
 
     def _make_run_folder(self) -> Path:
         """Rank 0 makes it and tells all ranks; its config.toml starts the same run again, in a folder of its own."""

@@ -1,10 +1,16 @@
 """Every shipped TOML loads, passes the checks across settings, and its model can be built."""
 
+import dataclasses
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, load_config, shipped_configs
+from torchtitan_diloco.diloco.advice import advice
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.models import MODELS
 
@@ -26,6 +32,7 @@ def test_preset_builds(name: str) -> None:
     world = World(rank=0, size=size, local_rank=0, workers=config.diloco.workers, device=torch.device("cpu"))
     plan = plan_run(config.training, world, counts["total"], counts["embedding"])
     assert plan.total_steps > config.lr_schedule.warmup_steps, "the run would end within its warm-up"
+    assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert config.run.description, "a preset says what it is"
 
 
@@ -38,14 +45,19 @@ def test_presets_run_on_one_node_of_eight_devices(name: str) -> None:
 
 def test_a_preset_says_only_what_differs() -> None:
     """A setting with the value it would have anyway is noise that hides the differences."""
-    import tomllib
-
     for path in CONFIGS_FOLDER.glob("*.toml"):
         table = tomllib.loads(path.read_text())
         parent = table.pop("extends", None)
-        if parent is None:
-            continue
-        inherited = load_config(parent)
-        for section, settings in table.items():
-            for key, value in settings.items():
-                assert getattr(getattr(inherited, section), key) != value, f"{path.name}: {section}.{key} = {value}"
+        inherited: dict[str, object] = {}
+        if parent is not None:
+            inherited = dict(leaves(dataclasses.asdict(load_config(parent))))
+        for key, value in leaves(table):
+            assert inherited.get(key) != value, f"{path.name}: {key} = {value} is inherited already"
+
+
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -27,9 +27,7 @@ class MetricsWriter:
     def write(self, step: int, record: Record) -> None:
         """A value of None is "not known": null in the file, absent in TensorBoard."""
         if self._file is not None:
-            self._file.write(
-                json.dumps({"step": step, **{key: _jsonable(value) for key, value in record.items()}}) + "\n"
-            )
+            self._file.write(json.dumps({"step": step, **{key: _jsonable(value) for key, value in record.items()}}) + "\n")
         if self._board is not None:
             for key, value in record.items():
                 if value is not None:
@@ -38,9 +36,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -85,7 +81,7 @@ def log_step(step: int, total_steps: int, record: Record) -> None:
     parts = [
         f"step {step:>{len(str(total_steps))}}/{total_steps}",
         f"loss {record['train/loss_nats_per_token_global']:.4f}",
-        f"gradient norm {record['train/gradient_norm_global']:.3f}",
+        f"gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}",
         f"lr {record['train/lr']:.2e}",
         f"{record['speed/tokens_per_second_global']:,.0f} tokens/s",
         f"MFU {'n/a' if mfu is None else f'{mfu:.1f} %'}",
