@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,28 @@ def test_block_runs_as_written(name: str, block: str, tmp_path: Path) -> None:
     assert outcome.returncode == 0, f"{name}:\n{script}\n\n{outcome.stdout[-4000:]}"
 
 
+def test_the_readmes_own_loop_runs_as_written(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    (tmp_path / "own_loop.py").write_text(block)
+    start = re.search(r"start it with: (torchrun .*)", block)
+    assert start is not None
+    outcome = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *start.group(1).split()[1:]],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "1.layers.0, 1.layers.2" in outcome.stdout
+    assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", outcome.stdout)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_a_page_names_is_there(page: Path) -> None:
-    named = re.findall(
-        r"`((?:torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests)/[\w./-]*)`", page.read_text()
-    )
+    named = re.findall(r"`((?:torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests)/[\w./-]*)`", page.read_text())
     linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
     for path in named:
         assert (REPOSITORY / path).exists(), f"{page.name} names {path}"

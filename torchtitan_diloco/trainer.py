@@ -33,6 +33,7 @@ from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.tools.device import GIB
 from torchtitan_diloco.tools.garbage import GarbageControl
 from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import create_run_folder
@@ -252,8 +253,10 @@ class Trainer:
         )
         data_line = f"{config.data.corpus}: {len(self.train_tokens):,} tokens of tokenizer {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
-        if self.outer.table():
-            logger.info(f"{'outer':<10} {outer_line(config.diloco)}\n{self.outer.table()}")
+        if isinstance(self.outer, StreamingDiLoCo):
+            logger.info(f"{'outer':<10} {outer_line(config.diloco)}")
+            logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for shared parameters, momentum and one delta")
+            logger.info(self.outer.table())
         for warning in self._warnings() if self.world.is_first else ():
             logger.warning(warning)
 

@@ -114,6 +114,7 @@ def test_a_signal_stops_a_single_process_and_handlers_are_given_back() -> None:
     with StopRequest(join(1)) as stop:
         assert not stop.agreed()
         os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
         assert stop.agreed()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 

@@ -18,6 +18,3 @@ class DataParallel:
 
     def metrics(self) -> dict[str, float]:
         return {}
-
-    def table(self) -> str:
-        return ""

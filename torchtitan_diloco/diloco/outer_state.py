@@ -133,6 +133,10 @@ class OuterState:
         self.delta.copy_(shared)
         self._ready()
 
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (self.outer, self.delta, *self.slots))
+
     def norm_of_delta(self) -> float:
         return float(torch.linalg.vector_norm(self.delta))
 

@@ -275,6 +275,11 @@ class StreamingDiLoCo:
         traffic = Traffic() if self._exchange is None else self._exchange.take_traffic()
         return self._meter.take(traffic)
 
+    @property
+    def state_bytes(self) -> int:
+        """Memory of this rank's shared parameters, optimizer buffers and deltas."""
+        return sum(state.bytes for state in self._states)
+
     def table(self) -> str:
         """The fragments and when they have their turn."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import deque
 from types import FrameType, TracebackType
 from typing import Self
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from torchtitan_diloco.distributed.world import World
 
+SAME_REQUEST_SECONDS = 1.0
+"""Schedulers and launchers pass a signal on, so one request may arrive more than once."""
+
 
 class StopRequest:
     """Ranks get a signal at different moments; one that left alone would keep the others waiting in a collective. So
@@ -18,16 +22,18 @@ class StopRequest:
 
     def __init__(self, world: World, lag: int = 1) -> None:
         self._world, self._lag = world, lag
-        self._received: int | None = None
+        self._received: float | None = None
+        """When the first signal came."""
         self._questions: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._received is not None:  # asked a second time: at once
+        now = time.monotonic()
+        if self._received is not None and now - self._received > SAME_REQUEST_SECONDS:  # asked again: at once
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._received = number
+        self._received = self._received or now
 
     def agreed(self) -> bool:
         """Called by every rank once after each step: whether all of them stop here."""

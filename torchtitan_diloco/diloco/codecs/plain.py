@@ -9,6 +9,7 @@ class CastCodec:
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
+        self.is_fp32 = dtype == torch.float32
         self._dtype = dtype
 
     def wire_bytes(self, values: int) -> int:
