@@ -101,7 +101,7 @@ def test_where_nodes_meet(endpoint: str, expected: str) -> None:
     ],
 )
 def test_an_environment_that_does_not_fit(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(LaunchError, match="error: ") as mistake:
+    with pytest.raises(LaunchError) as mistake:
         read_place(environment)
     assert said in str(mistake.value)
 

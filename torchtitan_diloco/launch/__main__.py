@@ -26,7 +26,7 @@ def main(arguments: list[str], training_module: str = "torchtitan_diloco.train")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ConfigError, LaunchError) as mistake:
-        print(mistake, file=sys.stderr)
+        print(f"error: {mistake}", file=sys.stderr)
         return 2
 
     with stop:

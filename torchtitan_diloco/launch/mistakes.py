@@ -3,6 +3,3 @@
 
 class LaunchError(ValueError):
     """A run that cannot be started as asked; the text names the value, the key and the remedy."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(f"error: {text}")

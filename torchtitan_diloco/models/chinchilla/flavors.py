@@ -20,7 +20,7 @@ def _streaming(layers: int, heads: int, width: int) -> Shape:
 
 
 FLAVORS: dict[str, Shape] = {
-    "debug": Shape(layers=6, width=128, heads=4, head_dim=32, feed_forward=512),
+    "debug": Shape(layers=4, width=96, heads=3, head_dim=32, feed_forward=384),
     # Streaming DiLoCo (arXiv 2501.18512), and 2.4b and 10b of its scaling laws (2503.09799)
     "35m": _streaming(6, 8, 512),
     "100m": _streaming(9, 12, 768),
