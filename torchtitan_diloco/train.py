@@ -10,12 +10,15 @@ import torch
 
 from torchtitan_diloco.config import ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
+from torchtitan_diloco.diloco.exchange import WorkerLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.tools.logging import start_logging
 from torchtitan_diloco.trainer import Trainer
 
 USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""
+WORKER_LOST = 3
+"""Exit code where another worker died or was silent for too long."""
 
 
 def main(words: list[str]) -> int:
@@ -38,6 +41,9 @@ def main(words: list[str]) -> int:
         Trainer(config, world).run()
     except ValueError as error:
         return _report(error)
+    except WorkerLostError as error:
+        print(f"{_rank()}error: {error}", file=sys.stderr, flush=True)
+        return WORKER_LOST
     leave_world(world)
     return 0
 
@@ -57,9 +63,12 @@ def _report(error: ValueError) -> int:
         raise error
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2)
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"{rank}error: {error}", file=sys.stderr, flush=True)
+    print(f"{_rank()}error: {error}", file=sys.stderr, flush=True)
     return USER_ERROR
+
+
+def _rank() -> str:
+    return f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
 
 
 def _is_ours(error: ValueError) -> bool:

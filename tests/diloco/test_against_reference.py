@@ -1,6 +1,7 @@
 """StreamingDiLoCo in real processes computes what the plain single-process reference computes."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed, Link
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, StreamingDiLoCo
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo
 from torchtitan_diloco.distributed.world import FSDP, WORKER, join_world
@@ -25,7 +27,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList(nn.Linear(7, 7, bias=index % 2 == 0) for index in range(5))
+        self.blocks = nn.ModuleList(nn.Linear(7, 7, bias=index % 2 == 0) for index in range(8))
         self.gain = nn.Parameter(torch.ones(1))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -85,6 +87,14 @@ def run_case(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return local, shared
 
 
+def transmitted(name: str, delta: Tensor) -> Tensor:
+    codec, arrived = build_codec(name), torch.empty(delta.numel())
+    payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8)
+    codec.encode(delta.flatten(), payload)
+    codec.decode(payload, arrived)
+    return arrived.view(delta.shape)
+
+
 def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     models = [Net() for _ in range(case.workers)]
     fragments = build_fragments(models[0], case.config.fragments)
@@ -96,6 +106,7 @@ def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor
         delay=case.config.overlap.delay,
         mixing=case.config.overlap.mixing,
         outer=case.config.outer_optimizer,
+        transmit=partial(transmitted, case.config.quantization.codec if case.workers > 1 else "fp32"),
     )
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
     for step in range(1, STEPS + 1):
@@ -108,7 +119,7 @@ def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor
 
 
 def config(layers: int = 2, delay: int = 1, mixing: float = 0.5, **outer: object) -> DiLoCoConfig:
-    """layers_per_fragment 0, 5 and 2 make 1, 2 and 4 fragments of the five blocks and the rest."""
+    """layers_per_fragment 0, 8 and 2 make 1, 2 and 5 fragments of the eight blocks and the rest."""
     return DiLoCoConfig(
         sync_every=8,
         fragments=Fragments(layers_per_fragment=layers),
@@ -119,7 +130,8 @@ def config(layers: int = 2, delay: int = 1, mixing: float = 0.5, **outer: object
 
 def check(case: Case, processes: ProcessPool) -> None:
     reference_locals, reference_shared = run_reference(case)
-    results = processes.run(run_case, case.workers * case.ranks, case) if case.workers > 1 else [run_case(case)]
+    size = case.workers * case.ranks
+    results = processes.run(run_case, size, case) if size > 1 else [run_case(case)]
     first_shared = results[0][1]
     for rank, (local, shared) in enumerate(results):
         for name, value in reference_locals[rank // case.ranks].items():
@@ -128,7 +140,7 @@ def check(case: Case, processes: ProcessPool) -> None:
             assert torch.equal(shared[name], first_shared[name]), f"{name}: the shared bits differ between workers"
 
 
-@pytest.mark.parametrize(("workers", "layers", "delay"), list(product([1, 2, 3], [0, 5, 2], [0, 1, 5])))
+@pytest.mark.parametrize(("workers", "layers", "delay"), list(product([1, 2, 3], [0, 8, 2], [0, 1, 5])))
 def test_fragments_and_delays(processes: ProcessPool, workers: int, layers: int, delay: int) -> None:
     check(Case(workers, config(layers, delay)), processes)
 
@@ -148,17 +160,31 @@ def test_outer_optimizers(processes: ProcessPool, name: str) -> None:
 @pytest.mark.parametrize("pattern", ["sequential", "balanced", "explicit"])
 def test_patterns(processes: ProcessPool, pattern: str) -> None:
     chosen = config(2, 3)
-    modules = (("embedding", "blocks.3"), ("blocks.0", "blocks.1", "gain"), ("blocks.2",), ("blocks.4",))
+    modules = (
+        ("embedding", "blocks.3"),
+        ("blocks.0", "blocks.1", "gain"),
+        ("blocks.2", "blocks.5"),
+        ("blocks.4", "blocks.6"),
+        ("blocks.7",),
+    )
     fragments = Fragments(pattern=pattern, layers_per_fragment=2, modules=modules if pattern == "explicit" else ())  # type: ignore[arg-type]
     if pattern == "balanced":  # rows of the embedding in several fragments: the reference takes whole parameters
-        fragments = replace(fragments, layers_per_fragment=5)
+        fragments = replace(fragments, layers_per_fragment=4)
     check(Case(2, replace(chosen, fragments=fragments)), processes)
 
 
-@pytest.mark.parametrize(("workers", "layers", "delay"), [(2, 2, 5), (2, 0, 0)])
-def test_with_fsdp_inside(processes: ProcessPool, workers: int, layers: int, delay: int) -> None:
-    check(Case(workers, config(layers, delay), ranks=2), processes)
+@pytest.mark.parametrize(
+    ("workers", "layers", "delay", "mixing"), [(2, 2, 5, 0.5), (2, 0, 0, 0.0), (1, 8, 1, 0.5), (3, 2, 5, 0.5)]
+)
+def test_with_fsdp_inside(processes: ProcessPool, workers: int, layers: int, delay: int, mixing: float) -> None:
+    check(Case(workers, config(layers, delay, mixing), ranks=2), processes)
 
 
-def test_four_workers(processes: ProcessPool) -> None:
-    check(Case(4, config(2, 5, 0.0)), processes)
+@pytest.mark.parametrize(("layers", "delay", "mixing"), [(2, 5, 0.0), (0, 0, 0.5)])
+def test_four_workers(processes: ProcessPool, layers: int, delay: int, mixing: float) -> None:
+    check(Case(4, config(layers, delay, mixing)), processes)
+
+
+@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.5), (5, 0.0), (5, 0.5)])
+def test_delay_and_mixing_act_with_a_narrow_codec(processes: ProcessPool, delay: int, mixing: float) -> None:
+    check(Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="bf16"))), processes)

@@ -76,6 +76,34 @@ def test_a_worker_that_is_silent_beyond_the_timeout_is_named(processes: ProcessP
     assert "worker 1 left or did not answer" in first
 
 
+def _after_a_failure(_: int) -> bool:
+    """Whether local and shared parameters are what they were before the exchange that failed."""
+    world = join(2)
+    model = Net()
+    chosen = replace(config(0, delay=0), link=Link(timeout_seconds=TIMEOUT))
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 8):
+        inner_step(model, optimizer, world.worker, step)
+        outer.step()
+    inner_step(model, optimizer, world.worker, 8)
+    if world.worker == 1:
+        os._exit(1)
+    before = {name: value.clone() for name, value in [*model.state_dict().items(), *_prefixed(outer)]}
+    with pytest.raises(WorkerLostError):
+        outer.step()
+    after = dict([*model.state_dict().items(), *_prefixed(outer)])
+    return all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def _prefixed(outer: StreamingDiLoCo) -> list[tuple[str, torch.Tensor]]:
+    return [(f"shared {name}", value) for name, value in outer.global_state_dict().items()]
+
+
+def test_a_failed_exchange_changes_nothing(processes: ProcessPool) -> None:
+    assert processes.run(_after_a_failure, 2, 0, dying={1})[0] is True
+
+
 def _other_settings(kind: str) -> str:
     world = join(2)
     model, chosen, run_id = Net(), config(2), ""
