@@ -146,7 +146,7 @@ class Trainer:
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.outer.step()
+        self.outer.step(weight=0.0 if skipped else plan.tokens_per_step / self.world.workers)
         self._guard(skipped, norm)
         return StepResult(cross_entropy.item(), norm, skipped)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed, Link
 from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
-from torchtitan_diloco.distributed.reductions import max_over_ranks, sum_over_ranks
+from torchtitan_diloco.distributed.reductions import start_max, start_sum, sum_over_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World, join_world, leave_world, split_world
 
@@ -24,7 +24,7 @@ def test_a_single_process_has_no_process_groups() -> None:
     world = join(1)
     assert (world.size, world.mesh, world.control) == (1, None, None)
     assert not dist.is_initialized()
-    assert sum_over_ranks(world, torch.tensor([2.5])) == [2.5]
+    assert sum_over_ranks(world, [2.5]) == [2.5]
     assert broadcast_text(world, "x") == "x"
     leave_world(world)
 
@@ -61,9 +61,10 @@ def test_consecutive_ranks_form_a_worker(processes: ProcessPool) -> None:
 
 def _reductions() -> tuple[list[float], list[float], str]:
     world = join(1)
-    values = torch.tensor([1.0 + world.rank, 2.0**40 + world.rank], dtype=torch.float64)
+    values = [1.0 + world.rank, 2.0**40 + world.rank]
+    total, largest = start_sum(world, values), start_max(world, values)  # both under way at once
     text = broadcast_text(world, f"from rank {world.rank}")
-    return sum_over_ranks(world, values), max_over_ranks(world, values), text
+    return total.result(), largest.result(), text
 
 
 def test_reductions_are_exact_sums(processes: ProcessPool) -> None:
