@@ -62,7 +62,7 @@ class ProcessPool:
             for rank in [rank for rank in pending if pipes[rank] in ready]:
                 try:
                     failed, results[rank] = pipes[rank].recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     failed, results[rank] = rank not in dying, DIED
                 pending.discard(rank)
                 if failed:

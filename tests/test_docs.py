@@ -7,9 +7,9 @@ as ```text.
 
 import os
 import re
-import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,19 @@ def blocks() -> list[tuple[str, str]]:
 def shortened(block: str, out: Path) -> str:
     lines = []
     for number, line in enumerate(block.splitlines()):
-        command = shlex.split(line, comments=True)
+        command = line.split(" #")[0]
         if "./run_tests.sh" in command:
-            line = line.split("#")[0] + " --collect-only -q"
-        if "./run_train.sh" in command and not {"--help", "--print-config"} & set(command):
-            line = f"{line.split('#')[0]} {SHORT} --run.folder {out}/run{number}"
+            line = f"{command} --collect-only -q"
+        elif "./run_train.sh" in command and "--help" not in command and "--print-config" not in command:
+            line = f"{command} {SHORT} --run.folder {out}/run{number}"
         lines.append(line)
     return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> defaultdict[str, Path]:
+    """A page's blocks follow on each other, so they share a folder."""
+    return defaultdict(lambda: tmp_path_factory.mktemp("page"))
 
 
 def test_there_is_something_to_run() -> None:
@@ -45,12 +51,13 @@ def test_there_is_something_to_run() -> None:
 
 
 @pytest.mark.parametrize(("name", "block"), blocks(), ids=[name for name, _ in blocks()])
-def test_block_runs_as_written(name: str, block: str, tmp_path: Path) -> None:
+def test_block_runs_as_written(name: str, block: str, folders: defaultdict[str, Path], tmp_path: Path) -> None:
     script = "set -euo pipefail\n" + shortened(block, tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     outcome = subprocess.run(
         ["bash", "-c", script],
         cwd=REPOSITORY,
-        env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OUT": str(folders[name.rpartition("-")[0]]), "OMP_NUM_THREADS": "1", "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -294,3 +294,49 @@ def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
     ):
         assert expected in outcome.stdout, expected
     assert "Warning" not in outcome.stderr
+
+
+@pytest.mark.parametrize(("kind", "sync_every"), [(signal.SIGKILL, 4), (signal.SIGKILL, 1000), (signal.SIGSTOP, 1000)])
+def test_a_lost_worker_is_named_in_a_line(text: Path, kind: signal.Signals, sync_every: int) -> None:
+    """Both with an exchange in flight and between two. The processes are started here, so that no launcher ends the one
+    that is to say who is missing."""
+    chosen = streaming(
+        text, training__steps=100_000, diloco__sync_every=sync_every, validation__every=0, diloco__link__timeout_seconds=4
+    )
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    processes = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [sys.executable, "-m", "torchtitan_diloco.train", *words(chosen)]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True))
+    survivor, victim = processes
+    timer = threading.Timer(100, survivor.kill)
+    timer.start()
+    try:
+        assert survivor.stdout is not None
+        for line in survivor.stdout:
+            if line.startswith("step") and line.split()[1].startswith("30/"):
+                victim.send_signal(kind)
+                break
+        _, errors = survivor.communicate()
+    finally:
+        timer.cancel()
+        victim.kill()
+        victim.communicate()
+    assert survivor.returncode == 3, errors
+    lines = [line for line in errors.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert "worker 1" in lines[0]
+    assert "left or did not answer in time" in lines[0]
+    assert "step" in lines[0]
+    assert "Traceback" not in errors

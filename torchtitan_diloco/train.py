@@ -11,6 +11,7 @@ import torch
 from torchtitan_diloco.config import ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco.exchange import WorkerLostError
+from torchtitan_diloco.distributed.roll_call import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.tools.logging import start_logging
 from torchtitan_diloco.trainer import Trainer
@@ -41,7 +42,7 @@ def main(words: list[str]) -> int:
         Trainer(config, world).run()
     except ValueError as error:
         return _report(error)
-    except WorkerLostError as error:
+    except (WorkerLostError, RanksLostError) as error:
         print(f"{_rank()}error: {error}", file=sys.stderr, flush=True)
         return WORKER_LOST
     leave_world(world)

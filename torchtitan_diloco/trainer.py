@@ -1,6 +1,5 @@
 """Builds the parts of a run and holds its loop. The one place that sees the whole configuration."""
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.summary import log_summary, outer_line
 from torchtitan_diloco.components.validation import ValidationResult, validate
+from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.config.toml_writer import to_toml
 from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split, open_tokenizer
@@ -39,7 +39,11 @@ from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import create_run_folder
 
 STEPS_APART = 4
-"""Workers that train on their own are not held together to print a number: it is read so many steps later."""
+"""Workers that train on their own are not held together to print a number: it is read so many steps later, or after the
+delay of an exchange where that is longer."""
+
+OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
+"""Settings in which the processes of a run may differ."""
 
 
 class Trainer:
@@ -84,7 +88,8 @@ class Trainer:
         self.validation_batches = self._validation_batches()
         self.step = 0
         self.skipped_in_a_row = 0
-        self.shared_loss: float | None = None
+        self.validated: tuple[int, float] | None = None
+        """The step of the last validation and its loss."""
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +98,7 @@ class Trainer:
         config, total_steps = self.config, self.plan.total_steps
         folder = self._make_run_folder()
         self._log_plan(folder)
-        lag = 1 if config.diloco.method == "none" else STEPS_APART
+        lag = 1 if config.diloco.method == "none" else max(STEPS_APART, config.diloco.overlap.delay)
         garbage = GarbageControl(config.run.garbage_collect_every)
         batches = iter(self.loader)
         with (
@@ -107,7 +112,7 @@ class Trainer:
                 reports.step_done(self.train_step(batches))
                 profiler.step()
                 garbage.after_step(self.step)
-                stopping = stop.agreed()
+                stopping = stop.agreed(self.step)
                 last = stopping or self.step == total_steps
                 if last or self.step % config.metrics.log_every == 0 or self.step == 1:
                     if last:
@@ -121,7 +126,7 @@ class Trainer:
         garbage.close()
         if self.step < total_steps:
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal")
-        log_summary(self.plan, config.diloco, self.step, self.shared_loss, reports.totals)
+        log_summary(self.plan, config.diloco, self.world.size, self.step, self.validated, reports.totals)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
         return folder
 
@@ -179,7 +184,7 @@ class Trainer:
         started = time.perf_counter()
         with self.outer.global_parameters():
             shared = self._validation_loss()
-        self.shared_loss = shared.loss
+        self.validated = self.step, shared.loss
         record: Record = {
             "validation/loss_nats_per_token_global": shared.loss,
             "validation/perplexity_global": shared.perplexity,
@@ -215,7 +220,8 @@ class Trainer:
         config = self.config
         if config.diloco.method == "none":
             return DataParallel()
-        return StreamingDiLoCo(self.model, self.world.group(WORKER), config.diloco, seed=config.run.seed)
+        group, shards = self.world.group(WORKER), self.world.shards
+        return StreamingDiLoCo(self.model, group, config.diloco, shard_group=shards, seed=config.run.seed)
 
     def _compute_dtype(self) -> torch.dtype:
         chosen = self.config.parallel.compute_dtype
@@ -272,17 +278,23 @@ class Trainer:
 
     def _make_run_folder(self) -> Path:
         """Rank 0 makes it and tells all ranks; its config.toml starts the same run again, in a folder of its own."""
-        made = ""
+        made, failure = "", ""
         if self.world.is_first:
-            path = create_run_folder(self.config.run.folder, self.config.run.name)
             resolved = replace(self.config, run=replace(self.config.run, folder=""))
-            (path / "config.toml").write_text(to_toml(resolved), encoding="utf-8")
-            made = str(path)
+            try:
+                path = create_run_folder(self.config.run.folder, self.config.run.name)
+                (path / "config.toml").write_text(to_toml(resolved), encoding="utf-8")
+                made = str(path)
+            except (ValueError, OSError) as error:  # the others wait to be told
+                failure = str(error)
+        failure = broadcast_text(self.world, failure)
+        if failure:
+            raise ValueError(f"cannot make the folder of the run: {failure}; set run.folder to a folder that can be written")
         return Path(broadcast_text(self.world, made))
 
     def _assert_agreement(self) -> None:
-        facts = {
-            "configuration": hashlib.sha256(to_toml(self.config).encode()).hexdigest()[:16],
+        settings = {key: str(value) for key, value in flat_settings(self.config).items() if key not in OWN_SETTINGS}
+        facts = settings | {
             "code": code_fingerprint(),
             "torch version": str(torch.__version__),
             "tokenizer": self.tokenizer.fingerprint,

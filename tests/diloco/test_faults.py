@@ -125,7 +125,9 @@ def _other_settings(kind: str) -> str:
 def test_workers_that_were_started_differently_are_refused(processes: ProcessPool, kind: str) -> None:
     for message in processes.run(_other_settings, 2, kind):
         assert "workers were started differently" in message
-        assert f"{kind}: " in message
+        assert {"settings": "diloco.overlap.mixing: 0.5 on worker 0, 0.25 on worker 1", "model": "model: "}.get(
+            kind, kind
+        ) in message
         assert "on worker 0" in message
         assert "on worker 1" in message
 

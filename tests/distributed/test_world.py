@@ -98,7 +98,7 @@ def _train_until_signalled(signalled_rank: int) -> int:
             time.sleep(0.001 * (1 + world.rank))
             if step == 5 and world.rank == signalled_rank:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if stop.agreed():
+            if stop.agreed(step):
                 return step
     return -1
 
@@ -113,10 +113,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(processes: ProcessPool,
 def test_a_signal_stops_a_single_process_and_handlers_are_given_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequest(join(1)) as stop:
-        assert not stop.agreed()
+        assert not stop.agreed(1)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
-        assert stop.agreed()
+        assert stop.agreed(2)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

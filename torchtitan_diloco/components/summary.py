@@ -22,11 +22,14 @@ def data_parallel_bytes(plan: RunPlan, workers: int, steps: int) -> float:
     return 2 * (workers - 1) / workers * GRADIENT_BYTES * plan.parameters * steps
 
 
-def log_summary(plan: RunPlan, config: DiLoCo, steps: int, shared_loss: float | None, totals: dict[str, float]) -> None:
+def log_summary(
+    plan: RunPlan, config: DiLoCo, ranks: int, steps: int, validated: tuple[int, float] | None, totals: dict[str, float]
+) -> None:
     """`totals`: the outer loop's metrics, summed over the run and over ranks."""
     rows: list[tuple[str, str]] = []
-    if shared_loss is not None:
-        rows.append(("loss of the shared model", f"{shared_loss:.4f} nats per held-out token"))
+    if validated is not None:
+        step, loss = validated
+        rows.append(("loss of the shared model", f"{loss:.4f} nats per held-out token, after step {step}"))
     expected = data_parallel_bytes(plan, config.workers, steps)
     if config.workers > 1 and totals:
         sent = totals["diloco/sent_bytes"] / config.workers
@@ -36,8 +39,8 @@ def log_summary(plan: RunPlan, config: DiLoCo, steps: int, shared_loss: float | 
         exchange, waited = totals["diloco/exchange_seconds"], totals["diloco/exposed_waiting_seconds"]
         if exchange:
             hidden = 100 * max(0.0, 1 - waited / exchange)
-            mean = f"exchanges took {exchange / config.workers:.2f} s, training waited {waited / config.workers:.2f} s"
-            rows.append(("communication hidden", f"{hidden:.1f} % ({mean}, mean over workers)"))
+            mean = f"exchanges took {exchange / ranks:.2f} s, training waited {waited / ranks:.2f} s"
+            rows.append(("communication hidden", f"{hidden:.1f} % ({mean}, mean over ranks)"))
     elif config.workers > 1:
         rows.append(("sent between workers", f"about {expected / 1e6:,.1f} MB by each worker (bf16 gradients, every step)"))
     for name, text in rows:

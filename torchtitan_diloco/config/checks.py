@@ -10,9 +10,10 @@ ALTERNATIVES = (HORIZON,)
 
 
 def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    yield from _run(config)
     yield from _horizon(config)
     yield from _batch(config)
-    yield from _diloco(config.diloco)
+    yield from diloco_mistakes(config.diloco)
     if config.optimizer.beta1 >= config.optimizer.beta2:
         yield (
             "optimizer.beta1",
@@ -24,7 +25,7 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield "profiling.every", f"must be at least profiling.steps = {config.profiling.steps}, or 0 for one trace"
 
 
-def _diloco(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
+def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
     explicit = diloco.fragments.pattern == "explicit"
     if explicit != bool(diloco.fragments.modules):
         yield (
@@ -42,6 +43,11 @@ def _diloco(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
             "diloco.outer_optimizer.decay_rounds",
             f'must be larger than diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds} with decay = "{outer.decay}"',
         )
+
+
+def _run(config: Config) -> Iterator[tuple[str, str]]:
+    if "/" in config.run.name or "\\" in config.run.name:
+        yield "run.name", "names a folder below outputs/, so it has no slashes; set run.folder for another place"
 
 
 def _horizon(config: Config) -> Iterator[tuple[str, str]]:

@@ -58,6 +58,28 @@ def field_specs(section: type, prefix: str = "") -> Iterator[FieldSpec]:
             yield FieldSpec(key, hints[field.name], field.default)
 
 
+def flat_settings(section: Any) -> dict[str, Any]:
+    """The values of a section's settings by dotted key, nested sections included."""
+    values = {}
+    for spec in field_specs(type(section)):
+        value = section
+        for name in spec.key.split("."):
+            value = getattr(value, name)
+        values[spec.key] = value
+    return values
+
+
+def section_mistakes(section: Any, name: str) -> list[tuple[str, str]]:
+    """What does not fit its field in a section that was made in Python, where nobody has looked: (key, reason)."""
+    values, found = flat_settings(section), []
+    for spec in field_specs(type(section)):
+        try:
+            convert(values[spec.key], spec.annotation)
+        except InvalidValueError as error:
+            found.append((f"{name}.{spec.key}", f"is {values[spec.key]!r}: {error}"))
+    return found
+
+
 def describe(annotation: Any) -> str:
     """The values a field takes, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)

@@ -15,7 +15,8 @@ Result = TypeVar("Result")
 class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Tasks run in the order of submission; a failed one leaves its error in its future."""
@@ -23,8 +24,10 @@ class BackgroundThread:
         self._tasks.put((future, task))
         return future
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
+        """Ends the thread when it has done what was submitted; waits for that so long at most."""
         self._tasks.put(None)
+        self._thread.join(timeout)
 
     def _serve(self) -> None:
         while (item := self._tasks.get()) is not None:

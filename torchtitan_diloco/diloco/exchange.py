@@ -1,14 +1,16 @@
 """The weighted mean of every worker's delta over the inter-worker group.
 
-Every value is encoded once by its sender and summed in fp32 in the order of the workers. All workers decode the same bytes,
+Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All workers decode the same bytes,
 their own included, so they end with the same bits. Two ways, by what they cost: with two workers each sends all it has to
 the other (one hop); with more, each worker owns a slice, gets everybody's part of it, and sends the mean of it to all.
 
-Messages go from worker to worker, not through collectives: when one is silent, it is known which. A delta goes in chunks,
-several of which are under way while others are encoded and decoded.
+Messages go from worker to worker, not through collectives: when one is silent, it is known which. The headers go first,
+then the delta in chunks, several of which are under way while others are encoded and decoded. On a CPU chunks are worked
+on in pieces that stay in cache, and fp32 is sent from where it lies: the passes over memory are what a sync costs.
 """
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,13 +22,16 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import Codec
+from torchtitan_diloco.diloco.codecs.base import UNIT
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 
 CHUNK = 16 * BLOCK
 """Values in one message (2 MB in fp32)."""
-WINDOW = 4
-"""Chunks under way at once: long links need several messages in flight to fill."""
+IN_FLIGHT = 2**23
+"""Bytes in chunks under way at once: long links need as many as they carry in a round trip."""
+
+assert BLOCK % UNIT == 0, "codecs can be fed in blocks"
 
 
 class WorkerLostError(RuntimeError):
@@ -65,41 +70,60 @@ class Exchange:
         self.workers, self.me = group.size(), group.rank()
         assert self.workers > 1
         self.traffic = Traffic()
+        self._failure: Exception | None = None
         self._group, self._codec = group, codec
         self._timeout = timedelta(seconds=timeout_seconds)
         self._chunk = min(CHUNK, max(1, largest))
         self._others = [worker for worker in range(self.workers) if worker != self.me]
         self._waiters = {worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self._others}
-        self._room = HEADER_BYTES + codec.wire_bytes(self._slice_size(self._chunk))
-        self._exact_sizes = dist.get_backend(group) != "gloo"
+        self._exact_sizes = dist.get_backend(group) == "nccl"
+        self._window = max(1, min(-(-largest // self._chunk), IN_FLIGHT // codec.wire_bytes(self._chunk)))
+        values = self._slice_size(self._chunk)
+        pair = self.workers == 2
 
-        def buffers() -> list[list[Tensor]]:
+        def buffers(workers: Iterable[int], room: int) -> dict[int, Tensor]:
+            return {worker: torch.zeros(room, dtype=torch.uint8, device=device) for worker in workers}
+
+        def window(workers: Iterable[int]) -> list[dict[int, Tensor]]:
             """By slot of the window and worker."""
-            empty = torch.zeros(WINDOW, self.workers, self._room, dtype=torch.uint8, device=device)
-            return [list(slot.unbind()) for slot in empty.unbind()]
+            return [buffers(workers, codec.wire_bytes(values)) for _ in range(self._window)]
 
-        self._outgoing, self._incoming = buffers(), buffers()
-        self._means = buffers() if self.workers > 2 else []
-        self._decoded = torch.zeros(self._slice_size(self._chunk), device=device)
-        self._sum = torch.zeros_like(self._decoded)
+        self._headers = buffers(range(self.workers), HEADER_BYTES)
+        self._incoming = window(self._others)
+        self._outgoing = window([] if codec.is_fp32 else [self.me] if pair else range(self.workers))
+        self._means = window([] if pair else range(self.workers))
+        self._mean = torch.zeros(0 if pair else values, dtype=torch.float32, device=device)
+        self._piece = BLOCK if device.type == "cpu" else values
+        self._running, self._decoded = torch.zeros(2, self._piece, dtype=torch.float32, device=device).unbind()
 
     def average(self, delta: Tensor, header: Header) -> list[Header]:
-        """Turns `delta` into the mean over workers and returns everybody's header. With all weights 0 it becomes 0."""
-        chunks = [delta[start : start + self._chunk] for start in range(0, delta.numel(), self._chunk)] or [delta]
+        """Turns `delta` into the mean over workers and returns everybody's header. With all weights 0 it becomes 0.
+        After a failure there is no other exchange on this group: messages of the failed one may still be under way."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._average(delta, header)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _average(self, delta: Tensor, header: Header) -> list[Header]:
+        chunks = delta.split(self._chunk)
+        greetings = self._send_header(header)
+        headers: list[Header] = []
         first_hop: dict[int, _Messages] = {}
         second_hop: dict[int, _Messages] = {}
-        headers: list[Header] = []
-        last = WINDOW - 1
-        middle = last if self.workers == 2 else WINDOW // 2
+        last = self._window - 1
+        middle = last if self.workers == 2 else self._window // 2
         for step in range(len(chunks) + last):  # every worker runs the same programme, so messages meet their receivers
             if step < len(chunks):
-                first_hop[step] = self._send(step, chunks[step], header)
+                first_hop[step] = self._send(step, chunks[step])
             if 0 <= step - middle < len(chunks):
                 number = step - middle
+                headers = headers or self._read_headers(greetings, header)
                 self._wait(first_hop.pop(number))
-                headers = headers or self._read_headers(header)
                 if self.workers == 2:
-                    self._average_slice(number, headers, chunks[number])
+                    self._average_slice(number, headers, chunks[number], out=chunks[number])
                 else:
                     second_hop[number] = self._send_mean(number, headers, chunks[number])
             if self.workers > 2 and 0 <= step - last < len(chunks):
@@ -113,7 +137,22 @@ class Exchange:
         taken, self.traffic = self.traffic, Traffic()
         return taken
 
-    # --- the slices of a chunk -------------------------------------------------------------------------------------
+    # --- headers ---------------------------------------------------------------------------------------------------
+
+    def _send_header(self, header: Header) -> _Messages:
+        mine = self._headers[self.me].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+        return self._post([(worker, mine, self._headers[worker]) for worker in self._others])
+
+    def _read_headers(self, greetings: _Messages, header: Header) -> list[Header]:
+        self._wait(greetings)
+        headers = [
+            header if worker == self.me else Header.unpack(received.cpu().numpy().tobytes())
+            for worker, received in self._headers.items()
+        ]
+        check_headers(headers, self.me)
+        return headers
+
+    # --- the slices of a chunk, and their bytes ----------------------------------------------------------------------
 
     def _slice_size(self, values: int) -> int:
         """Values of a chunk that one worker averages: all of it with two workers, an equal part with more."""
@@ -126,83 +165,102 @@ class Exchange:
         size = self._slice_size(chunk.numel())
         return chunk[min(worker * size, chunk.numel()) : (worker + 1) * size]
 
-    def _message(self, buffer: Tensor, number: int, values: int) -> Tensor:
-        """What of a buffer travels: the values, and in the first chunk the header before them."""
-        end = HEADER_BYTES + self._codec.wire_bytes(values)
-        return buffer[0 if number == 0 else HEADER_BYTES : end]
+    def _encoded(self, slot: int, chunk: Tensor, worker: int) -> Tensor:
+        """Where the bytes of a worker's slice of this worker's delta lie. With two workers both are sent the same."""
+        part = self._slice(chunk, worker)
+        if self._codec.is_fp32:
+            return part.view(torch.uint8)
+        return self._bytes_of(self._outgoing[slot][self.me if self.workers == 2 else worker], part)
 
-    def _values(self, buffer: Tensor, values: int) -> Tensor:
-        return buffer[HEADER_BYTES : HEADER_BYTES + self._codec.wire_bytes(values)]
+    def _bytes_of(self, buffer: Tensor, values: Tensor) -> Tensor:
+        """What of a buffer so many values fill."""
+        return buffer[: self._codec.wire_bytes(values.numel())]
+
+    def _cut(self, payload: Tensor) -> tuple[Tensor, ...]:
+        """The bytes of one piece of values after the other."""
+        pieces: tuple[Tensor, ...] = payload.split(self._codec.wire_bytes(self._piece))
+        return pieces
+
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        for piece, encoded in zip(values.split(self._piece), self._cut(payload), strict=True):
+            self._codec.encode(piece, encoded)
 
     # --- first hop: everybody's delta ------------------------------------------------------------------------------
 
-    def _send(self, number: int, chunk: Tensor, header: Header) -> _Messages:
+    def _send(self, number: int, chunk: Tensor) -> _Messages:
         started = time.perf_counter()
-        slot = number % WINDOW
-        packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8) if number == 0 else None
-        pairs = []
-        for worker in range(self.workers):
-            if self.workers == 2 and worker != self.me:
-                continue  # the other gets what this worker has encoded for itself
-            part, buffer = self._slice(chunk, worker), self._outgoing[slot][worker]
-            self._codec.encode(part, self._values(buffer, part.numel()))
-            if packed is not None:
-                buffer[:HEADER_BYTES].copy_(packed)
-        own = self._slice(chunk, self.me).numel()
-        for worker in self._others:
-            source = self._outgoing[slot][self.me if self.workers == 2 else worker]
-            sent = self._message(source, number, self._slice(chunk, worker).numel())
-            pairs.append((worker, sent, self._message(self._incoming[slot][worker], number, own)))
+        slot, own = number % self._window, self._slice(chunk, self.me)
+        if not self._codec.is_fp32:
+            for worker in [self.me] if self.workers == 2 else range(self.workers):
+                self._encode(self._slice(chunk, worker), self._encoded(slot, chunk, worker))
         self.traffic.coding_seconds += time.perf_counter() - started
-        return self._post(pairs)
+        return self._post(
+            [
+                (worker, self._encoded(slot, chunk, worker), self._bytes_of(self._incoming[slot][worker], own))
+                for worker in self._others
+            ]
+        )
 
-    def _read_headers(self, header: Header) -> list[Header]:
-        headers = [
-            header if worker == self.me else Header.unpack(self._incoming[0][worker][:HEADER_BYTES].cpu().numpy().tobytes())
-            for worker in range(self.workers)
-        ]
-        check_headers(headers, self.me)
-        return headers
-
-    def _average_slice(self, number: int, headers: list[Header], out: Tensor) -> None:
+    def _average_slice(self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor) -> None:
         """The weighted mean of this worker's slice, in the order of the workers. A worker of weight 0 is passed over:
         its values may be anything."""
         started = time.perf_counter()
-        slot = number % WINDOW
-        out.zero_()
-        total = sum(header.weight for header in headers)
-        decoded = self._decoded[: out.numel()]
-        for worker, header in enumerate(headers):
-            if header.weight > 0:
-                buffer = self._outgoing[slot][worker] if worker == self.me else self._incoming[slot][worker]
-                self._codec.decode(self._values(buffer, out.numel()), decoded)
-                out.add_(decoded, alpha=header.weight / total)
+        slot = number % self._window
+        heard = [(worker, header.weight) for worker, header in enumerate(headers) if header.weight > 0]
+        payloads = [
+            self._encoded(slot, chunk, worker) if worker == self.me else self._bytes_of(self._incoming[slot][worker], out)
+            for worker, _ in heard
+        ]
+        if payloads:
+            for piece, *encoded in zip(out.split(self._piece), *map(self._cut, payloads), strict=True):
+                self._average_piece([weight for _, weight in heard], encoded, out=piece)
+        else:
+            out.zero_()
         self.traffic.coding_seconds += time.perf_counter() - started
+
+    def _average_piece(self, weights: list[float], payloads: list[Tensor], *, out: Tensor) -> None:
+        """A running mean: one pass over memory for each worker after the first. `out` may be where one of the payloads
+        lies, so it is written last."""
+        mean, total = self._decode(payloads[0], self._running[: out.numel()]), weights[0]
+        for number, (weight, payload) in enumerate(zip(weights[1:], payloads[1:], strict=True), start=2):
+            values, total = self._decode(payload, self._decoded[: out.numel()]), total + weight
+            target = out if number == len(payloads) else self._running[: out.numel()]
+            mean = torch.lerp(mean, values, weight / total, out=target)
+        if len(payloads) == 1:
+            out.copy_(mean)
+
+    def _decode(self, payload: Tensor, room: Tensor) -> Tensor:
+        """The values, in `room` unless they can be read where they are."""
+        if self._codec.is_fp32:
+            return payload.view(torch.float32)
+        self._codec.decode(payload, room)
+        return room
 
     # --- second hop: the means -------------------------------------------------------------------------------------
 
     def _send_mean(self, number: int, headers: list[Header], chunk: Tensor) -> _Messages:
-        slot = number % WINDOW
-        own = self._slice(chunk, self.me).numel()
-        mean = self._sum[:own]
-        self._average_slice(number, headers, mean)
+        slot, own = number % self._window, self._slice(chunk, self.me)
+        mean = self._mean[: own.numel()]
+        self._average_slice(number, headers, chunk, out=mean)
         started = time.perf_counter()
-        encoded = self._values(self._means[slot][self.me], own)
-        self._codec.encode(mean, encoded)
+        encoded = self._bytes_of(self._means[slot][self.me], own)
+        self._encode(mean, encoded)
         self.traffic.coding_seconds += time.perf_counter() - started
         return self._post(
             [
-                (worker, encoded, self._values(self._means[slot][worker], self._slice(chunk, worker).numel()))
+                (worker, encoded, self._bytes_of(self._means[slot][worker], self._slice(chunk, worker)))
                 for worker in self._others
             ]
         )
 
     def _collect_means(self, number: int, chunk: Tensor) -> None:
         started = time.perf_counter()
-        slot = number % WINDOW
+        slot = number % self._window
         for worker in range(self.workers):
             part = self._slice(chunk, worker)
-            self._codec.decode(self._values(self._means[slot][worker], part.numel()), part)
+            payload = self._bytes_of(self._means[slot][worker], part)
+            for piece, encoded in zip(part.split(self._piece), self._cut(payload), strict=True):
+                self._codec.decode(encoded, piece)
         self.traffic.coding_seconds += time.perf_counter() - started
 
     # --- messages --------------------------------------------------------------------------------------------------
@@ -231,12 +289,11 @@ class Exchange:
         return _Messages(list(zip(others, works, strict=True)))
 
     def _room_for(self, message: Tensor) -> Tensor:
-        """The message's buffer to its end. A worker with another schedule may send a larger message than is expected:
+        """All of the message's buffer. A worker with another schedule may send a larger message than is expected:
         gloo aborts the process over one that does not fit, before its header could be read and told."""
         if self._exact_sizes:
             return message
-        rest = self._room - message.storage_offset() % self._room  # buffers of this size lie one after the other
-        return message.as_strided((rest,), (1,))
+        return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
 
     def _wait(self, messages: _Messages) -> None:
         """Returns when all have arrived; raises with the worker that failed first."""

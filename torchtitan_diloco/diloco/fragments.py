@@ -96,6 +96,17 @@ def check_coverage(named: Iterable[tuple[str, nn.Parameter]], fragments: Iterabl
             raise ValueError(f"parameter {name} is in more than one fragment: name its module in only one of them")
 
 
+def check_identity(model: nn.Module, fragment: Fragment) -> None:
+    """Raises where the model no longer holds the parameters that are exchanged."""
+    for part in fragment.parts:
+        owner, _, name = part.name.rpartition(".")
+        if getattr(model.get_submodule(owner), name) is not part.parameter:
+            raise ValueError(
+                f"the model has a new parameter in the place of {part.name} since StreamingDiLoCo was built, so the old one is "
+                "exchanged in vain: build it after the model is final (load weights with assign=False)"
+            )
+
+
 def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
     """The fragments and their place in the cycle, for humans."""
     lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
@@ -118,14 +129,27 @@ def _span(rows: int, run: int, runs: int) -> slice:
 
 def _split_blocks(model: nn.Module, named: Named, blocks_name: str) -> tuple[list[Group], list[Part]]:
     container = blocks_name or _longest_module_list(model)
-    prefixes = [f"{container}.{child}" for child, _ in model.get_submodule(container).named_children()]
+    modules = dict(model.named_modules())
+    if container not in modules:
+        nearest = difflib.get_close_matches(container, modules, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f'diloco.fragments.blocks = "{container}" is no module of the model{hint}')
+    prefixes = [f"{container}.{child}" for child, _ in modules[container].named_children()]
     blocks = [(prefix, [Part(n, p) for n, p in named if n.startswith(f"{prefix}.")]) for prefix in prefixes]
+    blocks = [block for block in blocks if block[1]]
+    if not blocks:
+        raise ValueError(
+            f"the blocks of {container} have no trainable parameter: name another module in diloco.fragments.blocks, or set "
+            "diloco.fragments.layers_per_fragment = 0 to exchange all that is trained at once"
+        )
     inside = {part.name for _, parts in blocks for part in parts}
-    return [block for block in blocks if block[1]], [Part(n, p) for n, p in named if n not in inside]
+    return blocks, [Part(n, p) for n, p in named if n not in inside]
 
 
 def _longest_module_list(model: nn.Module) -> str:
-    lengths = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    lengths = {name: len(lists[name]) for name in outermost}  # the experts inside a block are no blocks
     if not lengths:
         raise ValueError(
             "the model has no ModuleList whose blocks could be its fragments: name the module that holds them in "
@@ -177,6 +201,11 @@ def _explicit(model: nn.Module, named: Named, modules: tuple[tuple[str, ...], ..
                 hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(sorted(known - {''})[:8])}, ..."
                 raise ValueError(f'diloco.fragments.modules names "{wanted}", which the model does not have; {hint}')
             parts += [Part(name, p) for name, p in named if name == wanted or name.startswith(f"{wanted}.")]
+        if not parts:
+            raise ValueError(
+                f"the fragment {list(names)} of diloco.fragments.modules has no trainable parameter of its own (a tied one "
+                "counts where it comes first): remove it"
+            )
         groups.append((", ".join(names), parts))
     return groups
 

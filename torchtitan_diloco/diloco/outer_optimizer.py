@@ -42,12 +42,12 @@ def _sgd(theta: Tensor, delta: Tensor, _: list[Tensor], step: OuterStep) -> None
 
 
 def _momentum(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = state[0].mul_(step.momentum).add_(delta)
+    buffer = torch.add(delta, state[0], alpha=step.momentum, out=state[0])
     torch.add(theta, buffer, alpha=-step.lr, out=delta)
 
 
 def _nesterov(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = state[0].mul_(step.momentum).add_(delta)
+    buffer = torch.add(delta, state[0], alpha=step.momentum, out=state[0])
     delta.add_(buffer, alpha=step.momentum)
     torch.add(theta, delta, alpha=-step.lr, out=delta)
 

@@ -1,5 +1,8 @@
 """What one rank keeps of one fragment: flat fp32 buffers, and the ways between them and the model's parameters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -15,103 +18,77 @@ class OuterState:
     `outer` is the shared copy that everybody holds. While the fragment is under way `delta` turns, in place, from this
     worker's delta into the mean and then into the next shared copy; `apply` swaps the two.
 
-    With the state in host memory and the model on a GPU, `staging` takes the parameters' snapshot on the GPU, so that
-    training goes on while it is copied over on a stream of its own; the way back is the same.
+    With the state in host memory and the model on a GPU, a snapshot of the parameters is taken on the GPU, so that training
+    goes on while it is copied over; what comes back is staged there too. Background work on a GPU has a stream of its own.
     """
 
     def __init__(self, fragment: Fragment, config: OuterOptimizer, device: torch.device) -> None:
         self.fragment = fragment
         self._config = config
-        self._locals = [part.local() for part in fragment.parts]
-        self.values = sum(local.numel() for local in self._locals)
-        self._model_device = self._locals[0].device
-        pinned = device.type == "cpu" and self._model_device.type == "cuda"
+        self._sizes = [local.numel() for local in self._locals()]
+        self.values = sum(self._sizes)
+        self._model_device = self._locals()[0].device
+        self._on_host = device != self._model_device
 
         def buffer() -> Tensor:
-            return torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=pinned)
+            return torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
 
         self.outer, self.delta = buffer(), buffer()
         self.slots = [buffer() for _ in range(STATE_BUFFERS[config.name])]
         self.rounds = 0
         """Outer steps taken; rounds in which nobody had anything to give do not count."""
         self.checksum = 0
-        self._staging = torch.zeros(self.values, device=self._model_device) if pinned else None
-        self._stream = torch.cuda.Stream(self._model_device) if pinned else None
-        self._moved: torch.cuda.Event | None = None
+        self._staging: Tensor | None = None
+        on_gpu = self._model_device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._model_device) if on_gpu else None
+        self._taken = torch.cuda.Event() if on_gpu else None
         self.read_model()
+
+    def _locals(self) -> list[Tensor]:
+        """The parameters on this rank, flat. Looked up each time: the model may have moved them to other memory."""
+        return [part.local() for part in self.fragment.parts]
 
     @torch.no_grad()
     def read_model(self) -> None:
         """The shared copy becomes what the model holds."""
-        for local, outer in zip(self._locals, self.views(self.outer), strict=True):
+        for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             outer.copy_(local)
         self.checksum = checksum(self.outer)
 
     @torch.no_grad()
     def write_model(self) -> None:
         """The model takes the shared copy."""
-        for local, outer in zip(self._locals, self.views(self.outer), strict=True):
+        for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
+
+    # --- in the training thread ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_delta(self) -> None:
-        """delta = outer - local parameters, in the training thread: one pass over memory, after which training goes on."""
-        if self._staging is None:
-            views = zip(self._locals, self.views(self.outer), self.views(self.delta), strict=True)
+        """delta = outer - local parameters: one pass over memory, after which training goes on."""
+        locals_ = self._locals()
+        if self._on_host:
+            self._staging = torch.empty(self.values, dtype=torch.float32, device=self._model_device)
+            for local, staged in zip(locals_, self.views(self._staging), strict=True):
+                staged.copy_(local)
+        else:
+            views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
             for local, outer, delta in views:
-                torch.sub(outer, local, out=delta)
-            return
-        for local, staged in zip(self._locals, self.views(self._staging), strict=True):
-            staged.copy_(local)
-        self._moved = torch.cuda.Event()
-        self._moved.record()
-
-    @torch.no_grad()
-    def finish_delta(self) -> None:
-        """In the background: what the training thread left to do."""
-        if self._staging is None or self._stream is None:
-            return
-        with torch.cuda.stream(self._stream):
-            assert self._moved is not None
-            self._stream.wait_event(self._moved)
-            self.delta.copy_(self._staging, non_blocking=True)
-        self._stream.synchronize()
-        torch.sub(self.outer, self.delta, out=self.delta)
-
-    @torch.no_grad()
-    def advance(self) -> None:
-        """In the background: the mean in `delta` becomes the next shared copy, on its way to the model's device."""
-        self.rounds += 1
-        outer_update(self._config, self.outer, self.delta, self.slots, self.rounds)
-        self._ready()
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """In the background: nobody had anything to give, the next shared copy is the present one."""
-        self.delta.copy_(self.outer)
-        self._ready()
-
-    def _ready(self) -> None:
-        self.checksum = checksum(self.delta)
-        if self._staging is not None and self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                self._staging.copy_(self.delta, non_blocking=True)
-                self._moved = torch.cuda.Event()
-                self._moved.record()
+                torch.sub(_as_held(outer, local.dtype), local, out=delta)
+        if self._taken is not None:
+            self._taken.record()
 
     @torch.no_grad()
     def apply(self, mixing: float) -> None:
         """Takes over the next shared copy and merges it: local = mixing * local + (1 - mixing) * shared."""
         self.outer, self.delta = self.delta, self.outer
+        source, scratch = self.outer, self.delta
+        if self._staging is not None:
+            source = scratch = self._staging
+            self._staging = None
         if mixing == 1.0:
             return
-        source = self.outer
-        if self._staging is not None:
-            assert self._moved is not None
-            torch.cuda.current_stream(self._model_device).wait_event(self._moved)
-            source = self._staging
-        scratch = self.views(self.delta if self._staging is None else source)
-        for local, shared, free in zip(self._locals, self.views(source), scratch, strict=True):
+        for local, shared, free in zip(self._locals(), self.views(source), self.views(scratch), strict=True):
             if mixing == 0.0:
                 local.copy_(shared)
             elif local.dtype == torch.float32:
@@ -120,6 +97,51 @@ class OuterState:
                 torch.mul(shared, 1 - mixing, out=free)
                 free.add_(local, alpha=mixing)
                 local.copy_(free)
+
+    # --- in the background -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def background(self) -> Iterator[None]:
+        """Around the background's work on this fragment. On a GPU it begins when the delta has been taken and is complete at
+        the end, so that the training thread finds it done."""
+        if self._stream is None or self._taken is None:
+            yield
+            return
+        torch.cuda.set_device(self._model_device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._taken)
+            yield
+            self._stream.synchronize()
+
+    @torch.no_grad()
+    def finish_delta(self) -> None:
+        """What the training thread left to do."""
+        if self._staging is None or self._stream is None:
+            return
+        self.delta.copy_(self._staging, non_blocking=True)
+        self._stream.synchronize()
+        for part, outer, delta in zip(self.fragment.parts, self.views(self.outer), self.views(self.delta), strict=True):
+            torch.sub(_as_held(outer, part.parameter.dtype), delta, out=delta)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """The mean in `delta` becomes the next shared copy, on its way to the model's device."""
+        self.rounds += 1
+        outer_update(self._config, self.outer, self.delta, self.slots, self.rounds)
+        self._ready()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Nobody had anything to give: the next shared copy is the present one."""
+        self.delta.copy_(self.outer)
+        self._ready()
+
+    def _ready(self) -> None:
+        self.checksum = checksum(self.delta)
+        if self._staging is not None:
+            self._staging.copy_(self.delta, non_blocking=True)
+
+    # --- restart ---------------------------------------------------------------------------------------------------
 
     def load(self, outer: Tensor, slots: list[Tensor], rounds: int, saved_checksum: int) -> None:
         """Takes back what was saved of a fragment that is not under way."""
@@ -131,7 +153,9 @@ class OuterState:
     def load_next(self, shared: Tensor) -> None:
         """Takes back the next shared copy of a fragment that had come back and was not applied."""
         self.delta.copy_(shared)
-        self._ready()
+        if self._on_host:
+            self._staging = shared.to(self._model_device, torch.float32)
+        self.checksum = checksum(self.delta)
 
     @property
     def bytes(self) -> int:
@@ -142,4 +166,10 @@ class OuterState:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """A flat buffer, cut as the fragment's parts."""
-        return list(buffer.split([local.numel() for local in self._locals]))
+        return list(buffer.split(self._sizes))
+
+
+def _as_held(outer: Tensor, dtype: torch.dtype) -> Tensor:
+    """The shared parameters as a worker would hold them, in fp32. What rounding to the model's type takes away is no change
+    of the worker's: in the delta it would pull the shared copy back to what the model can represent."""
+    return outer if dtype == torch.float32 else outer.to(dtype).float()

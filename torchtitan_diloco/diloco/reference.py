@@ -75,7 +75,8 @@ class ReferenceDiLoCo:
         for theta, weight in zip(self.theta, weights, strict=True):
             if weight:
                 for name in names:
-                    delta = self.transmit(self.Theta[name] - theta[name].float())
+                    held = self.Theta[name].to(theta[name].dtype).float()  # differs from Theta below fp32 only
+                    delta = self.transmit(held - theta[name].float())
                     mean[name] += weight / sum(weights) * delta
         return mean
 

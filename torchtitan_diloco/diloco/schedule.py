@@ -49,10 +49,6 @@ class Schedule:
         """(fragment, step it was sent after) of all that have been sent and not applied, oldest first."""
         return list(self._turns(max(1, step - self.delay + 1), step))
 
-    def rounds(self, steps: int) -> int:
-        """Sends of the first fragment in a run of so many steps."""
-        return self.outer_round(0, steps)
-
     def _turns(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         for step in range(first, last + 1):
             for fragment in self.sent_at(step):

@@ -9,26 +9,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.config.checks import diloco_mistakes
+from torchtitan_diloco.config.fields import flat_settings, section_mistakes
 from torchtitan_diloco.config.schema import DiLoCo, Link
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.distributed.agreement import code_fingerprint, find_differences
+
+PER_WORKER = {"diloco.link.interface", "diloco.link.outer_state"}
+"""Settings in which workers may differ."""
+
+
+def check_settings(config: DiLoCo, group: dist.ProcessGroup | None) -> None:
+    """What the TOML loader has checked for a run has to be checked for a config that was made in Python."""
+    mistakes = section_mistakes(config, "diloco") or list(diloco_mistakes(config))
+    workers = 1 if group is None else group.size()
+    if config.method == "none":
+        mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out, and average gradients instead'))
+    if config.workers not in (1, workers):
+        mistakes.append(("diloco.workers", f"is {config.workers}, but the group joins {workers}: leave it out"))
+    backend = "" if group is None else str(dist.get_backend(group))
+    if workers > 1 and config.link.backend != "auto" and config.link.backend != backend:
+        mistakes.append(("diloco.link.backend", f'is "{config.link.backend}", but the group is of {backend}'))
+    if mistakes:
+        raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
 
 
 def agree_on_run(
     group: dist.ProcessGroup | None, config: DiLoCo, fragments: tuple[Fragment, ...], *, seed: int, run_id: str
 ) -> int:
     """Refuses workers with other settings, code or model; returns a number that is this run's alone."""
-    facts = {
-        "settings": repr(config),
-        "code": code_fingerprint(),
-        "seed": str(seed),
-        "run id": run_id,
-        "model": _layout(fragments),
-    }
+    settings = {f"diloco.{key}": str(value) for key, value in flat_settings(config).items()}
+    facts = {key: value for key, value in settings.items() if key not in PER_WORKER}
+    facts |= {"code": code_fingerprint(), "seed": str(seed), "run id": run_id, "model": _layout(fragments)}
     gathered: list[Any] = [(facts, secrets.token_hex(8))]
     if group is not None and group.size() > 1:
         gathered = gathered * group.size()
-        dist.all_gather_object(gathered, (facts, secrets.token_hex(8)), group=group)
+        dist.all_gather_object(gathered, gathered[0], group=group)
         differences = find_differences([theirs for theirs, _ in gathered], "worker")
         if differences:
             raise ValueError("workers were started differently; give all of them the same:\n  " + "\n  ".join(differences))

@@ -7,31 +7,32 @@ for batch in loader:
 outer.drain()
 """
 
-import copy
+import atexit
+import math
 import time
-from collections.abc import Iterator
+import weakref
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.config.schema import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.exchange import Exchange, Traffic, WorkerLostError
-from torchtitan_diloco.diloco.fragments import build_fragments, fragment_table
+from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table
 from torchtitan_diloco.diloco.header import DROPPED, NOT_FINITE, Header
+from torchtitan_diloco.diloco.meter import Meter
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.diloco.startup import agree_on_run, broadcast_from_first, pick_state_device
+from torchtitan_diloco.diloco.shared_model import drop_gathered, lend_shared_parameters, shared_state_dict
+from torchtitan_diloco.diloco.startup import agree_on_run, broadcast_from_first, check_settings, pick_state_device
 from torchtitan_diloco.tools.logging import logger
 
 
@@ -59,19 +60,24 @@ class StreamingDiLoCo:
         group: dist.ProcessGroup | None,
         config: DiLoCoConfig,
         *,
+        shard_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         run_id: str = "",
     ) -> None:
         """`group` joins this rank with the same rank of the other workers; None or a group of one is a single worker.
-        Every worker starts from worker 0's parameters. `seed` draws the rounds that `link.drop_probability` drops."""
-        _drop_gathered(model)
+        Every worker starts from worker 0's parameters: build this before weights are loaded for a restart.
+
+        `shard_group` joins the ranks of this worker, where a worker has several: a gloo group that nothing else uses, in
+        which shards agree that a delta is not finite. `seed` draws the rounds that `link.drop_probability` drops."""
+        check_settings(config, group)
+        drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
         self.schedule = Schedule(config.sync_every, len(self.fragments), config.overlap.delay)
         self.workers = 1 if group is None else group.size()
         self.worker = 0 if group is None else group.rank()
         self.step_count = 0
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._shard_group = model, seed, shard_group
         self._mixing = config.overlap.mixing
         self._weights = [0.0] * len(self.fragments)
         self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
@@ -90,30 +96,43 @@ class StreamingDiLoCo:
             )
         self._in_flight: dict[int, _InFlight] = {}
         self._background = BackgroundThread("diloco-exchange")
-        self._meter = _Meter()
+        self._meter = Meter()
+        atexit.register(_close, weakref.ref(self))
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self, weight: float = 1.0) -> None:
         """After every inner step: applies what is due, then sends what is due. `weight` is what this inner step counts in
         the mean over workers, such as its tokens."""
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of a step is {weight}: give a number from 0 up, such as the step's tokens")
         self.step_count += 1
         self._weights = [total + weight for total in self._weights]
         self._raise_failures()
+        sent, applied = self.schedule.sent_at(self.step_count), self.schedule.applied_at(self.step_count)
+        if sent or applied:
+            drop_gathered(self._model)
         if self.schedule.delay:
-            self._apply_all(self.schedule.applied_at(self.step_count))
-        for fragment in self.schedule.sent_at(self.step_count):
+            self._apply_all(applied)
+        for fragment in sent:
             self._send(fragment)
         if not self.schedule.delay:
-            self._apply_all(self.schedule.applied_at(self.step_count))
+            self._apply_all(applied)
 
     def drain(self) -> None:
         """Waits for everything in flight and applies it, in the order it was sent."""
+        drop_gathered(self._model)
         self._apply_all(list(self._in_flight))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends the background thread once it has finished what is in flight. Called by itself when Python exits: a thread
+        that is still in torch then would take the process down."""
+        self._background.close(timeout)
 
     def _send(self, index: int) -> None:
         started = time.perf_counter()
         state = self._states[index]
+        check_identity(self._model, state.fragment)
         state.take_delta()
         outer_round = self.schedule.outer_round(index, self.step_count)
         flags = 0
@@ -135,17 +154,16 @@ class StreamingDiLoCo:
     def _run_exchange(self, state: OuterState, header: Header) -> Outcome:
         """In the background: delta -> mean over workers -> next shared parameters."""
         started = time.perf_counter()
-        state.finish_delta()
-        norm = state.norm_of_delta()
-        flags = header.flags if _is_finite(norm) else header.flags | NOT_FINITE
-        weight = 0.0 if flags else header.weight
-        header = Header(**{**header.__dict__, "flags": flags, "weight": weight})
-        headers = [header] if self._exchange is None else self._exchange.average(state.delta, header)
-        participants = sum(one.weight > 0 for one in headers)
-        if participants:
-            state.advance()
-        else:
-            state.keep()
+        with state.background():
+            state.finish_delta()
+            flags = header.flags if self._is_finite(state) else header.flags | NOT_FINITE
+            header = replace(header, flags=flags, weight=0.0 if flags else header.weight)
+            headers = [header] if self._exchange is None else self._exchange.average(state.delta, header)
+            participants = sum(one.weight > 0 for one in headers)
+            if participants:
+                state.advance()
+            else:
+                state.keep()
         for worker, other in enumerate(headers):
             if other.flags & NOT_FINITE:
                 logger.warning(
@@ -153,6 +171,15 @@ class StreamingDiLoCo:
                     f"not finite after its step {other.step}; it is left out of this round and takes the shared ones"
                 )
         return Outcome(participants, flags, time.perf_counter() - started)
+
+    def _is_finite(self, state: OuterState) -> bool:
+        """Of the whole delta of this worker: a shard alone does not know of the others."""
+        norm = state.norm_of_delta()
+        if self._shard_group is None or self._shard_group.size() == 1:
+            return math.isfinite(norm)
+        bad = torch.tensor([int(not math.isfinite(norm))])
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
+        return not bad.item()
 
     def _apply_all(self, fragments: list[int]) -> None:
         for index in fragments:
@@ -163,7 +190,11 @@ class StreamingDiLoCo:
             outcome = self._result(index, flight)
             arrived = time.perf_counter()
             self._states[index].apply(self._mixing_for(outcome))
-            self._meter.applied(outcome, waiting=arrived - started, merging=time.perf_counter() - arrived)
+            self._meter.waiting_seconds += arrived - started
+            self._meter.merging_seconds += time.perf_counter() - arrived
+            self._meter.exchange_seconds += outcome.seconds
+            self._meter.participants += outcome.participants
+            self._meter.fragments += 1
 
     def _mixing_for(self, outcome: Outcome) -> float:
         """Parameters that are not finite are no use to mix with; a dropped worker keeps its own."""
@@ -189,39 +220,13 @@ class StreamingDiLoCo:
     # --- the shared model -------------------------------------------------------------------------------------------
 
     def global_state_dict(self) -> dict[str, Tensor]:
-        """The shared (outer) parameters in fp32, frozen parameters and buffers as they are, under the model's own names.
-        Sharded parameters stay sharded."""
-        _drop_gathered(self._model)
-        runs: dict[nn.Parameter, dict[int, Tensor]] = {}
-        for state in self._states:
-            for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
-                runs.setdefault(part.parameter, {})[part.run] = view
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        result: dict[str, Tensor] = {}
-        for name, value in self._model.state_dict().items():
-            parameter = parameters.get(name)
-            if parameter is None or parameter not in runs:
-                result[name] = value.detach().clone()
-            else:
-                rows = runs[parameter]
-                result[name] = _shaped_like(parameter, torch.cat([rows[run] for run in range(len(rows))]))
-        return result
+        """The shared (outer) parameters in fp32, the same bits on every worker, under the model's own names; frozen
+        parameters and this worker's buffers as they are. Sharded parameters stay sharded."""
+        return shared_state_dict(self._model, self._states)
 
-    @contextmanager
-    def global_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> AbstractContextManager[None]:
         """The model holds the shared parameters inside; the local ones come back at the end."""
-        _drop_gathered(self._model)
-        saved = [[part.local().clone() for part in state.fragment.parts] for state in self._states]
-        for state in self._states:
-            state.write_model()
-        try:
-            yield
-        finally:
-            _drop_gathered(self._model)
-            with torch.no_grad():
-                for state, locals_before in zip(self._states, saved, strict=True):
-                    for part, before in zip(state.fragment.parts, locals_before, strict=True):
-                        part.local().copy_(before)
+        return lend_shared_parameters(self._model, self._states)
 
     # --- restart ----------------------------------------------------------------------------------------------------
 
@@ -230,50 +235,66 @@ class StreamingDiLoCo:
         applied: what came back for them is part of the state."""
         fragments = []
         for index, state in enumerate(self._states):
-            flight = self._in_flight.get(index)
-            outcome = None if flight is None else self._result(index, flight)
-            fragments.append(
-                {
-                    "outer": state.outer.clone(),
-                    "slots": [slot.clone() for slot in state.slots],
-                    "rounds": state.rounds,
-                    "checksum": state.checksum,
-                    "weight": self._weights[index],
-                    "in_flight": None if flight is None else {"step": flight.step, "next": state.delta.clone()},
-                    "outcome": None if outcome is None else dict(outcome.__dict__),
+            entry: dict[str, Any] = {"weight": self._weights[index], "in_flight": None}
+            if index in self._in_flight:
+                flight = self._in_flight[index]
+                outcome = self._result(index, flight)
+                entry["in_flight"] = {
+                    "step": flight.step,
+                    "next": state.delta.clone(),
+                    "participants": outcome.participants,
+                    "flags": outcome.flags,
                 }
-            )
-        order = list(self._in_flight)
-        return {"step": self.step_count, "fragments": fragments, "in_flight_order": order}
+            entry |= {"outer": state.outer.clone(), "slots": [slot.clone() for slot in state.slots]}
+            fragments.append(entry | {"rounds": state.rounds, "checksum": state.checksum})
+        return {
+            "step": self.step_count,
+            "settings": self._restart_settings(),
+            "fragments": fragments,
+            "in_flight_order": list(self._in_flight),
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        saved = copy.copy(saved)
-        sizes = [entry["outer"].numel() for entry in saved["fragments"]]
-        mine = [state.values for state in self._states]
-        if sizes != mine:
+        """After it, the run goes on as the one that was saved. What is in flight here is waited for and given up."""
+        mine = self._restart_settings()
+        differing = [
+            f"{key} was {saved['settings'][key]}, is {mine[key]}" for key in mine if saved["settings"][key] != mine[key]
+        ]
+        if differing:
             raise ValueError(
-                f"the saved outer state has fragments of {sizes} values on this rank, the model and diloco.fragments now "
-                f"give {mine}: resume with the fragments and ranks it was saved with"
+                f"the saved outer state is that of other settings: {'; '.join(differing)}. Resume with the settings and ranks "
+                "it was saved with"
             )
-        self.step_count = saved["step"]
+        for flight in self._in_flight.values():
+            flight.outcome.exception()
         self._in_flight.clear()
+        self.step_count = saved["step"]
         for index, (state, entry) in enumerate(zip(self._states, saved["fragments"], strict=True)):
             state.load(entry["outer"], entry["slots"], entry["rounds"], entry["checksum"])
             self._weights[index] = entry["weight"]
         for index in saved["in_flight_order"]:
-            entry = saved["fragments"][index]
-            self._states[index].load_next(entry["in_flight"]["next"])
+            entry = saved["fragments"][index]["in_flight"]
+            self._states[index].load_next(entry["next"])
             future: Future[Outcome] = Future()
-            future.set_result(Outcome(**entry["outcome"]))
-            self._in_flight[index] = _InFlight(entry["in_flight"]["step"], future)
+            future.set_result(Outcome(entry["participants"], entry["flags"], seconds=0.0))
+            self._in_flight[index] = _InFlight(entry["step"], future)
+
+    def _restart_settings(self) -> dict[str, Any]:
+        """What a saved state depends on."""
+        return {
+            "the values of the fragments on this rank": [state.values for state in self._states],
+            "diloco.sync_every": self.config.sync_every,
+            "diloco.overlap.delay": self.config.overlap.delay,
+            "diloco.outer_optimizer.name": self.config.outer_optimizer.name,
+        }
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """Since the last call. Seconds and bytes are this rank's; `exposed` is what the training thread spent or waited,
         `exchange` what went on in the background meanwhile."""
-        traffic = Traffic() if self._exchange is None else self._exchange.take_traffic()
-        return self._meter.take(traffic)
+        meter, self._meter = self._meter, Meter()
+        return meter.metrics(Traffic() if self._exchange is None else self._exchange.take_traffic())
 
     @property
     def state_bytes(self) -> int:
@@ -285,55 +306,7 @@ class StreamingDiLoCo:
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
 
 
-class _Meter:
-    def __init__(self) -> None:
-        self.sending_seconds = 0.0
-        self._waiting = self._merging = self._background = 0.0
-        self._participants: list[int] = []
-
-    def applied(self, outcome: Outcome, *, waiting: float, merging: float) -> None:
-        self._waiting += waiting
-        self._merging += merging
-        self._background += outcome.seconds
-        self._participants.append(outcome.participants)
-
-    def take(self, traffic: Traffic) -> dict[str, float]:
-        result = {
-            "diloco/fragments_applied": float(len(self._participants)),
-            "diloco/participants": float(sum(self._participants)),
-            "diloco/exposed_seconds": self.sending_seconds + self._waiting + self._merging,
-            "diloco/exposed_waiting_seconds": self._waiting,
-            "diloco/exchange_seconds": self._background,
-            "diloco/coding_seconds": traffic.coding_seconds,
-            "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
-            "diloco/sent_bytes": float(traffic.bytes_sent),
-            "diloco/received_bytes": float(traffic.bytes_received),
-        }
-        self.__init__()  # type: ignore[misc]
-        return result
-
-
-def _is_finite(norm: float) -> bool:
-    return norm - norm == 0.0
-
-
-def _shaped_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
-    value = parameter.detach()
-    if not isinstance(value, DTensor):
-        return flat.view(value.shape)
-    return DTensor.from_local(
-        flat.view(value.to_local().shape).to(value.device),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
-
-
-def _drop_gathered(model: nn.Module) -> None:
-    """FSDP2 may keep full parameters after a forward pass without a backward pass: they hide the sharded ones, and must
-    not outlive a change of those."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def _close(reference: "weakref.ref[StreamingDiLoCo]") -> None:
+    outer = reference()
+    if outer is not None:
+        outer.close()

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 
 
@@ -12,13 +13,15 @@ class PendingReduction:
 
     def __init__(self, world: World, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         self._total = values.detach().to("cpu", torch.float64, copy=True)
-        self._work = None
+        self._world, self._work = world, None
         if world.control is not None:
-            self._work = dist.all_reduce(self._total, operation, group=world.control, async_op=True)
+            with naming_lost_ranks(world, "when numbers were summed"):
+                self._work = dist.all_reduce(self._total, operation, group=world.control, async_op=True)
 
     def result(self) -> list[float]:
         if self._work is not None:
-            self._work.wait()
+            with naming_lost_ranks(self._world, "when numbers were summed"):
+                self._work.wait()
         values: list[float] = self._total.tolist()
         return values
 

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 
 SAME_REQUEST_SECONDS = 1.0
@@ -35,17 +36,19 @@ class StopRequest:
             os.kill(os.getpid(), number)
         self._received = self._received or now
 
-    def agreed(self) -> bool:
+    def agreed(self, step: int) -> bool:
         """Called by every rank once after each step: whether all of them stop here."""
         if self._world.control is None:
             return self._received is not None
         stop = False
         if len(self._questions) == self._lag:
             answer, work = self._questions.popleft()
-            work.wait()
+            with naming_lost_ranks(self._world, f"up to step {step}"):
+                work.wait()
             stop = bool(answer.item())
         asked = torch.tensor([int(self._received is not None)], dtype=torch.int32)
-        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        with naming_lost_ranks(self._world, f"up to step {step}"):
+            work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
         self._questions.append((asked, work))
         return stop
 
@@ -57,4 +60,5 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         for _, work in self._questions if error is None else ():
-            work.wait()
+            with naming_lost_ranks(self._world, "at the end"):
+                work.wait()

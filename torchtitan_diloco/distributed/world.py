@@ -26,6 +26,10 @@ class World:
     """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
     control: dist.ProcessGroup | None = None
     """All ranks, on the CPU, for bookkeeping: its collectives never queue behind those of the training."""
+    roll_call: dist.ProcessGroup | None = None
+    """All ranks, for the moment when `control` has failed and is of no use any more."""
+    shards: dist.ProcessGroup | None = None
+    """The ranks of this worker, on the CPU, for the outer loop's background thread alone."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -106,7 +110,12 @@ def join_world(distributed: Distributed, link: Link, *, device: str, workers: in
         },
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=link.timeout_seconds))
-    return World(rank, size, local_rank, workers, chosen, mesh, control)
+    roll_call = dist.new_group(backend="gloo")
+    shards = None
+    if ranks_per_worker > 1:
+        timeout = timedelta(seconds=link.timeout_seconds)
+        shards, _ = dist.new_subgroups(ranks_per_worker, backend="gloo", timeout=timeout)
+    return World(rank, size, local_rank, workers, chosen, mesh, control, roll_call, shards)
 
 
 def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, int]]) -> DeviceMesh:
