@@ -128,6 +128,10 @@ def test_a_value_where_a_section_stands_and_broken_toml(tmp_path: Path) -> None:
     ("settings", "key"),
     [
         ({"training.steps": "0"}, "training.steps"),
+        ({"run.name": "../elsewhere"}, "run.name"),
+        ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
+        ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
+        ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
         ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
         ({"training.global_batch_size": "17"}, "training.global_batch_size"),
         ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
@@ -173,10 +177,11 @@ def test_command_line_forms() -> None:
 
 
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
+names = text.filter(lambda name: not {"/", "\\"} & set(name))
 
 
 @given(
-    name=text,
+    name=names,
     description=text,
     seed=st.integers(0, 2**40),
     lr=st.floats(1e-12, 10),
