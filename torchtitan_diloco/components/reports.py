@@ -79,8 +79,9 @@ class StepReports:
                 sum(result.skipped for result in self._interval),
                 *outer.values(),
             ],
+            f"up to step {step}",
         )
-        maxima = start_max(self._world, [peak_memory_bytes(self._world.device)])
+        maxima = start_max(self._world, [peak_memory_bytes(self._world.device)], f"up to step {step}")
         self._waiting.append(_Open(step, record, names, sums, maxima))
         self._interval = []
 

@@ -45,5 +45,5 @@ def validate(
     model.train(was_training)
     if isinstance(model, FSDPModule):
         model.reshard()  # a forward pass without a backward pass leaves the root's full parameters behind
-    cross_entropy, tokens = sum_over_ranks(world, totals.tolist())
+    cross_entropy, tokens = sum_over_ranks(world, totals.tolist(), "in a validation")
     return ValidationResult(cross_entropy / tokens, int(tokens))
