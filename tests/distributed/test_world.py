@@ -44,6 +44,12 @@ def test_asking_for_cuda_without_a_gpu() -> None:
         join_world(Distributed(), Link(), device="cuda", workers=1, fsdp=0)
 
 
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r'interface = "nosuch0" is no network interface.*choose one of .*lo'):
+        join_world(Distributed(), Link(interface="nosuch0"), device="cpu", workers=2, fsdp=0)
+
+
 def _grid() -> tuple[int, list[int], list[int], tuple[int, ...]]:
     world = join(2)
     assert world.mesh is not None

@@ -1,6 +1,7 @@
 """Who takes part: the rank grid (worker, fsdp), its process groups with a timeout each, and this process's device."""
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -94,6 +95,12 @@ def join_world(distributed: Distributed, link: Link, *, device: str, workers: in
     if link.backend == "nccl" and not on_gpu:
         raise ValueError(f'diloco.link.backend = "nccl" needs a GPU, and this run is on {chosen}: use "auto" or "gloo"')
     if link.interface:
+        present = [name for _, name in socket.if_nameindex()]
+        if link.interface not in present:
+            raise ValueError(
+                f'diloco.link.interface = "{link.interface}" is no network interface of this machine: choose one of '
+                f"{', '.join(present)}, or leave it empty"
+            )
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = link.interface
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu and not share else "gloo",
