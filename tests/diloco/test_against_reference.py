@@ -1,7 +1,6 @@
 """StreamingDiLoCo in real processes computes what the plain single-process reference computes."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import pytest
@@ -11,11 +10,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed, Link
+from torchtitan_diloco.config.schema import CodecName, Distributed, Link
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs.dither import key_of
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.reference import ReferenceDiLoCo
+from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values
+from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.distributed.world import FSDP, WORKER, join_world
 
 STEPS = 26
@@ -76,7 +77,7 @@ def run_case(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for block in model.blocks:
             fully_shard(block, mesh=world.mesh[FSDP])
         fully_shard(model, mesh=world.mesh[FSDP])
-    outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
+    outer = StreamingDiLoCo(model, world.group(WORKER), case.config, shard_group=world.shards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, world.worker, step)
@@ -87,18 +88,50 @@ def run_case(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return local, shared
 
 
-def transmitted(name: str, delta: Tensor) -> Tensor:
-    codec, arrived = build_codec(name), torch.empty(delta.numel())
-    payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8)
-    codec.encode(delta.flatten(), payload)
-    codec.decode(payload, arrived)
-    return arrived.view(delta.shape)
+class Wire:
+    """What the reference sends and takes, by the codecs of a case: each rank's rows of a fragment as one flat vector."""
+
+    def __init__(self, case: Case) -> None:
+        chosen = case.config.quantization
+        self.case, self.single = case, case.workers == 1
+        self.codec, self.gather_codec = build_codec(chosen), build_gather_codec(chosen)
+
+    def transmit(self, sender: Sender, delta: Values) -> Values:
+        return delta if self.single else self._through(self.codec, sender, delta)
+
+    def gather(self, sender: Sender, mean: Values) -> Values:
+        return mean if self.case.workers <= 2 else self._through(self.gather_codec, sender, mean)
+
+    def _through(self, codec: Codec, sender: Sender, values: Values) -> Values:
+        arrived: dict[str, list[Tensor]] = {name: [] for name in values}
+        for rank in range(self.case.ranks):
+            shards = {name: self._rows(value, rank) for name, value in values.items()}
+            flat = torch.cat([shard.flatten() for shard in shards.values()])
+            payload = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
+            name = "mean" if sender.worker < 0 else sender.worker
+            key = key_of(0, rank, sender.fragment, self._round(sender), name)
+            codec.encode(flat, payload, Place(key))
+            codec.decode(payload, flat)
+            for name, part in zip(shards, flat.split([shard.numel() for shard in shards.values()]), strict=True):
+                arrived[name].append(part.view(shards[name].shape))
+        return {name: torch.cat(parts) for name, parts in arrived.items()}
+
+    def _rows(self, value: Tensor, rank: int) -> Tensor:
+        """As FSDP2 shards: equal runs of rows, the last ones short or empty."""
+        size = -(-value.shape[0] // self.case.ranks)
+        return value[rank * size : (rank + 1) * size]
+
+    def _round(self, sender: Sender) -> int:
+        chosen = self.case.config
+        fragments = len(build_fragments(Net(), chosen.fragments))
+        return Schedule(chosen.sync_every, fragments, chosen.overlap.delay).outer_round(sender.fragment, sender.t)
 
 
 def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     models = [Net() for _ in range(case.workers)]
     fragments = build_fragments(models[0], case.config.fragments)
     names = [list(dict.fromkeys(part.name for part in fragment.parts)) for fragment in fragments]
+    wire = Wire(case)
     reference = ReferenceDiLoCo(
         models,
         names,
@@ -106,7 +139,9 @@ def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor
         delay=case.config.overlap.delay,
         mixing=case.config.overlap.mixing,
         outer=case.config.outer_optimizer,
-        transmit=partial(transmitted, case.config.quantization.codec if case.workers > 1 else "fp32"),
+        transmit=wire.transmit,
+        gather=wire.gather,
+        feedback=case.config.quantization.error_feedback and case.workers > 1,
     )
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
     for step in range(1, STEPS + 1):
@@ -185,6 +220,38 @@ def test_four_workers(processes: ProcessPool, layers: int, delay: int, mixing: f
     check(Case(4, config(layers, delay, mixing)), processes)
 
 
-@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.5), (5, 0.0), (5, 0.5)])
-def test_delay_and_mixing_act_with_a_narrow_codec(processes: ProcessPool, delay: int, mixing: float) -> None:
-    check(Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="bf16"))), processes)
+CODED = [
+    Quantization(codec="bf16"),
+    Quantization(codec="fp8_e4m3", block_size=16),
+    Quantization(codec="fp8_e5m2"),
+    Quantization(codec="int8", block_size=32),
+    Quantization(codec="fp4_e2m1"),
+    Quantization(codec="fp4_e3m0", block_size=128),
+    Quantization(codec="fp4_e3m0", rounding="stochastic"),
+    Quantization(codec="fp4_e2m1", error_feedback=True),
+    Quantization(codec="ternary", block_size=16, error_feedback=True),
+]
+
+
+def coded_name(chosen: Quantization) -> str:
+    feedback = "-feedback" if chosen.error_feedback else ""
+    return f"{chosen.codec}-{chosen.block_size}-{chosen.rounding}{feedback}"
+
+
+@pytest.mark.parametrize("chosen", CODED, ids=coded_name)
+@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (5, 0.5)])
+def test_codecs(processes: ProcessPool, chosen: Quantization, delay: int, mixing: float) -> None:
+    check(Case(2, replace(config(2, delay, mixing), quantization=chosen)), processes)
+
+
+@pytest.mark.parametrize("chosen", CODED, ids=coded_name)
+def test_codecs_with_a_second_hop_and_odd_shards(processes: ProcessPool, chosen: Quantization) -> None:
+    """With three workers the owner of a slice encodes its mean; with two ranks a worker the shards divide nothing evenly."""
+    check(Case(3, replace(config(2, 5, 0.5), quantization=chosen)), processes)
+    check(Case(2, replace(config(2, 1, 0.5), quantization=chosen), ranks=2), processes)
+
+
+@pytest.mark.parametrize("gather", ["fp32", "bf16", "int8"])
+def test_the_means_have_a_codec_of_their_own(processes: ProcessPool, gather: CodecName) -> None:
+    chosen = Quantization(codec="fp4_e3m0", gather_codec=gather)
+    check(Case(3, replace(config(0, 3, 0.5), quantization=chosen)), processes)

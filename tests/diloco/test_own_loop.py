@@ -79,7 +79,7 @@ def test_a_weight_that_is_no_weight(weight: float) -> None:
         ({"fragments": Fragments(pattern="stride")}, "diloco.fragments.pattern"),  # type: ignore[arg-type]
         ({"fragments": Fragments(pattern="explicit")}, "diloco.fragments.modules"),
         ({"outer_optimizer": OuterOptimizer(name="adamw")}, "diloco.outer_optimizer.name"),  # type: ignore[arg-type]
-        ({"quantization": Quantization(codec="fp4")}, "diloco.quantization.codec"),  # type: ignore[arg-type]
+        ({"quantization": Quantization(codec="fp5")}, "diloco.quantization.codec"),  # type: ignore[arg-type]
         ({"link": Link(drop_probability=5.0)}, "diloco.link.drop_probability"),
     ],
 )

@@ -257,12 +257,25 @@ class Overlap:
     """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1 keeps the local."""
 
 
+CodecName = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"]
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """What a fragment looks like on the wire."""
+    """What a fragment looks like on the wire. Sums are always fp32."""
 
-    codec: Literal["fp32", "bf16"] = "fp32"
-    """Format of the values sent. Sums are always fp32."""
+    codec: CodecName = "fp32"
+    """Format of what every worker sends of its own. `fp4_e3m0` is the paper's; docs/wire-formats.md defines all of them."""
+    gather_codec: Literal["same", CodecName] = "same"
+    """Format of the means that go back to all when there are more than two workers. `same`: that of `codec`."""
+    block_size: Positive = 64
+    """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or 1024. A scale is 8 bits."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """`stochastic` rounds up or down by chance, so that the mean of many is right; the same numbers are drawn in every run."""
+    error_feedback: bool = False
+    """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
+    threads: Positive = 1
+    """CPU threads that encode and decode. More of them take cores from training."""
 
 
 @dataclass(frozen=True)

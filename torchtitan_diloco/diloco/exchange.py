@@ -2,7 +2,8 @@
 
 Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All workers decode the same bytes,
 their own included, so they end with the same bits. Two ways, by what they cost: with two workers each sends all it has to
-the other (one hop); with more, each worker owns a slice, gets everybody's part of it, and sends the mean of it to all.
+the other (one hop); with more, each worker owns a slice, gets everybody's part of it, and sends the mean of it to all, which
+is encoded a second time.
 
 Messages go from worker to worker, not through collectives: when one is silent, it is known which. The headers go first,
 then the delta in chunks, several of which are under way while others are encoded and decoded. On a CPU chunks are worked
@@ -10,19 +11,19 @@ on in pieces that stay in cache, and fp32 is sent from where it lies: the passes
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import Codec
-from torchtitan_diloco.diloco.codecs.base import UNIT
+from torchtitan_diloco.diloco.codecs import UNIT, Codec, Place
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 
@@ -30,6 +31,10 @@ CHUNK = 16 * BLOCK
 """Values in one message (2 MB in fp32)."""
 IN_FLIGHT = 2**23
 """Bytes in chunks under way at once: long links need as many as they carry in a round trip."""
+
+CODED_PIECE = 4 * BLOCK
+"""Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: with smaller ones the time goes into
+calling them, with larger ones into memory."""
 
 assert BLOCK % UNIT == 0, "codecs can be fed in blocks"
 
@@ -65,50 +70,68 @@ class Exchange:
     """One at a time, in the same order on every worker, from one thread."""
 
     def __init__(
-        self, group: dist.ProcessGroup, codec: Codec, *, largest: int, device: torch.device, timeout_seconds: float
+        self,
+        group: dist.ProcessGroup,
+        codec: Codec,
+        gather_codec: Codec,
+        *,
+        largest: int,
+        device: torch.device,
+        timeout_seconds: float,
     ) -> None:
+        """`gather_codec` encodes the means that go back with more than two workers; `largest`: values of a fragment."""
         self.workers, self.me = group.size(), group.rank()
         assert self.workers > 1
         self.traffic = Traffic()
         self._failure: Exception | None = None
-        self._group, self._codec = group, codec
+        self._group, self._codec, self._gather_codec = group, codec, gather_codec
         self._timeout = timedelta(seconds=timeout_seconds)
         self._chunk = min(CHUNK, max(1, largest))
         self._others = [worker for worker in range(self.workers) if worker != self.me]
         self._waiters = {worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self._others}
         self._exact_sizes = dist.get_backend(group) == "nccl"
         self._window = max(1, min(-(-largest // self._chunk), IN_FLIGHT // codec.wire_bytes(self._chunk)))
-        values = self._slice_size(self._chunk)
+        values = min(self._chunk, self._slice_size(self._chunk))
         pair = self.workers == 2
 
         def buffers(workers: Iterable[int], room: int) -> dict[int, Tensor]:
             return {worker: torch.zeros(room, dtype=torch.uint8, device=device) for worker in workers}
 
-        def window(workers: Iterable[int]) -> list[dict[int, Tensor]]:
-            """By slot of the window and worker."""
-            return [buffers(workers, codec.wire_bytes(values)) for _ in range(self._window)]
-
         self._headers = buffers(range(self.workers), HEADER_BYTES)
-        self._incoming = window(self._others)
-        self._outgoing = window([] if codec.is_fp32 else [self.me] if pair else range(self.workers))
-        self._means = window([] if pair else range(self.workers))
+        # By slot of the window and worker:
+        self._incoming = [buffers(self._others, codec.wire_bytes(values)) for _ in range(self._window)]
+        means = [] if pair else range(self.workers)
+        self._means = [buffers(means, gather_codec.wire_bytes(values)) for _ in range(self._window)]
+        # By slot of the window:
+        sent = 0 if codec.is_fp32 else codec.wire_bytes(self._chunk)
+        self._outgoing = list(torch.zeros(self._window, sent, dtype=torch.uint8, device=device).unbind())
         self._mean = torch.zeros(0 if pair else values, dtype=torch.float32, device=device)
-        self._piece = BLOCK if device.type == "cpu" else values
-        self._running, self._decoded = torch.zeros(2, self._piece, dtype=torch.float32, device=device).unbind()
+        self._piece = self._chunk
+        if device.type == "cpu":
+            self._piece = BLOCK if codec.is_fp32 else CODED_PIECE
 
-    def average(self, delta: Tensor, header: Header) -> list[Header]:
+    def average(
+        self, delta: Tensor, header: Header, residual: Tensor | None = None, keys: tuple[int, int] = (0, 0)
+    ) -> list[Header]:
         """Turns `delta` into the mean over workers and returns everybody's header. With all weights 0 it becomes 0.
-        After a failure there is no other exchange on this group: messages of the failed one may still be under way."""
+        After a failure there is no other exchange on this group: messages of the failed one may still be under way.
+
+        `residual`: what encoding lost of this fragment so far; it is sent along, and becomes what is lost now. `keys`: of the
+        random numbers that stochastic rounding draws for this delta, and of those for the mean, which are everybody's."""
         if self._failure is not None:
             raise self._failure
+        if not header.weight:
+            residual = None  # nobody takes anything of this delta, so nothing of the residual is sent either
         try:
-            return self._average(delta, header)
+            return self._average(delta, header, residual, *keys)
         except Exception as error:
             self._failure = error
             raise
 
-    def _average(self, delta: Tensor, header: Header) -> list[Header]:
+    def _average(self, delta: Tensor, header: Header, residual: Tensor | None, key: int, mean_key: int) -> list[Header]:
         chunks = delta.split(self._chunk)
+        residuals = [None] * len(chunks) if residual is None else residual.split(self._chunk)
+        mine, means = Place(key), Place(mean_key)
         greetings = self._send_header(header)
         headers: list[Header] = []
         first_hop: dict[int, _Messages] = {}
@@ -117,7 +140,7 @@ class Exchange:
         middle = last if self.workers == 2 else self._window // 2
         for step in range(len(chunks) + last):  # every worker runs the same programme, so messages meet their receivers
             if step < len(chunks):
-                first_hop[step] = self._send(step, chunks[step])
+                first_hop[step] = self._send(step, chunks[step], residuals[step], mine.after(step * self._chunk))
             if 0 <= step - middle < len(chunks):
                 number = step - middle
                 headers = headers or self._read_headers(greetings, header)
@@ -125,7 +148,7 @@ class Exchange:
                 if self.workers == 2:
                     self._average_slice(number, headers, chunks[number], out=chunks[number])
                 else:
-                    second_hop[number] = self._send_mean(number, headers, chunks[number])
+                    second_hop[number] = self._send_mean(number, headers, chunks[number], means.after(number * self._chunk))
             if self.workers > 2 and 0 <= step - last < len(chunks):
                 number = step - last
                 self._wait(second_hop.pop(number))
@@ -155,50 +178,64 @@ class Exchange:
     # --- the slices of a chunk, and their bytes ----------------------------------------------------------------------
 
     def _slice_size(self, values: int) -> int:
-        """Values of a chunk that one worker averages: all of it with two workers, an equal part with more."""
-        return values if self.workers == 2 else -(-values // self.workers)
+        """Values of a chunk that one worker averages: all of it with two workers, an equal part in whole units with more,
+        so that a slice's bytes are a stretch of the chunk's."""
+        return values if self.workers == 2 else -(-values // (self.workers * UNIT)) * UNIT
+
+    def _bounds(self, chunk: Tensor, worker: int) -> tuple[int, int]:
+        """Of the part of a chunk that a worker averages; the last ones may be short or empty."""
+        values = chunk.numel()
+        if self.workers == 2:
+            return 0, values
+        size = self._slice_size(values)
+        return min(worker * size, values), min((worker + 1) * size, values)
 
     def _slice(self, chunk: Tensor, worker: int) -> Tensor:
-        """The part of a chunk that a worker averages; the last ones may be short or empty."""
-        if self.workers == 2:
-            return chunk
-        size = self._slice_size(chunk.numel())
-        return chunk[min(worker * size, chunk.numel()) : (worker + 1) * size]
+        start, end = self._bounds(chunk, worker)
+        return chunk[start:end]
 
-    def _encoded(self, slot: int, chunk: Tensor, worker: int) -> Tensor:
-        """Where the bytes of a worker's slice of this worker's delta lie. With two workers both are sent the same."""
-        part = self._slice(chunk, worker)
+    def _encoded(self, slot: int, chunk: Tensor) -> Tensor:
+        """Where the bytes of this worker's chunk lie."""
         if self._codec.is_fp32:
-            return part.view(torch.uint8)
-        return self._bytes_of(self._outgoing[slot][self.me if self.workers == 2 else worker], part)
+            return chunk.view(torch.uint8)
+        return self._outgoing[slot][: self._codec.wire_bytes(chunk.numel())]
 
-    def _bytes_of(self, buffer: Tensor, values: Tensor) -> Tensor:
-        """What of a buffer so many values fill."""
-        return buffer[: self._codec.wire_bytes(values.numel())]
+    def _encoded_slice(self, slot: int, chunk: Tensor, worker: int) -> Tensor:
+        start, end = (self._codec.wire_bytes(bound) for bound in self._bounds(chunk, worker))
+        return self._encoded(slot, chunk)[start:end]
 
-    def _cut(self, payload: Tensor) -> tuple[Tensor, ...]:
-        """The bytes of one piece of values after the other."""
-        pieces: tuple[Tensor, ...] = payload.split(self._codec.wire_bytes(self._piece))
-        return pieces
+    def _received(self, slot: int, worker: int, values: int) -> Tensor:
+        """What a worker sends of this worker's slice."""
+        return self._incoming[slot][worker][: self._codec.wire_bytes(values)]
 
-    def _encode(self, values: Tensor, payload: Tensor) -> None:
-        for piece, encoded in zip(values.split(self._piece), self._cut(payload), strict=True):
-            self._codec.encode(piece, encoded)
+    def _mean_of(self, slot: int, chunk: Tensor, worker: int) -> Tensor:
+        """The bytes of the mean of a worker's slice."""
+        start, end = self._bounds(chunk, worker)
+        return self._means[slot][worker][: self._gather_codec.wire_bytes(end - start)]
+
+    def _pieces(self, codec: Codec, values: Tensor, payload: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor, Place]]:
+        """Values and bytes of what is worked on at once, one after the other."""
+        cuts = zip(values.split(self._piece), payload.split(codec.wire_bytes(self._piece)), strict=True)
+        for number, (piece, encoded) in enumerate(cuts):
+            yield piece, encoded, place.after(number * self._piece)
 
     # --- first hop: everybody's delta ------------------------------------------------------------------------------
 
-    def _send(self, number: int, chunk: Tensor) -> _Messages:
+    def _send(self, number: int, chunk: Tensor, residual: Tensor | None, place: Place) -> _Messages:
         started = time.perf_counter()
-        slot, own = number % self._window, self._slice(chunk, self.me)
+        slot = number % self._window
         if not self._codec.is_fp32:
-            for worker in [self.me] if self.workers == 2 else range(self.workers):
-                self._encode(self._slice(chunk, worker), self._encoded(slot, chunk, worker))
+            lost = repeat(None) if residual is None else residual.split(self._piece)
+            pieces = self._pieces(self._codec, chunk, self._encoded(slot, chunk), place)
+            for (values, encoded, where), left in zip(pieces, lost, strict=False):
+                if left is None:
+                    self._codec.encode(values, encoded, where)
+                else:
+                    self._codec.encode_with_feedback(values, left, encoded, where)
         self.traffic.coding_seconds += time.perf_counter() - started
+        own = self._slice(chunk, self.me).numel()
         return self._post(
-            [
-                (worker, self._encoded(slot, chunk, worker), self._bytes_of(self._incoming[slot][worker], own))
-                for worker in self._others
-            ]
+            [(worker, self._encoded_slice(slot, chunk, worker), self._received(slot, worker, own)) for worker in self._others]
         )
 
     def _average_slice(self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor) -> None:
@@ -208,59 +245,39 @@ class Exchange:
         slot = number % self._window
         heard = [(worker, header.weight) for worker, header in enumerate(headers) if header.weight > 0]
         payloads = [
-            self._encoded(slot, chunk, worker) if worker == self.me else self._bytes_of(self._incoming[slot][worker], out)
+            self._encoded_slice(slot, chunk, worker) if worker == self.me else self._received(slot, worker, out.numel())
             for worker, _ in heard
         ]
         if payloads:
-            for piece, *encoded in zip(out.split(self._piece), *map(self._cut, payloads), strict=True):
-                self._average_piece([weight for _, weight in heard], encoded, out=piece)
+            piece_bytes = self._codec.wire_bytes(self._piece)
+            cut = [payload.split(piece_bytes) for payload in payloads]
+            for piece, *encoded in zip(out.split(self._piece), *cut, strict=True):
+                self._codec.average(encoded, [weight for _, weight in heard], piece)
         else:
             out.zero_()
         self.traffic.coding_seconds += time.perf_counter() - started
 
-    def _average_piece(self, weights: list[float], payloads: list[Tensor], *, out: Tensor) -> None:
-        """A running mean: one pass over memory for each worker after the first. `out` may be where one of the payloads
-        lies, so it is written last."""
-        mean, total = self._decode(payloads[0], self._running[: out.numel()]), weights[0]
-        for number, (weight, payload) in enumerate(zip(weights[1:], payloads[1:], strict=True), start=2):
-            values, total = self._decode(payload, self._decoded[: out.numel()]), total + weight
-            target = out if number == len(payloads) else self._running[: out.numel()]
-            mean = torch.lerp(mean, values, weight / total, out=target)
-        if len(payloads) == 1:
-            out.copy_(mean)
-
-    def _decode(self, payload: Tensor, room: Tensor) -> Tensor:
-        """The values, in `room` unless they can be read where they are."""
-        if self._codec.is_fp32:
-            return payload.view(torch.float32)
-        self._codec.decode(payload, room)
-        return room
-
     # --- second hop: the means -------------------------------------------------------------------------------------
 
-    def _send_mean(self, number: int, headers: list[Header], chunk: Tensor) -> _Messages:
-        slot, own = number % self._window, self._slice(chunk, self.me)
-        mean = self._mean[: own.numel()]
+    def _send_mean(self, number: int, headers: list[Header], chunk: Tensor, place: Place) -> _Messages:
+        slot = number % self._window
+        start, end = self._bounds(chunk, self.me)
+        mean = self._mean[: end - start]
         self._average_slice(number, headers, chunk, out=mean)
         started = time.perf_counter()
-        encoded = self._bytes_of(self._means[slot][self.me], own)
-        self._encode(mean, encoded)
+        encoded = self._mean_of(slot, chunk, self.me)
+        for values, payload, where in self._pieces(self._gather_codec, mean, encoded, place.after(start)):
+            self._gather_codec.encode(values, payload, where)
         self.traffic.coding_seconds += time.perf_counter() - started
-        return self._post(
-            [
-                (worker, encoded, self._bytes_of(self._means[slot][worker], self._slice(chunk, worker)))
-                for worker in self._others
-            ]
-        )
+        return self._post([(worker, encoded, self._mean_of(slot, chunk, worker)) for worker in self._others])
 
     def _collect_means(self, number: int, chunk: Tensor) -> None:
         started = time.perf_counter()
         slot = number % self._window
         for worker in range(self.workers):
-            part = self._slice(chunk, worker)
-            payload = self._bytes_of(self._means[slot][worker], part)
-            for piece, encoded in zip(part.split(self._piece), self._cut(payload), strict=True):
-                self._codec.decode(encoded, piece)
+            mean = self._mean_of(slot, chunk, worker)
+            for values, payload, _ in self._pieces(self._gather_codec, self._slice(chunk, worker), mean, Place()):
+                self._gather_codec.decode(payload, values)
         self.traffic.coding_seconds += time.perf_counter() - started
 
     # --- messages --------------------------------------------------------------------------------------------------

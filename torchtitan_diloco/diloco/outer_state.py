@@ -22,7 +22,7 @@ class OuterState:
     goes on while it is copied over; what comes back is staged there too. Background work on a GPU has a stream of its own.
     """
 
-    def __init__(self, fragment: Fragment, config: OuterOptimizer, device: torch.device) -> None:
+    def __init__(self, fragment: Fragment, config: OuterOptimizer, device: torch.device, error_feedback: bool = False) -> None:
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
@@ -35,6 +35,8 @@ class OuterState:
 
         self.outer, self.delta = buffer(), buffer()
         self.slots = [buffer() for _ in range(STATE_BUFFERS[config.name])]
+        self.residual = buffer() if error_feedback else None
+        """What encoding has lost of this worker's deltas and not sent yet."""
         self.rounds = 0
         """Outer steps taken; rounds in which nobody had anything to give do not count."""
         self.checksum = 0
@@ -143,11 +145,13 @@ class OuterState:
 
     # --- restart ---------------------------------------------------------------------------------------------------
 
-    def load(self, outer: Tensor, slots: list[Tensor], rounds: int, saved_checksum: int) -> None:
+    def load(self, outer: Tensor, slots: list[Tensor], residual: Tensor | None, rounds: int, saved_checksum: int) -> None:
         """Takes back what was saved of a fragment that is not under way."""
         self.outer.copy_(outer)
         for mine, saved in zip(self.slots, slots, strict=True):
             mine.copy_(saved)
+        if self.residual is not None and residual is not None:
+            self.residual.copy_(residual)
         self.rounds, self.checksum = rounds, saved_checksum
 
     def load_next(self, shared: Tensor) -> None:
@@ -159,7 +163,8 @@ class OuterState:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (self.outer, self.delta, *self.slots))
+        residual = [] if self.residual is None else [self.residual]
+        return sum(buffer.nbytes for buffer in (self.outer, self.delta, *self.slots, *residual))
 
     def norm_of_delta(self) -> float:
         return float(torch.linalg.vector_norm(self.delta))

@@ -14,13 +14,27 @@ from torchtitan_diloco.config.schema import OuterOptimizer
 
 Fragment = list[str]
 """Names of parameters."""
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who sends what: a worker its own delta, or the group (worker -1) the mean of it that goes back."""
+
+    worker: int
+    fragment: int
+    t: int
+
+
+def as_it_is(_: Sender, values: Values) -> Values:
+    return values
 
 
 @dataclass
 class InFlight:
     sent: int
     fragment: int
-    mean: dict[str, Tensor]
+    mean: Values
 
 
 class ReferenceDiLoCo:
@@ -33,11 +47,15 @@ class ReferenceDiLoCo:
         delay: int,
         mixing: float,
         outer: OuterOptimizer,
-        transmit: Callable[[Tensor], Tensor] = lambda delta: delta,
+        transmit: Callable[[Sender, Values], Values] = as_it_is,
+        gather: Callable[[Sender, Values], Values] = as_it_is,
+        feedback: bool = False,
     ) -> None:
-        """`transmit`: what a delta is after it has been encoded, sent and decoded."""
+        """`transmit`: what a fragment's delta is after it has been encoded, sent and decoded; `gather`: the same of the mean
+        that goes back. `feedback`: what was lost of a delta is added to the next one."""
         self.H, self.tau, self.alpha = sync_every, delay, mixing
-        self.fragments, self.outer, self.transmit = fragments, outer, transmit
+        self.fragments, self.outer, self.transmit, self.gather = fragments, outer, transmit, gather
+        self.feedback, self.lost = feedback, [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.flying: list[InFlight] = []
@@ -51,10 +69,10 @@ class ReferenceDiLoCo:
         """After inner step t of all workers. A weight of 0 leaves a worker out of the means sent now."""
         self.t += 1
         t, P = self.t, len(self.fragments)
-        for p, names in enumerate(self.fragments):
+        for p in range(P):
             t_p = p * max(1, self.H // P) % self.H
             if t >= self.H and (t - t_p) % self.H == 0:  # SEND
-                self.flying.append(InFlight(t, p, self._mean_delta(names, weights or [1.0] * len(self.theta))))
+                self.flying.append(InFlight(t, p, self._mean_delta(p, weights or [1.0] * len(self.theta))))
         for message in [message for message in self.flying if message.sent == t - self.tau]:  # APPLY
             self._apply(message)
 
@@ -70,15 +88,28 @@ class ReferenceDiLoCo:
         for theta in self.theta:
             self._mix(theta, self.fragments[message.fragment], self.alpha)
 
-    def _mean_delta(self, names: Fragment, weights: Sequence[float]) -> dict[str, Tensor]:
-        mean = {name: torch.zeros_like(self.Theta[name]) for name in names}
-        for theta, weight in zip(self.theta, weights, strict=True):
+    def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
+        """As a running mean over the workers, so that its rounding, which a codec may blow up, is that of the real thing."""
+        mean, total = {name: torch.zeros_like(self.Theta[name]) for name in self.fragments[p]}, 0.0
+        for m, weight in enumerate(weights):
             if weight:
-                for name in names:
-                    held = self.Theta[name].to(theta[name].dtype).float()  # differs from Theta below fp32 only
-                    delta = self.transmit(held - theta[name].float())
-                    mean[name] += weight / sum(weights) * delta
-        return mean
+                total += weight
+                arrived = self._arrived(m, p)
+                mean = {name: torch.lerp(mean[name], arrived[name], weight / total) for name in mean}
+        return self.gather(Sender(-1, p, self.t), mean)
+
+    def _arrived(self, m: int, p: int) -> Values:
+        """The delta of a worker as all decode it."""
+        theta, lost = self.theta[m], self.lost[m]
+        delta = {}
+        for name in self.fragments[p]:
+            held = self.Theta[name].to(theta[name].dtype).float()  # differs from Theta below fp32 only
+            delta[name] = held - theta[name].float()
+            if self.feedback:
+                delta[name] = delta[name] + lost.get(name, torch.zeros_like(delta[name]))
+        arrived = self.transmit(Sender(m, p, self.t), delta)
+        lost.update({name: delta[name] - arrived[name] for name in delta})
+        return arrived
 
     def _outer_step(self, message: InFlight) -> None:
         for name, gradient in message.mean.items():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.config.checks import diloco_mistakes
+from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
 from torchtitan_diloco.config.fields import flat_settings, section_mistakes
 from torchtitan_diloco.config.schema import DiLoCo, Link
 from torchtitan_diloco.diloco.fragments import Fragment
@@ -23,6 +23,7 @@ def check_settings(config: DiLoCo, group: dist.ProcessGroup | None) -> None:
     """What the TOML loader has checked for a run has to be checked for a config that was made in Python."""
     mistakes = section_mistakes(config, "diloco") or list(diloco_mistakes(config))
     workers = 1 if group is None else group.size()
+    mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out, and average gradients instead'))
     if config.workers not in (1, workers):

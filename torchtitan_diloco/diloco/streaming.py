@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs.dither import key_of
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.exchange import Exchange, Traffic, WorkerLostError
 from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table
@@ -84,18 +85,21 @@ class StreamingDiLoCo:
         if group is not None and self.workers > 1:
             broadcast_from_first(group, model)
         device = pick_state_device(group, self.fragments, config.link)
-        self._states = [OuterState(fragment, config.outer_optimizer, device) for fragment in self.fragments]
+        feedback = config.quantization.error_feedback
+        self._states = [OuterState(fragment, config.outer_optimizer, device, feedback) for fragment in self.fragments]
         self._exchange: Exchange | None = None
         if group is not None and self.workers > 1:
             self._exchange = Exchange(
                 group,
-                build_codec(config.quantization.codec),
+                build_codec(config.quantization),
+                build_gather_codec(config.quantization),
                 largest=max(state.values for state in self._states),
                 device=device,
                 timeout_seconds=config.link.timeout_seconds,
             )
         self._in_flight: dict[int, _InFlight] = {}
         self._background = BackgroundThread("diloco-exchange")
+        self._background.submit(partial(torch.set_num_threads, config.quantization.threads))  # of that thread alone
         self._meter = Meter()
         atexit.register(_close, weakref.ref(self))
 
@@ -158,7 +162,7 @@ class StreamingDiLoCo:
             state.finish_delta()
             flags = header.flags if self._is_finite(state) else header.flags | NOT_FINITE
             header = replace(header, flags=flags, weight=0.0 if flags else header.weight)
-            headers = [header] if self._exchange is None else self._exchange.average(state.delta, header)
+            headers = [header] if self._exchange is None else self._average(state, header)
             participants = sum(one.weight > 0 for one in headers)
             if participants:
                 state.advance()
@@ -171,6 +175,13 @@ class StreamingDiLoCo:
                     f"not finite after its step {other.step}; it is left out of this round and takes the shared ones"
                 )
         return Outcome(participants, flags, time.perf_counter() - started)
+
+    def _average(self, state: OuterState, header: Header) -> list[Header]:
+        assert self._exchange is not None
+        shard = 0 if self._shard_group is None else self._shard_group.rank()
+        where = self._seed, shard, header.fragment, header.outer_round
+        keys = key_of(*where, self.worker), key_of(*where, "mean")
+        return self._exchange.average(state.delta, header, state.residual, keys)
 
     def _is_finite(self, state: OuterState) -> bool:
         """Of the whole delta of this worker: a shard alone does not know of the others."""
@@ -246,6 +257,7 @@ class StreamingDiLoCo:
                     "flags": outcome.flags,
                 }
             entry |= {"outer": state.outer.clone(), "slots": [slot.clone() for slot in state.slots]}
+            entry["residual"] = None if state.residual is None else state.residual.clone()
             fragments.append(entry | {"rounds": state.rounds, "checksum": state.checksum})
         return {
             "step": self.step_count,
@@ -270,7 +282,7 @@ class StreamingDiLoCo:
         self._in_flight.clear()
         self.step_count = saved["step"]
         for index, (state, entry) in enumerate(zip(self._states, saved["fragments"], strict=True)):
-            state.load(entry["outer"], entry["slots"], entry["rounds"], entry["checksum"])
+            state.load(entry["outer"], entry["slots"], entry["residual"], entry["rounds"], entry["checksum"])
             self._weights[index] = entry["weight"]
         for index in saved["in_flight_order"]:
             entry = saved["fragments"][index]["in_flight"]
@@ -286,6 +298,7 @@ class StreamingDiLoCo:
             "diloco.sync_every": self.config.sync_every,
             "diloco.overlap.delay": self.config.overlap.delay,
             "diloco.outer_optimizer.name": self.config.outer_optimizer.name,
+            "diloco.quantization.error_feedback": self.config.quantization.error_feedback,
         }
 
     # --- what happened ----------------------------------------------------------------------------------------------

@@ -1,19 +1,46 @@
-"""Wire formats by name."""
+"""Wire formats by name. What each one is to the bit: docs/wire-formats.md."""
 
-import torch
+from typing import get_args
 
-from torchtitan_diloco.diloco.codecs.base import Codec
-from torchtitan_diloco.diloco.codecs.plain import CastCodec
+from torchtitan_diloco.config.schema import CodecName, Quantization
+from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Place
+from torchtitan_diloco.diloco.codecs.integer import Int8Codec
+from torchtitan_diloco.diloco.codecs.minifloat import MiniFloatCodec
+from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
 
-__all__ = ["CODECS", "Codec", "build_codec"]
+__all__ = ["CODECS", "UNIT", "Codec", "Place", "build_codec", "build_gather_codec"]
 
-CODECS: dict[str, Codec] = {
-    "fp32": CastCodec("fp32", torch.float32),
-    "bf16": CastCodec("bf16", torch.bfloat16),
+_MINIFLOATS = {
+    "fp8_e4m3": (4, 3, 7, 448.0),
+    "fp8_e5m2": (5, 2, 15, 57344.0),
+    "fp4_e2m1": (2, 1, 1, 6.0),
+    "fp4_e3m0": (3, 0, 3, 16.0),
+    "ternary": (1, 0, 1, 1.0),
 }
+"""Bits of exponent and mantissa, bias of the exponent, largest value."""
+
+CODECS: tuple[str, ...] = get_args(CodecName)
 
 
-def build_codec(name: str) -> Codec:
-    if name not in CODECS:
-        raise ValueError(f'diloco.quantization.codec = "{name}" is unknown: choose one of {", ".join(CODECS)}')
-    return CODECS[name]
+def build_codec(config: Quantization) -> Codec:
+    """Of what every worker sends of its own."""
+    return _build(config.codec, config)
+
+
+def build_gather_codec(config: Quantization) -> Codec:
+    """Of the means that go back with more than two workers."""
+    return _build(config.codec if config.gather_codec == "same" else config.gather_codec, config)
+
+
+def _build(name: str, config: Quantization) -> Codec:
+    stochastic = config.rounding == "stochastic"
+    if name == "fp32":
+        return Fp32Codec()
+    if name == "bf16":
+        return Bf16Codec(stochastic=stochastic)
+    if name == "int8":
+        return Int8Codec(name, config.block_size, stochastic=stochastic)
+    exponent, mantissa, bias, top = _MINIFLOATS[name]
+    return MiniFloatCodec(
+        name, config.block_size, exponent=exponent, mantissa=mantissa, bias=bias, top=top, stochastic=stochastic
+    )
