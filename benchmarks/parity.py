@@ -1,7 +1,10 @@
 """Loss of the shared model at equal tokens: data parallelism, DiLoCo and streaming variants, several seeds.
 
-    python -m benchmarks.parity [--corpus 'text/*.txt'] [--steps 1500] [--seeds 0,1,2] [--variants NAME,...]
-                                [--out outputs/parity] [--section.key value ...]
+    python -m benchmarks.parity [--table settings] [--corpus 'text/*.txt'] [--steps 1500] [--seeds 0,1,2]
+                                [--variants 'NAME;...'] [--out outputs/parity] [--section.key value ...]
+
+`--table settings` compares H, alpha and outer learning rates with data parallelism; `--table codecs` what goes over the wire
+with fp32, for two and for four workers.
 
 Every run is a real one (`python -m torchtitan_diloco.launch`, gloo processes on the CPU). Finished runs are kept in --out
 and not repeated, so a long table can be continued. Without --corpus the text is the Python standard library's source.
@@ -46,7 +49,7 @@ WHOLE_MODEL = {"diloco.fragments.layers_per_fragment": "0", "diloco.overlap.dela
 LOW, HIGH = {"diloco.outer_optimizer.lr": "0.4"}, {"diloco.outer_optimizer.lr": "0.7"}
 
 CONTROL = "data parallel"
-VARIANTS: dict[str, dict[str, str]] = {
+SETTINGS: dict[str, dict[str, str]] = {
     CONTROL: {"diloco.method": "none"},
     "single-worker DiLoCo, H=30, lr 0.4": STREAMING | WHOLE_MODEL | LOW | {"diloco.workers": "1", "training.batch_size": "16"},
     "DiLoCo, H=30, lr 0.7": STREAMING | WHOLE_MODEL | HIGH,
@@ -61,6 +64,36 @@ VARIANTS: dict[str, dict[str, str]] = {
     "streaming, H=5, alpha 0, lr 0.7": STREAMING | HIGH | {"diloco.sync_every": "5", "diloco.overlap.mixing": "0"},
     "streaming, H=100, alpha 0.5, lr 0.7": STREAMING | HIGH | {"diloco.sync_every": "100"},
 }
+
+CODED = ["fp32", "bf16", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"]
+FEEDBACK, STOCHASTIC = {"diloco.quantization.error_feedback": "true"}, {"diloco.quantization.rounding": "stochastic"}
+
+
+def codecs(workers: int) -> dict[str, dict[str, str]]:
+    """What goes over the wire, all else equal: streaming, H=10, alpha 0.5, lr 0.4."""
+    share = {"diloco.workers": str(workers), "training.batch_size": str(16 // workers), "diloco.sync_every": "10"}
+
+    def variant(codec: str, more: dict[str, str]) -> dict[str, str]:
+        return STREAMING | LOW | share | {"diloco.quantization.codec": codec} | more
+
+    chosen = {codec: variant(codec, {}) for codec in CODED}
+    chosen |= {f"{codec}, feedback": variant(codec, FEEDBACK) for codec in CODED[2:]}
+    chosen |= {f"{codec}, stochastic": variant(codec, STOCHASTIC) for codec in CODED[3:]}
+    chosen["ternary, stochastic, feedback"] = variant("ternary", STOCHASTIC | FEEDBACK)
+    if workers > 2:
+        gathers = {"fp4_e3m0": ["fp32", "bf16", "int8"], "ternary": ["bf16"]}
+        for codec, others in gathers.items():
+            for gather in others:
+                chosen[f"{codec}, means {gather}"] = variant(codec, {"diloco.quantization.gather_codec": gather})
+    return {f"M={workers}, {name}": settings for name, settings in chosen.items()}
+
+
+TABLES = {"settings": SETTINGS, "codecs": codecs(2) | codecs(4)}
+
+
+def control_of(name: str) -> str:
+    """The run that a variant is compared with."""
+    return f"{name.split(',')[0]}, fp32" if name.startswith("M=") else CONTROL
 
 
 def train(folder: Path, settings: dict[str, str]) -> float:
@@ -93,40 +126,42 @@ def main() -> None:
     parser.add_argument("--corpus", default="stdlib")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--variants", default="", help="names, separated by ';' (default: all)")
+    parser.add_argument("--table", choices=TABLES, default="settings")
+    parser.add_argument("--variants", default="", help="names in the table, separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     own, words = parser.parse_known_args()
     if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
         parser.error("further settings look like --section.key value")
     extra = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
-    names = [name.strip() for name in own.variants.split(";") if name.strip()] or list(VARIANTS)
+    variants = TABLES[own.table]
+    names = [name.strip() for name in own.variants.split(";") if name.strip()] or list(variants)
     for name in names:
-        if name not in VARIANTS:
-            parser.error(f"no variant {name!r}; there are: {'; '.join(VARIANTS)}")
+        if name not in variants:
+            parser.error(f"no variant {name!r}; there are: {'; '.join(variants)}")
     seeds = [int(seed) for seed in own.seeds.split(",")]
 
     common = MODEL | {"data.corpus": own.corpus, "training.steps": str(own.steps)} | extra
     losses: dict[str, list[float]] = {}
-    for name in [CONTROL, *(name for name in names if name != CONTROL)]:
+    for name in dict.fromkeys([*map(control_of, names), *names]):
         losses[name] = []
         for seed in seeds:
             folder = own.out / f"{''.join(c if c.isalnum() else '-' for c in name)}-{own.steps}-seed{seed}"
-            losses[name].append(train(folder, common | VARIANTS[name] | {"run.seed": str(seed)}))
+            losses[name].append(train(folder, common | variants[name] | {"run.seed": str(seed)}))
             print(f"{name}, seed {seed}: {losses[name][-1]:.4f}", flush=True)
 
     rows = []
     for name, found in losses.items():
-        behind = [100 * (loss / control - 1) for loss, control in zip(found, losses[CONTROL], strict=True)]
-        every = int(VARIANTS[name].get("diloco.sync_every", "0"))
+        behind = [100 * (loss / control - 1) for loss, control in zip(found, losses[control_of(name)], strict=True)]
+        every = int(variants[name].get("diloco.sync_every", "0"))
         rounds = str(own.steps // every) if every else "-"
-        rows.append(
-            [name, rounds, summary(found, 4), f"{statistics.median(behind):+.1f} % ({min(behind):+.1f} ... {max(behind):+.1f})"]
-        )
+        compared = f"{statistics.median(behind):+.2f} % ({min(behind):+.2f} ... {max(behind):+.2f})"
+        rows.append([name, rounds, summary(found, 4), compared])
     tokens = own.steps * 16 * 128
     title = (
         f"validation loss of the shared model after {tokens / 1e6:.1f}M tokens; n = {len(seeds)} seeds; median (min ... max)"
     )
-    print_table(title, ["run", "rounds", "loss, nats per token", "against data parallel"], rows)
+    against = CONTROL if own.table == "settings" else "fp32 with as many workers"
+    print_table(title, ["run", "rounds", "loss, nats per token", f"against {against}"], rows)
 
 
 if __name__ == "__main__":

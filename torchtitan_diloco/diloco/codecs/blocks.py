@@ -35,6 +35,8 @@ class BlockCodec(PlainTorch):
         self.name, self._block, self._stochastic = name, block, stochastic
         word = int(torch.tensor(self.top, dtype=torch.float32).view(torch.int32))
         self._exponent_of_top = (word >> 23) - BIAS
+        self._highest = 2 * BIAS - max(self._exponent_of_top, 1 + self.unit_exponent)
+        """Largest scale byte: the decoded top is a finite number, and one divided by a step not subnormal."""
         self._carry = 2**23 - 1 - word % 2**23
         """Added to a value's bits it raises the exponent if the mantissa is larger than the top's."""
 
@@ -94,7 +96,7 @@ class BlockCodec(PlainTorch):
     def _scale_bytes(self, largest: Tensor) -> Tensor:
         """int32: the exponent of the smallest power of two that brings a block's largest value onto the grid."""
         exponent = (largest.view(torch.int32) + self._carry).bitwise_right_shift_(23).sub_(self._exponent_of_top)
-        exponent.clamp_(LOWEST, 2 * BIAS - self._exponent_of_top)  # the decoded top is a finite number
+        exponent.clamp_(LOWEST, self._highest)
         return exponent.masked_fill_(~torch.isfinite(largest), NOT_FINITE)
 
     def _decode_blocks(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
