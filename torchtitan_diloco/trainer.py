@@ -20,7 +20,7 @@ from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
-from torchtitan_diloco.components.summary import log_summary, outer_line
+from torchtitan_diloco.components.summary import log_summary, outer_line, wire_line
 from torchtitan_diloco.components.validation import ValidationResult, validate
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
@@ -261,7 +261,10 @@ class Trainer:
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
         if isinstance(self.outer, StreamingDiLoCo):
             logger.info(f"{'outer':<10} {outer_line(config.diloco)}")
-            logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for shared parameters, momentum and one delta")
+            logger.info(f"{'wire':<10} {wire_line(config.diloco)}")
+            residual = " and what encoding lost" * config.diloco.quantization.error_feedback
+            held = f"shared parameters, momentum, one delta{residual}"
+            logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for {held}")
             logger.info(self.outer.table())
         for warning in self._warnings() if self.world.is_first else ():
             logger.warning(warning)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.diloco.test_against_reference import Net, batch, config, full, inner_step
+from tests.diloco.test_against_reference import Case, Net, Wire, batch, config, full, inner_step
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed, Link
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, StreamingDiLoCo
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.header import HEADER_BYTES
@@ -75,10 +75,12 @@ def test_averaging_every_step_is_data_parallelism(processes: ProcessPool) -> Non
         torch.testing.assert_close(result, parameters(model), rtol=1e-4, atol=1e-5)
 
 
-def _weighted(weights: list[float], drop: float, spoiled_step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _weighted(
+    wire: Quantization, weights: list[float], drop: float, spoiled_step: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     world = join(len(weights))
     model = Net()
-    chosen = replace(config(0, delay=0, mixing=0.5), link=Link(drop_probability=drop))
+    chosen = replace(config(0, delay=0, mixing=0.5), link=Link(drop_probability=drop), quantization=wire)
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen, seed=3), sgd(model)
     for step in range(1, 18):
         inner_step(model, optimizer, world.worker, step)
@@ -89,13 +91,24 @@ def _weighted(weights: list[float], drop: float, spoiled_step: int) -> tuple[dic
     return parameters(model), {name: full(value) for name, value in outer.global_state_dict().items()}
 
 
-def _reference(weights_by_round: dict[int, list[float]], workers: int) -> ReferenceDiLoCo:
+def _reference(quantization: Quantization, weights_by_round: dict[int, list[float]], workers: int) -> ReferenceDiLoCo:
     models = [Net() for _ in range(workers)]
     names = [
         [part.name for part in fragment.parts] for fragment in build_fragments(models[0], Fragments(layers_per_fragment=0))
     ]
-    chosen = config(0, delay=0, mixing=0.5)
-    reference = ReferenceDiLoCo(models, names, sync_every=8, delay=0, mixing=0.5, outer=chosen.outer_optimizer)
+    chosen = replace(config(0, delay=0, mixing=0.5), quantization=quantization)
+    wire = Wire(Case(workers, chosen))
+    reference = ReferenceDiLoCo(
+        models,
+        names,
+        sync_every=8,
+        delay=0,
+        mixing=0.5,
+        outer=chosen.outer_optimizer,
+        transmit=wire.transmit,
+        gather=wire.gather,
+        feedback=quantization.error_feedback,
+    )
     optimizers = [sgd(model) for model in models]
     for step in range(1, 18):
         for worker, model in enumerate(models):
@@ -110,31 +123,43 @@ def _reference(weights_by_round: dict[int, list[float]], workers: int) -> Refere
     return reference
 
 
-def test_means_are_weighted(processes: ProcessPool) -> None:
+WIRES = pytest.mark.parametrize(
+    "wire",
+    [Quantization(), Quantization(codec="fp4_e3m0", error_feedback=True), Quantization(codec="int8", gather_codec="bf16")],
+    ids=lambda wire: wire.codec,
+)
+
+
+@WIRES
+def test_means_are_weighted(processes: ProcessPool, wire: Quantization) -> None:
     weights = [3.0, 1.0, 2.0]
-    reference = _reference({1: weights, 2: weights}, 3)
-    for worker, (local, shared) in enumerate(processes.run(_weighted, 3, weights, 0.0, 0)):
+    reference = _reference(wire, {1: weights, 2: weights}, 3)
+    for worker, (local, shared) in enumerate(processes.run(_weighted, 3, wire, weights, 0.0, 0)):
         torch.testing.assert_close(shared, reference.Theta, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(local, {n: full(p) for n, p in reference.theta[worker].items()}, rtol=1e-4, atol=1e-5)
 
 
-def test_a_dropped_worker_keeps_its_own_and_follows_the_others(processes: ProcessPool) -> None:
+@WIRES
+def test_a_dropped_worker_keeps_its_own_and_follows_the_others(processes: ProcessPool, wire: Quantization) -> None:
     chance = 0.6
     dropped = {r: [not is_dropped(chance, 3, worker, 0, r) for worker in range(3)] for r in (1, 2)}
     assert {sum(kept) for kept in dropped.values()} & {1, 2}, "the seed drops somebody, not everybody"
-    reference = _reference({r: [float(kept) for kept in row] for r, row in dropped.items()}, 3)
-    for worker, (local, shared) in enumerate(processes.run(_weighted, 3, [1.0, 1.0, 1.0], chance, 0)):
+    reference = _reference(wire, {r: [float(kept) for kept in row] for r, row in dropped.items()}, 3)
+    for worker, (local, shared) in enumerate(processes.run(_weighted, 3, wire, [1.0, 1.0, 1.0], chance, 0)):
         torch.testing.assert_close(shared, reference.Theta, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(local, {n: full(p) for n, p in reference.theta[worker].items()}, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_delta_that_is_not_finite_is_left_out_and_its_worker_recovers(processes: ProcessPool, workers: int) -> None:
-    results = processes.run(_weighted, workers, [1.0] * workers, 0.0, 8)
+@pytest.mark.parametrize("wire", [Quantization(), Quantization(codec="fp4_e2m1", error_feedback=True)], ids=["fp32", "fp4"])
+def test_a_delta_that_is_not_finite_is_left_out_and_its_worker_recovers(
+    processes: ProcessPool, wire: Quantization, workers: int
+) -> None:
+    results = processes.run(_weighted, workers, wire, [1.0] * workers, 0.0, 8)
     for local, shared in results:
         for value in [*local.values(), *shared.values()]:
             assert value.isfinite().all()
-    clean = processes.run(_weighted, workers, [1.0] * workers, 0.0, 0)
+    clean = processes.run(_weighted, workers, wire, [1.0] * workers, 0.0, 0)
     assert not torch.equal(results[0][1]["embedding.weight"], clean[0][1]["embedding.weight"]), "it was left out"
 
 
@@ -144,10 +169,10 @@ def test_drops_are_drawn_at_the_given_rate() -> None:
     assert not any(is_dropped(0.0, 1, worker, 0, 1) for worker in range(9))
 
 
-def _interrupted(stop_at: int) -> tuple[list[Any], list[Any]]:
+def _interrupted(wire: Quantization, stop_at: int) -> tuple[list[Any], list[Any]]:
     """A run that is saved at a step and goes on, beside one that starts again from what was saved."""
     world = join(2)
-    chosen = config(2, delay=5)
+    chosen = replace(config(2, delay=5), quantization=wire)
     model = Net()
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), torch.optim.AdamW(model.parameters(), lr=0.02)
     for step in range(1, stop_at + 1):
@@ -179,8 +204,13 @@ def same_state(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("stop_at", "in_flight"), [(7, 0), (12, 5), (13, 4), (16, 2)])
-def test_resumed_is_uninterrupted_bit_for_bit(processes: ProcessPool, stop_at: int, in_flight: int) -> None:
-    for went_on, resumed in processes.run(_interrupted, 2, stop_at):
+@pytest.mark.parametrize(
+    "wire",
+    [Quantization(), Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)],
+    ids=["fp32", "fp4-stochastic-feedback"],
+)
+def test_resumed_is_uninterrupted_bit_for_bit(processes: ProcessPool, wire: Quantization, stop_at: int, in_flight: int) -> None:
+    for went_on, resumed in processes.run(_interrupted, 2, wire, stop_at):
         assert went_on[0] == in_flight, "the test is to stop with fragments in flight"
         torch.testing.assert_close(went_on[1], resumed[1], rtol=0, atol=0)
         same_state(went_on[2], resumed[2])
@@ -312,7 +342,8 @@ def test_bytes_are_those_of_both_hops(processes: ProcessPool, delay: int) -> Non
 def _many_syncs() -> tuple[int, int]:
     world = join(2)
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(200, 200) for _ in range(4))})
-    chosen = DiLoCoConfig(sync_every=4, fragments=Fragments(layers_per_fragment=1), overlap=Overlap(delay=3))
+    wire = Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)
+    chosen = DiLoCoConfig(sync_every=4, fragments=Fragments(layers_per_fragment=1), overlap=Overlap(delay=3), quantization=wire)
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
 
     def syncs(count: int) -> int:

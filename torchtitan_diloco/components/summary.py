@@ -2,6 +2,7 @@
 
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import DiLoCo
+from torchtitan_diloco.diloco.codecs import describe
 from torchtitan_diloco.tools.logging import logger
 
 GRADIENT_BYTES = 2
@@ -12,9 +13,12 @@ def outer_line(config: DiLoCo) -> str:
     outer, overlap = config.outer_optimizer, config.overlap
     return (
         f"each fragment every {config.sync_every} steps, applied {overlap.delay} steps later, local share "
-        f"{overlap.mixing:g}; {outer.name} lr {outer.lr:g} momentum {outer.momentum:g}; {config.quantization.codec} on "
-        "the wire"
+        f"{overlap.mixing:g}; {outer.name} lr {outer.lr:g} momentum {outer.momentum:g}"
     )
+
+
+def wire_line(config: DiLoCo) -> str:
+    return f"{describe(config.quantization, config.workers)}; summed in fp32"
 
 
 def data_parallel_bytes(plan: RunPlan, workers: int, steps: int) -> float:

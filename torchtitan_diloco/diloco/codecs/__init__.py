@@ -8,7 +8,7 @@ from torchtitan_diloco.diloco.codecs.integer import Int8Codec
 from torchtitan_diloco.diloco.codecs.minifloat import MiniFloatCodec
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
 
-__all__ = ["CODECS", "UNIT", "Codec", "Place", "build_codec", "build_gather_codec"]
+__all__ = ["CODECS", "UNIT", "Codec", "Place", "build_codec", "build_gather_codec", "describe"]
 
 _MINIFLOATS = {
     "fp8_e4m3": (4, 3, 7, 448.0),
@@ -30,6 +30,19 @@ def build_codec(config: Quantization) -> Codec:
 def build_gather_codec(config: Quantization) -> Codec:
     """Of the means that go back with more than two workers."""
     return _build(config.codec if config.gather_codec == "same" else config.gather_codec, config)
+
+
+def describe(config: Quantization, workers: int) -> str:
+    """In words, for the start of a run."""
+    codec, gather = build_codec(config), build_gather_codec(config)
+    text = f"{codec.name}, {8 * codec.wire_bytes(2**20) / 2**20:g} bits a parameter"
+    if codec.name not in ("fp32", "bf16"):
+        text += f", a scale for {config.block_size} values"
+    if workers > 2 and gather.name != codec.name:
+        text += f"; means in {gather.name}"
+    if config.rounding == "stochastic":
+        text += "; stochastic rounding"
+    return text + "; error feedback" * config.error_feedback
 
 
 def _build(name: str, config: Quantization) -> Codec:

@@ -1,0 +1,59 @@
+"""What exchanges put on a network of their own: prints, as JSON, bytes counted by us and by the kernel for every case.
+
+Run as a program by test_bytes_on_the_wire.py, as a network namespace is entered by a whole process.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import link
+from tests.processes import ProcessPool
+from torchtitan_diloco.config.schema import CodecName, Distributed, Link
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.distributed.world import WORKER, join_world
+
+NO_NETWORK = 3
+"""Exit status where the machine gives no network namespace."""
+VALUES = 4_000_001
+CASES: list[tuple[int, CodecName]] = [
+    (workers, codec)
+    for workers in (2, 3)
+    for codec in ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary")
+]
+CONFIG = DiLoCoConfig(sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0))
+
+
+def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
+    """Bytes that this worker has counted for one exchange, and that the interface has counted for all workers."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(VALUES))})
+    outer = StreamingDiLoCo(model, world.group(WORKER), replace(CONFIG, quantization=Quantization(codec=codec)))
+    dist.barrier()
+    before = link.bytes_on_the_wire()
+    dist.barrier()
+    outer.step()
+    dist.barrier()
+    return int(outer.metrics()["diloco/sent_bytes"]), link.bytes_on_the_wire() - before
+
+
+def main() -> None:
+    try:
+        link.enter_own_network("tests.diloco.bytes_on_the_wire", "")
+    except link.NoNetworkError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(NO_NETWORK) from error
+    pool, found = ProcessPool(), []
+    for workers, codec in CASES:
+        results = pool.run(exchange, workers, codec, workers)
+        found.append([workers, codec, sum(sent for sent, _ in results), max(wire for _, wire in results)])
+    pool.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
