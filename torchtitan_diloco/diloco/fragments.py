@@ -23,16 +23,7 @@ class Part:
 
     def local(self) -> Tensor:
         """The rows on this rank, flat, sharing memory with the parameter."""
-        parameter = self.parameter.detach()
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if not shard.is_contiguous():
-            raise ValueError(
-                f"parameter {self.name} is not contiguous in memory, so it cannot be exchanged in place: make it "
-                "contiguous before StreamingDiLoCo is built"
-            )
-        if self.runs > 1:
-            shard = shard.tensor_split(self.runs)[self.run]
-        return shard.view(-1)
+        return local_rows(self.name, self.parameter.detach(), self.run, self.runs)
 
     @property
     def bytes(self) -> int:
@@ -42,6 +33,18 @@ class Part:
 
     def __str__(self) -> str:
         return self.name if self.runs == 1 else f"{self.name} (rows {self.run + 1}/{self.runs})"
+
+
+def local_rows(name: str, value: Tensor, run: int, runs: int) -> Tensor:
+    """One of `runs` equal runs of the rows of a parameter, or of what belongs to it, that are on this rank: flat, sharing
+    its memory."""
+    shard = value.to_local() if isinstance(value, DTensor) else value
+    if not shard.is_contiguous():
+        raise ValueError(
+            f"parameter {name} is not contiguous in memory, so it cannot be exchanged in place: make it contiguous before "
+            "StreamingDiLoCo is built"
+        )
+    return (shard.tensor_split(runs)[run] if runs > 1 else shard).view(-1)
 
 
 @dataclass(frozen=True)

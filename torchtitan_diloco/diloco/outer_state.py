@@ -145,21 +145,12 @@ class OuterState:
 
     # --- restart ---------------------------------------------------------------------------------------------------
 
-    def load(self, outer: Tensor, slots: list[Tensor], residual: Tensor | None, rounds: int, saved_checksum: int) -> None:
-        """Takes back what was saved of a fragment that is not under way."""
-        self.outer.copy_(outer)
-        for mine, saved in zip(self.slots, slots, strict=True):
-            mine.copy_(saved)
-        if self.residual is not None and residual is not None:
-            self.residual.copy_(residual)
-        self.rounds, self.checksum = rounds, saved_checksum
-
-    def load_next(self, shared: Tensor) -> None:
-        """Takes back the next shared copy of a fragment that had come back and was not applied."""
-        self.delta.copy_(shared)
-        if self._on_host:
-            self._staging = shared.to(self._model_device, torch.float32)
-        self.checksum = checksum(self.delta)
+    def loaded(self, rounds: int, *, in_flight: bool) -> None:
+        """After the buffers have been filled with what was saved; `delta` holds the next shared copy of a fragment that had
+        come back and was not applied."""
+        self.rounds = rounds
+        self.checksum = checksum(self.delta if in_flight else self.outer)
+        self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
 
     @property
     def bytes(self) -> int:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,7 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> dict[st
             result[name] = value.detach().clone()
         else:
             rows = runs[parameter]
-            result[name] = _shaped_like(parameter, torch.cat([rows[run] for run in range(len(rows))]))
+            result[name] = shaped_like(parameter, torch.cat([rows[run] for run in range(len(rows))]))
     return result
 
 
@@ -55,14 +56,15 @@ def drop_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def _shaped_like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+def shaped_like(parameter: nn.Parameter, flat: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+    """A parameter's values on this rank, sharded as the parameter is; `mesh`: of the same ranks, on another device."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
     return DTensor.from_local(
-        flat.view(value.to_local().shape).to(value.device),
-        value.device_mesh,
-        value.placements,
+        flat.view(value.to_local().shape).to(value.device if mesh is None else mesh.device_type),
+        mesh or value.device_mesh,
+        value.placements if mesh is None else value.placements[-mesh.ndim :],
         run_check=False,
         shape=value.shape,
         stride=value.stride(),

@@ -11,6 +11,7 @@ import atexit
 import math
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.config.schema import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.background import BackgroundThread
@@ -31,6 +33,17 @@ from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, 
 from torchtitan_diloco.diloco.header import DROPPED, NOT_FINITE, Header
 from torchtitan_diloco.diloco.meter import Meter
 from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.restart import (
+    Frozen,
+    apply_early,
+    by_name,
+    check_same_model,
+    copy_out,
+    fill,
+    freeze,
+    layout_of,
+    saved_records,
+)
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.diloco.shared_model import drop_gathered, lend_shared_parameters, shared_state_dict
 from torchtitan_diloco.diloco.startup import agree_on_run, broadcast_from_first, check_settings, pick_state_device
@@ -241,64 +254,101 @@ class StreamingDiLoCo:
 
     # --- restart ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a restart needs beside the model and the inner optimizer. Fragments in flight are waited for, not
-        applied: what came back for them is part of the state."""
-        fragments = []
+    def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+        """All that a restart needs beside the model and the inner optimizer, in host memory, by the names of the parameters.
+        Fragments in flight are waited for, not applied: what came back for them is part of the state."""
+        return self.start_state_dict(mesh).result()
+
+    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[dict[str, Any]]":
+        """The state as it is now, copied in the background while training goes on; what is in flight is waited for there.
+        `mesh`: a mesh of this worker's ranks on the CPU, for models that are sharded over GPUs."""
+        self._raise_failures()
+        frozen = []
         for index, state in enumerate(self._states):
-            entry: dict[str, Any] = {"weight": self._weights[index], "in_flight": None}
-            if index in self._in_flight:
-                flight = self._in_flight[index]
-                outcome = self._result(index, flight)
-                entry["in_flight"] = {
-                    "step": flight.step,
-                    "next": state.delta.clone(),
-                    "participants": outcome.participants,
-                    "flags": outcome.flags,
-                }
-            entry |= {"outer": state.outer.clone(), "slots": [slot.clone() for slot in state.slots]}
-            entry["residual"] = None if state.residual is None else state.residual.clone()
-            fragments.append(entry | {"rounds": state.rounds, "checksum": state.checksum})
-        return {
+            flight = self._in_flight.get(index)
+            record = {"weight": self._weights[index], "in_flight": None if flight is None else {"step": flight.step}}
+            frozen.append(freeze(state, record, in_flight=flight is not None))
+        outcomes = {index: flight.outcome for index, flight in self._in_flight.items()}
+        facts = {
             "step": self.step_count,
             "settings": self._restart_settings(),
-            "fragments": fragments,
+            "layout": layout_of(self._states),
             "in_flight_order": list(self._in_flight),
         }
+        return self._background.submit(partial(self._finish_state, frozen, outcomes, facts, mesh))
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """After it, the run goes on as the one that was saved. What is in flight here is waited for and given up."""
-        mine = self._restart_settings()
-        differing = [
-            f"{key} was {saved['settings'][key]}, is {mine[key]}" for key in mine if saved["settings"][key] != mine[key]
-        ]
-        if differing:
-            raise ValueError(
-                f"the saved outer state is that of other settings: {'; '.join(differing)}. Resume with the settings and ranks "
-                "it was saved with"
-            )
+    def _finish_state(
+        self,
+        frozen: "list[Frozen]",
+        outcomes: "dict[int, Future[Outcome]]",
+        facts: dict[str, Any],
+        mesh: DeviceMesh | None,
+    ) -> dict[str, Any]:
+        copies = [copy_out(one, {"rounds": state.rounds}) for one, state in zip(frozen, self._states, strict=True)]
+        for index, outcome in outcomes.items():
+            known = outcome.result()
+            copies[index].record["in_flight"] |= {"participants": known.participants, "flags": known.flags}
+
+        def named(pick: Callable[[Frozen], Tensor | None]) -> dict[str, Tensor]:
+            return by_name(self._states, [pick(copy) for copy in copies], mesh)
+
+        slots = [by_name(self._states, [copy.slots[number] for copy in copies], mesh) for number in range(len(copies[0].slots))]
+        return facts | {
+            "fragments": [copy.record for copy in copies],
+            "outer": named(lambda copy: copy.outer),
+            "next": named(lambda copy: copy.next),
+            "slots": slots,
+            "residual": named(lambda copy: copy.residual),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> list[str]:
+        """After it, the run goes on as the one that was saved; what is in flight here is waited for and given up. Other
+        fragments, another schedule, codec or outer optimizer are taken over as far as they can be: returns, one line each, what
+        could not. Load the model first: fragments whose turn has changed are applied to it."""
+        check_same_model(self._states, saved["outer"])
         for flight in self._in_flight.values():
             flight.outcome.exception()
         self._in_flight.clear()
+        drop_gathered(self._model)
+        notes, before, now = [], saved["settings"], self._restart_settings()
+        turns = ("diloco.sync_every", "diloco.overlap.delay")
+        flying = list(saved["in_flight_order"])
+        if flying and (saved["layout"] != layout_of(self._states) or any(before[key] != now[key] for key in turns)):
+            notes.append(f"{len(flying)} fragments were under way and are applied now, as their turns have changed")
+            apply_early(self._states, saved, lambda record: self._mixing_for(_outcome(record)))
+            flying = []
+        fill(self._states, [state.outer for state in self._states], saved["outer"])
+        optimizer = "diloco.outer_optimizer.name"
+        if before[optimizer] == now[optimizer]:
+            for number, slot in enumerate(saved["slots"]):
+                fill(self._states, [state.slots[number] for state in self._states], slot)
+        else:
+            notes.append(f"{optimizer} was {before[optimizer]} and is {now[optimizer]}: its memory starts from zero")
+        residuals = [state.residual for state in self._states if state.residual is not None]
+        if residuals and saved["residual"]:
+            fill(self._states, residuals, saved["residual"])
+        elif residuals or saved["residual"]:
+            lost = "is given up" if saved["residual"] else "starts from zero"
+            notes.append(f"diloco.quantization.error_feedback has changed: what encoding lost {lost}")
         self.step_count = saved["step"]
-        for index, (state, entry) in enumerate(zip(self._states, saved["fragments"], strict=True)):
-            state.load(entry["outer"], entry["slots"], entry["residual"], entry["rounds"], entry["checksum"])
-            self._weights[index] = entry["weight"]
-        for index in saved["in_flight_order"]:
-            entry = saved["fragments"][index]["in_flight"]
-            self._states[index].load_next(entry["next"])
+        for index, (state, record) in enumerate(zip(self._states, saved_records(self._states, saved), strict=True)):
+            if index in flying:
+                fill([state], [state.delta], saved["next"])
+            state.loaded(record["rounds"], in_flight=index in flying)
+            self._weights[index] = record["weight"]
+        for index in flying:
+            record = saved["fragments"][index]["in_flight"]
             future: Future[Outcome] = Future()
-            future.set_result(Outcome(entry["participants"], entry["flags"], seconds=0.0))
-            self._in_flight[index] = _InFlight(entry["step"], future)
+            future.set_result(_outcome(record))
+            self._in_flight[index] = _InFlight(record["step"], future)
+        return notes
 
     def _restart_settings(self) -> dict[str, Any]:
         """What a saved state depends on."""
         return {
-            "the values of the fragments on this rank": [state.values for state in self._states],
             "diloco.sync_every": self.config.sync_every,
             "diloco.overlap.delay": self.config.overlap.delay,
             "diloco.outer_optimizer.name": self.config.outer_optimizer.name,
-            "diloco.quantization.error_feedback": self.config.quantization.error_feedback,
         }
 
     # --- what happened ----------------------------------------------------------------------------------------------
@@ -317,6 +367,10 @@ class StreamingDiLoCo:
     def table(self) -> str:
         """The fragments and when they have their turn."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
+
+
+def _outcome(record: dict[str, Any]) -> Outcome:
+    return Outcome(record["participants"], record["flags"], seconds=0.0)
 
 
 def _close(reference: "weakref.ref[StreamingDiLoCo]") -> None:
