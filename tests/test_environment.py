@@ -1,6 +1,7 @@
 """run_train.sh's set-up, in a repository of its own that needs one package from a folder of wheels: no network."""
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -364,6 +365,13 @@ def test_requirements_follow_the_extras_they_name() -> None:
         "dependencies": ["torch>=2.11,<2.14"],
         "optional-dependencies": {"test": ["pytest>=8", "torchtitan_diloco[zstd]"], "zstd": ["zstandard"]},
     }
+    conditional = {
+        "name": "x",
+        "dependencies": ["a>=1; platform_system == 'Nowhere'", f"b; platform_system == '{platform.system()}'"],
+    }
+    assert requirements(conditional, []) == {"b": ""}
+    with pytest.raises(ValueError, match="cannot read the condition"):
+        requirements({"name": "x", "dependencies": ["a; python_version < '3.12'"]}, [])
     assert requirements(project, []) == {"torch": ">=2.11,<2.14"}
     assert requirements(project, ["test"]) == {"torch": ">=2.11,<2.14", "pytest": ">=8", "zstandard": ""}
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
 from torchtitan_diloco.config.fields import flat_settings, section_mistakes
 from torchtitan_diloco.config.schema import DiLoCo, Link
+from torchtitan_diloco.diloco.codecs.fused import kernels_name
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.distributed.agreement import code_fingerprint, find_differences
 
@@ -42,6 +43,8 @@ def agree_on_run(
     settings = {f"diloco.{key}": str(value) for key, value in flat_settings(config).items()}
     facts = {key: value for key, value in settings.items() if key not in PER_WORKER}
     facts |= {"code": code_fingerprint(), "seed": str(seed), "run id": run_id, "model": _layout(fragments)}
+    on_gpu = any(part.parameter.is_cuda for fragment in fragments for part in fragment.parts)
+    facts["codec kernels"] = kernels_name() if on_gpu else "torch"
     gathered: list[Any] = [(facts, secrets.token_hex(8))]
     if group is not None and group.size() > 1:
         gathered = gathered * group.size()

@@ -10,6 +10,7 @@ complete. `stamp` notes in VENV that it is. `extras` prints EXTRAS and those tha
 """
 
 import hashlib
+import platform
 import re
 import sys
 import tomllib
@@ -56,16 +57,30 @@ def requirements(project: dict[str, Any], extras: Collection[str]) -> dict[str, 
         waiting += project["optional-dependencies"][extra]
     while waiting:
         line = waiting.pop()
-        match = re.fullmatch(r"([\w.-]+)\s*(?:\[([\w\s,-]+)\])?\s*([^;]*)", line)
+        match = re.fullmatch(r"([\w.-]+)\s*(?:\[([\w\s,-]+)\])?\s*([^;]*?)\s*(?:;(.*))?", line)
         if match is None:
             raise ValueError(f"cannot read the requirement {line!r} of pyproject.toml; use NAME[EXTRAS]SPECIFIERS")
-        name, inner_extras, specifiers = match.groups()
+        name, inner_extras, specifiers, condition = match.groups()
+        if condition and not holds(condition):
+            continue
         if name == project["name"]:
             for extra in inner_extras.split(","):
                 waiting += project["optional-dependencies"][extra.strip()]
         else:
             found[name] = specifiers
     return found
+
+
+def holds(condition: str) -> bool:
+    """Whether `platform_system == 'Linux' and platform_machine == 'x86_64'` is said of this machine."""
+    known = {"platform_system": platform.system(), "platform_machine": platform.machine()}
+    for part in condition.split(" and "):
+        match = re.fullmatch(r"\s*(\w+)\s*==\s*'([^']*)'\s*", part)
+        if match is None or match[1] not in known:
+            raise ValueError(f"cannot read the condition {condition.strip()!r}; use {' and '.join(known)} with == 'VALUE'")
+        if known[match[1]] != match[2]:
+            return False
+    return True
 
 
 def missing(wanted: dict[str, str], installed: Callable[[str], str]) -> list[str]:

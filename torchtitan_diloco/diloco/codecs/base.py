@@ -59,7 +59,7 @@ class Codec(Protocol):
         ...
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        """The weighted mean of what was encoded, in fp32 and in the order given. A payload may lie where `out` does."""
+        """The weighted mean of what was encoded, in fp32 and in the order given. In fp32 a payload may lie where `out` does."""
         ...
 
 

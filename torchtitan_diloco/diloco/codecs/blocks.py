@@ -5,10 +5,13 @@ bits, then one byte for each block, which is the exponent of the block's scale, 
 defines every bit.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from torchtitan_diloco.config.checks import BLOCK_SIZES
+from torchtitan_diloco.diloco.codecs import fused
 from torchtitan_diloco.diloco.codecs.base import START, UNIT, Place, PlainTorch
 
 BIAS = 127
@@ -28,6 +31,10 @@ class BlockCodec(PlainTorch):
     """The codes count in steps of 2 ** unit_exponent."""
     top: float
     """Largest value of the grid."""
+    _mantissa: int = -1
+    """Bits of it in a code, -1 where codes are whole numbers."""
+    use_kernels = True
+    """On a GPU with Triton, the kernels in fused.py do the work. False: always the torch code here, which defines the bits."""
 
     def __init__(self, name: str, block: int, *, stochastic: bool = False) -> None:
         super().__init__()
@@ -51,6 +58,9 @@ class BlockCodec(PlainTorch):
         return self._code_bytes(values) + -(-values // self._block)
 
     def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None:
+        if self._is_fused(values):
+            fused.encode(values, None, payload, self._format, self._rounding, place)
+            return
         whole = values.numel() // UNIT * UNIT
         if whole:
             units = payload[: self.wire_bytes(whole)].view(-1, self._unit_bytes(UNIT))
@@ -67,6 +77,9 @@ class BlockCodec(PlainTorch):
             tail[: self._code_bytes(rest)].copy_(codes[: self._code_bytes(rest)])
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
+        if self._is_fused(values):
+            fused.average([payload], [1.0], values, self._format)
+            return
         whole = values.numel() // UNIT * UNIT
         if whole:
             units = payload[: self.wire_bytes(whole)].view(-1, self._unit_bytes(UNIT))
@@ -80,6 +93,30 @@ class BlockCodec(PlainTorch):
             codes[: self._code_bytes(rest)].copy_(tail[: self._code_bytes(rest)])
             self._decode_blocks(codes[None], tail[self._code_bytes(rest) :][None], padded)
             values[whole:].copy_(padded[:rest])
+
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START) -> None:
+        if self._is_fused(values):
+            fused.encode(values, residual, payload, self._format, self._rounding, place)
+        else:
+            super().encode_with_feedback(values, residual, payload, place)
+
+    def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
+        if self._is_fused(out):
+            fused.average(payloads, weights, out, self._format)
+        else:
+            super().average(payloads, weights, out)
+
+    def _is_fused(self, values: Tensor) -> bool:
+        return self.use_kernels and fused.fused_available(values.device)
+
+    @cached_property
+    def _format(self) -> fused.Format:
+        return fused.Format(self._block, self.bits, self._mantissa, self.unit_exponent)
+
+    @cached_property
+    def _rounding(self) -> fused.Rounding:
+        most_steps = self.top / 2**self.unit_exponent
+        return fused.Rounding(self._stochastic, self._exponent_of_top, self._carry, self._highest, most_steps)
 
     def _encode_blocks(self, values: Tensor, codes: Tensor, scales: Tensor, place: Place) -> None:
         """fp32 [n], whole blocks of it -> uint8 [rows, n * bits / 8 / rows], uint8 [rows, n / block / rows]."""

@@ -68,7 +68,9 @@ class MiniFloatCodec(BlockCodec):
         codes.copy_(words.view(codes.shape))
 
     def _unpack(self, codes: Tensor, of_steps: Tensor, blocks: Tensor) -> None:
-        table = self._tables.setdefault(codes.device, self._table.to(codes.device))
+        if codes.device not in self._tables:
+            self._tables[codes.device] = self._table.to(codes.device)
+        table = self._tables[codes.device]
         numbers = self._room.ints("numbers", codes.numel(), codes.device)
         numbers.view(codes.shape).copy_(codes)
         found = self._room.floats("found", blocks.numel(), blocks.device)
