@@ -1,4 +1,4 @@
-"""Who may import whom: tools <- config <- {distributed, models, data} <- diloco <- components <- trainer <- train."""
+"""Who may import whom: tools <- config <- {distributed, models, data} <- diloco <- components <- {trainer, export} <- train."""
 
 import ast
 from pathlib import Path
@@ -14,11 +14,16 @@ LAYERS = [
     {"distributed", "models", "data"},
     {"diloco"},
     {"components", "planner"},
-    {"trainer"},
+    {"trainer", "export", "generation"},
     {"train", "launch"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+REMOTE_CODE = sorted((PACKAGE / "export/remote_code").glob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
 
 
 def part_of(path: Path) -> str:
@@ -31,15 +36,16 @@ def imported_modules(source: str) -> set[str]:
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            modules.add(node.module or "")
-            modules.update(f"{node.module}.{alias.name}" for alias in node.names)
+            source_module = "." * node.level + (node.module or "")
+            modules.add(source_module)
+            modules.update(f"{source_module}.{alias.name}" for alias in node.names)
     return modules
 
 
 def violations(part: str, source: str) -> list[str]:
     found = []
     for module in sorted(imported_modules(source)):
+        assert not module.startswith("."), "imports are absolute"
         if not module.startswith("torchtitan_diloco."):
             continue
         target = module.split(".")[1]
@@ -50,10 +56,17 @@ def violations(part: str, source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", [path for path in FILES if path not in REMOTE_CODE], ids=relative)
 def test_imports_never_go_upward(path: Path) -> None:
     assert part_of(path) in LEVEL, "a new part of the package: say in which layer it is"
     assert violations(part_of(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", REMOTE_CODE, ids=relative)
+def test_an_export_carries_no_import_of_this_package(path: Path) -> None:
+    """Beside their like, which lie in the same folder, these files find torch and transformers only."""
+    roots = {module.split(".")[0] or module.split(".")[1] for module in imported_modules(path.read_text())}
+    assert roots <= {"typing", "torch", "transformers", *(other.stem for other in REMOTE_CODE)}
 
 
 def test_the_check_sees_a_violation() -> None:
@@ -62,7 +75,7 @@ def test_the_check_sees_a_violation() -> None:
     assert not violations("components", "from torchtitan_diloco.data.loader import IGNORE_INDEX")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES, ids=relative)
 def test_only_public_names_of_torch(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -75,7 +88,7 @@ def test_only_public_names_of_torch(path: Path) -> None:
             assert not any(part.startswith("_") for part in module.split(".")), module
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES, ids=relative)
 def test_files_stay_readable(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 

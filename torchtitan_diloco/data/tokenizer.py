@@ -50,6 +50,19 @@ class Tokenizer:
             digest.update(b"%d:%d:" % (token, len(value)) + value)
         return digest.hexdigest()[:16]
 
+    @property
+    def split_pattern(self) -> str:
+        """The regular expression that cuts a text into pieces. Bytes are merged within a piece only."""
+        return self._encoding._pat_str  # tiktoken has no public name for it
+
+    def ranks(self) -> dict[bytes, int]:
+        """Id of every ordinary token; the lowest one that two neighbours make is merged first."""
+        return {token: self._encoding.encode_single_token(token) for token in self._encoding.token_byte_values()}
+
+    def special_tokens(self) -> dict[str, int]:
+        """Id of every special token, the end-of-document token among them."""
+        return {token: self._encoding.encode_single_token(token) for token in sorted(self._encoding.special_tokens_set)}
+
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """The ids of a text. What looks like a special token is ordinary text; a lone surrogate, which no UTF-8 can
         hold, becomes U+FFFD."""

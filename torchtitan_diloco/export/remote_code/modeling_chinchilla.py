@@ -1,0 +1,218 @@
+"""A Chinchilla-style decoder that torchtitan_diloco trained, for transformers.
+
+Parameters have the names and the layout of training, and `lm_head` is the embedding. Attention is always torch's
+scaled_dot_product_attention.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_chinchilla import ChinchillaConfig
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def build_norm(kind: str, width: int) -> nn.Module:
+    return nn.RMSNorm(width, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(width, eps=1e-6, bias=False)
+
+
+def rotary_angles(position_ids: Tensor, head_dim: int, base: float) -> Rotary:
+    """Cosine and sine of each position's angles, [batch, 1, length, head_dim], in fp32."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim)
+    angles = position_ids[:, None, :, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turns each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim] by its position's angle."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def attention_pattern(attention_mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor | None:
+    """Which of the past + length keys each of the `length` queries sees, [batch or 1, 1, length, past + length]; None
+    where plain causal attention, or a single query that sees everything, says the same."""
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    if not padded and (past == 0 or length == 1):
+        return None
+    keys = torch.arange(past + length, device=device)
+    queries = keys[past:, None]
+    seen = (keys <= queries)[None, None]
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None, :].bool()
+    # A padding place sees at least itself: some kernels and versions of torch make NaN of a row without any key.
+    return seen | (keys == queries)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ChinchillaConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.heads, self.head_dim = layer, config.num_attention_heads, config.head_dim
+        inner = self.heads * self.head_dim
+        self.qkv = nn.Linear(config.hidden_size, 3 * inner, bias=False)
+        self.out = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_norm = build_norm(config.norm, self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = build_norm(config.norm, self.head_dim) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotary: Rotary | None, seen: Tensor | None, cache: Any) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, length, head_dim]
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        causal = seen is None and k.shape[2] == length
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class GeluFeedForward(nn.Module):
+    def __init__(self, config: ChinchillaConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class SwigluFeedForward(nn.Module):
+    def __init__(self, config: ChinchillaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: ChinchillaConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(config.norm, config.hidden_size)
+        self.attention = Attention(config, layer)
+        self.feed_forward_norm = build_norm(config.norm, config.hidden_size)
+        self.feed_forward = GeluFeedForward(config) if config.activation == "gelu" else SwigluFeedForward(config)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, seen: Tensor | None, cache: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, seen, cache)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is not type-checked
+    config_class = ChinchillaConfig
+    # Newer versions of transformers read the pair, older ones only the key.
+    _tied_weights_keys = {"lm_head.weight": "embedding.weight"}
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+    _supports_cache_class = True
+
+    def __init__(self, config: ChinchillaConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = build_norm(config.norm, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """attention_mask is [batch, past + length], with 0 for padding on the left or on the right."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and labels is None
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        length = x.shape[1]
+        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] != past + length):
+            raise ValueError(
+                f"attention_mask has the shape {tuple(attention_mask.shape)}; give [batch, {past + length}]: {past} places "
+                f"in the cache and {length} new ones"
+            )
+        if position_ids is None:
+            position_ids = self._count_positions(attention_mask, past, length, x.device)
+        if self.positions is not None:
+            x = x + self._learned_positions(position_ids, past + length)
+        rotary = None
+        if self.config.positions == "rotary":
+            rotary = rotary_angles(position_ids, self.config.head_dim, self.config.rotary_base)
+        seen = attention_pattern(attention_mask, past, length, x.device)
+
+        hidden_states = [x]
+        for block in self.blocks:
+            x = block(x, rotary, seen, past_key_values)
+            hidden_states.append(x)
+        hidden_states[-1] = x = self.norm(x)  # as in transformers' own models, the last one is what the head reads
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    @staticmethod
+    def _count_positions(attention_mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+        """Padding does not count: the first real token is at position 0 wherever it stands."""
+        if attention_mask is None:
+            return torch.arange(past, past + length, device=device)[None]
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+    def _learned_positions(self, position_ids: Tensor, places: int) -> Tensor:
+        assert self.positions is not None
+        rows = self.config.max_position_embeddings
+        if places > rows and int(position_ids.max()) >= rows:
+            raise ValueError(
+                f"{int(position_ids.max()) + 1} tokens are more than the {rows} positions that this model has learned: "
+                f"give at most {rows}, or keep prompt + max_new_tokens below that"
+            )
+        out: Tensor = self.positions(position_ids)
+        return out
