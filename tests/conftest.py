@@ -1,4 +1,5 @@
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +21,14 @@ def processes() -> Iterator[ProcessPool]:
     pool = ProcessPool()
     yield pool
     pool.close()
+
+
+WORDS = ["the", "a", "one", "lake", "bird", "stone", "sings", "falls", "rests", "over", "under", "near", "old"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    rng = random.Random(0)
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
+    return path

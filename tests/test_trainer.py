@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -23,16 +22,6 @@ from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.distributed.world import World, join_world
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
-
-WORDS = ["the", "a", "one", "lake", "bird", "stone", "sings", "falls", "rests", "over", "under", "near", "old"]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    rng = random.Random(0)
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
-    return path
 
 
 def settings(text: Path, **changes: Any) -> dict[str, str]:
@@ -55,6 +44,8 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "validation.sequences": 7,
         "metrics.log_every": 1,
         "metrics.tensorboard": "false",
+        "checkpoint.at_end": "false",
+        "checkpoint.every_minutes": 0,
         "diloco.workers": 1,
         "diloco.method": "none",
         "distributed.train_timeout_seconds": 30,

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
@@ -19,6 +21,7 @@ from torchtitan_diloco.components.metrics import MetricsWriter, Record, format_d
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.reports import StepReports, StepResult
+from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.summary import log_summary, outer_line, wire_line
 from torchtitan_diloco.components.validation import ValidationResult, validate
@@ -49,6 +52,7 @@ OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
+        self.start = agree_on_start(world, config.checkpoint.resume, config.run.folder)
         self.tokenizer = open_tokenizer(config.data)
         self.train_tokens = open_split(config.data, self.tokenizer, "train")
         self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
@@ -58,7 +62,8 @@ class Trainer:
         with torch.device("meta"):
             self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
         counts = self.model.parameter_counts()
-        self.plan = plan_run(config.training, world, counts["total"], counts["embedding"])
+        started = {"start_step": self.start.step, "start_tokens": self.start.tokens}
+        self.plan = plan_run(config.training, world, counts["total"], counts["embedding"], **started)
         compute_dtype = self._compute_dtype()
         spec.parallelize(
             self.model,
@@ -84,11 +89,14 @@ class Trainer:
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
+            start=self._position(),
         )
         self.validation_batches = self._validation_batches()
-        self.step = 0
-        self.skipped_in_a_row = 0
-        self.validated: tuple[int, float] | None = None
+        self.step = self.start.step
+        behind = {} if self.start.manifest is None else self.start.manifest.run
+        self.skipped_in_a_row: int = behind.get("skipped_in_a_row", 0)
+        validated = behind.get("validated")
+        self.validated: tuple[int, float] | None = None if validated is None else (validated[0], validated[1])
         """The step of the last validation and its loss."""
 
     # --- the run ---------------------------------------------------------------------------------------------------
@@ -98,36 +106,60 @@ class Trainer:
         config, total_steps = self.config, self.plan.total_steps
         folder = self._make_run_folder()
         self._log_plan(folder)
+        self._take_up()
         lag = 1 if config.diloco.method == "none" else max(STEPS_APART, config.diloco.overlap.delay)
         garbage = GarbageControl(config.run.garbage_collect_every)
         batches = iter(self.loader)
         with (
             StopRequest(self.world, lag) as stop,
-            MetricsWriter(folder if self.world.is_first else None, config.metrics) as metrics,
+            MetricsWriter(folder if self.world.is_first else None, config.metrics, self.step) as metrics,
             build_profiler(config.profiling, folder, self.world.rank) as profiler,
         ):
             flops = self.model.flops_per_token(config.training.sequence_length)
-            reports = StepReports(self.world, self.plan, flops, metrics, lag)
+            behind = {} if self.start.manifest is None else self.start.manifest.run
+            reports = StepReports(
+                self.world,
+                self.plan,
+                flops,
+                metrics,
+                lag,
+                elapsed_seconds=behind.get("elapsed_seconds", 0.0),
+                totals=behind.get("totals"),
+            )
+            checkpointer = Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer)
             while self.step < total_steps:
                 reports.step_done(self.train_step(batches))
                 profiler.step()
                 garbage.after_step(self.step)
-                stopping = stop.agreed(self.step)
-                last = stopping or self.step == total_steps
-                if last or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    if last:
+                stopping, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
+                finished = self.step == total_steps
+                saving = saving or checkpointer.due(self.step) or (config.checkpoint.at_end and (stopping or finished))
+                if stopping and not finished and saving:  # undrained: the run is to go on as if nothing had happened
+                    reports.publish(self.step, all=True)
+                    self._save(checkpointer, reports)
+                if stopping or finished or self.step % config.metrics.log_every == 0 or self.step == 1:
+                    if stopping or finished:
                         self.outer.drain()
                     reports.open(self.step, self.lr, self.outer.metrics())
-                reports.publish(self.step, all=last or self._validation_due())
-                if stopping:  # whoever sent the signal is waiting
+                reports.publish(self.step, all=stopping or finished or saving or self._validation_due())
+                if stopping and not finished:  # whoever sent the signal is waiting
                     break
                 if self._validation_due():
                     self._validate(metrics, reports)
+                if saving:
+                    self._save(checkpointer, reports)
+            checkpointer.wait()
+            checkpointer.close()
         garbage.close()
         if self.step < total_steps:
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal")
         log_summary(self.plan, config.diloco, self.world.size, self.step, self.validated, reports.totals)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
+        if checkpointer.failure:
+            raise ValueError(
+                f"the last checkpoint could not be saved: {checkpointer.failure}; free what is missing and start the same "
+                "command again, which goes on from the checkpoint before"
+            )
         return folder
 
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
@@ -171,6 +203,54 @@ class Trainer:
                 f"more than training.max_skipped_steps = {limit}: lower optimizer.lr, lengthen "
                 "lr_schedule.warmup_steps, or look at the data"
             )
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save(self, checkpointer: Checkpointer, reports: StepReports) -> None:
+        """After the records of all steps up to this one: what a run that goes on from here would not write again."""
+        manifest = Manifest(
+            step=self.step,
+            tokens=self.plan.tokens_at(self.step),
+            position=self.loader.position,
+            workers=1 if self.config.diloco.method == "none" else self.world.workers,
+            ranks_per_worker=self.world.ranks_per_worker,
+            data=self._data_identity(),
+            run={
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "validated": self.validated,
+                "totals": reports.totals,
+                "elapsed_seconds": reports.elapsed_seconds,
+            },
+            settings={key: str(value) for key, value in flat_settings(self.config).items()},
+        )
+        reports.pause(checkpointer.save(manifest))
+
+    def _data_identity(self) -> dict[str, object]:
+        """What a position in the order of samples is good for."""
+        config = self.config
+        return {
+            "corpus": self.train_tokens.fingerprint,
+            "training.sequence_length": config.training.sequence_length,
+            "run.seed": config.run.seed,
+            "data.shuffle": config.data.shuffle,
+        }
+
+    def _position(self) -> int:
+        manifest = self.start.manifest
+        return manifest.position if manifest is not None and manifest.data == self._data_identity() else 0
+
+    def _take_up(self) -> None:
+        """Goes on where the checkpoint was saved, and says what is different."""
+        manifest = self.start.manifest
+        if manifest is None:
+            return
+        notes = restore(self.start, self.config.checkpoint, self.world, self.model, self.optimizer, self.outer)
+        if manifest.data != self._data_identity():
+            notes.append("the data are others than before, or in another order: they are read from their beginning")
+        changes = changed_settings(manifest, {key: str(value) for key, value in flat_settings(self.config).items()})
+        logger.info(f"goes on from {self.start.checkpoint}: step {manifest.step}, {manifest.tokens:,} tokens")
+        for line in [*(f"changed: {change}" for change in changes), *notes]:
+            logger.info(f"  {line}")
 
     # --- validation ------------------------------------------------------------------------------------------------
 
@@ -285,8 +365,10 @@ class Trainer:
         if self.world.is_first:
             resolved = replace(self.config, run=replace(self.config.run, folder=""))
             try:
-                path = create_run_folder(self.config.run.folder, self.config.run.name)
-                (path / "config.toml").write_text(to_toml(resolved), encoding="utf-8")
+                going_on = bool(self.start.folder)
+                path = create_run_folder(self.start.folder or self.config.run.folder, self.config.run.name, goes_on=going_on)
+                name = f"config-from-step-{self.step}.toml" if self.start.folder and self.step else "config.toml"
+                (path / name).write_text(to_toml(resolved), encoding="utf-8")
                 made = str(path)
             except (ValueError, OSError) as error:  # the others wait to be told
                 failure = str(error)

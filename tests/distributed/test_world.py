@@ -104,7 +104,7 @@ def _train_until_signalled(signalled_rank: int) -> int:
             time.sleep(0.001 * (1 + world.rank))
             if step == 5 and world.rank == signalled_rank:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if stop.agreed(step):
+            if stop.agreed(step)[0]:
                 return step
     return -1
 
@@ -116,13 +116,23 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(processes: ProcessPool,
     assert 5 <= steps[0] <= 6
 
 
+def _one_asks_to_save() -> list[int]:
+    world = join(1)
+    with StopRequest(world, lag=3) as stop:
+        return [step for step in range(12) if stop.agreed(step, save=world.rank == 1 and step == 4)[1]]
+
+
+def test_what_one_rank_asks_for_all_save_at_the_same_step(processes: ProcessPool) -> None:
+    assert processes.run(_one_asks_to_save, 3) == [[7]] * 3
+
+
 def test_a_signal_stops_a_single_process_and_handlers_are_given_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequest(join(1)) as stop:
-        assert not stop.agreed(1)
+        assert stop.agreed(1) == (False, False)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
-        assert stop.agreed(2)
+        assert stop.agreed(2, save=True) == (True, True)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

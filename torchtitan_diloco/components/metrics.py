@@ -16,13 +16,16 @@ Record = dict[str, float | None]
 class MetricsWriter:
     """Writes records on the rank that owns the run folder; everywhere else it does nothing."""
 
-    def __init__(self, folder: Path | None, config: Metrics) -> None:
+    def __init__(self, folder: Path | None, config: Metrics, start_step: int = 0) -> None:
+        """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back."""
+        if folder is not None:
+            drop_records_after(folder / "metrics.jsonl", start_step)
         self._file = None if folder is None else (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
         self._board = None
         if folder is not None and config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1, flush_secs=10)
 
     def write(self, step: int, record: Record) -> None:
         """A value of None is "not known": null in the file, absent in TensorBoard."""
@@ -43,6 +46,22 @@ class MetricsWriter:
             self._board.close()
 
 
+def drop_records_after(path: Path, step: int) -> None:
+    """A last line that was cut off goes, too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    aside = path.with_suffix(".new")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
+
+
 def _jsonable(value: float | None) -> float | str | None:
     """JSON knows no NaN and no infinity; as text they stay readable for every parser."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -51,13 +70,14 @@ def _jsonable(value: float | None) -> float | str | None:
 class StepTimer:
     """Rates over the steps since the last report, without those in which the run did something else."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, elapsed_seconds: float = 0.0) -> None:
+        """`elapsed_seconds`: what the run took before it was taken up again."""
+        self._before, self._start = elapsed_seconds, time.perf_counter()
         self._interval_start, self._interval_steps, self._paused = self._start, 0, 0.0
 
     @property
     def elapsed_seconds(self) -> float:
-        return time.perf_counter() - self._start
+        return self._before + time.perf_counter() - self._start
 
     def step_done(self) -> None:
         self._interval_steps += 1

@@ -32,13 +32,24 @@ class _Open:
 class StepReports:
     """Ranks do not wait for each other to report: sums are started at a logged step and read `lag` steps later."""
 
-    def __init__(self, world: World, plan: RunPlan, flops_per_token: int, writer: MetricsWriter, lag: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        plan: RunPlan,
+        flops_per_token: int,
+        writer: MetricsWriter,
+        lag: int,
+        *,
+        elapsed_seconds: float = 0.0,
+        totals: dict[str, float] | None = None,
+    ) -> None:
+        """`elapsed_seconds` and `totals`: what a run that goes on has behind it."""
         self._world, self._plan, self._writer, self._lag = world, plan, writer, lag
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
-        self._timer = StepTimer()
+        self._timer = StepTimer(elapsed_seconds)
         self._interval: list[StepResult] = []
         self._waiting: deque[_Open] = deque()
-        self.totals: dict[str, float] = {}
+        self.totals = dict(totals or {})
         """Of the outer loop, over the whole run and all ranks."""
 
     @property
@@ -62,7 +73,7 @@ class StepReports:
             mfu = 100 * self._flops_per_token * tokens_per_second / (self._peak_flops * self._world.size)
         record: Record = {
             "train/lr": lr,
-            "train/tokens_global": step * self._plan.tokens_per_step,
+            "train/tokens_global": self._plan.tokens_at(step),
             "speed/tokens_per_second_global": tokens_per_second,
             "speed/seconds_per_step": seconds,
             "speed/mfu_percent": mfu,

@@ -25,9 +25,24 @@ class RunPlan:
     tokens_per_step: int
     """Of all workers together."""
     total_steps: int
+    start_step: int = 0
+    """Where this process took up the run."""
+    start_tokens: int = 0
+
+    def tokens_at(self, step: int) -> int:
+        """Of all workers together, the steps before a restart with another batch size included."""
+        return self.start_tokens + (step - self.start_step) * self.tokens_per_step
 
 
-def plan_run(training: Training, world: World, parameters: int, embedding_parameters: int) -> RunPlan:
+def plan_run(
+    training: Training,
+    world: World,
+    parameters: int,
+    embedding_parameters: int,
+    *,
+    start_step: int = 0,
+    start_tokens: int = 0,
+) -> RunPlan:
     share = world.size * training.batch_size
     sequences = training.global_batch_size or share
     if sequences % share:
@@ -38,8 +53,9 @@ def plan_run(training: Training, world: World, parameters: int, embedding_parame
         )
     tokens_per_step = sequences * training.sequence_length
     tokens = training.tokens or training.tokens_per_parameter * parameters
-    total_steps = training.steps or math.ceil(tokens / tokens_per_step)
-    return RunPlan(parameters, embedding_parameters, sequences // share, tokens_per_step, total_steps)
+    total_steps = training.steps or start_step + math.ceil((tokens - start_tokens) / tokens_per_step)
+    accumulation = sequences // share
+    return RunPlan(parameters, embedding_parameters, accumulation, tokens_per_step, total_steps, start_step, start_tokens)
 
 
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
@@ -58,7 +74,7 @@ def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
 def log_plan(plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path) -> None:
     """How the numbers of the run come about, one line each."""
     per_rank = BYTES_PER_PARAMETER * plan.parameters / world.ranks_per_worker
-    total_tokens = plan.total_steps * plan.tokens_per_step
+    total_tokens = plan.tokens_at(plan.total_steps)
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}",
         "device": describe_device(world.device),
@@ -67,7 +83,7 @@ def log_plan(plan: RunPlan, training: Training, world: World, model_line: str, d
         "data": data_line,
         "step": f"{world.workers} workers x {world.ranks_per_worker} ranks x {plan.accumulation} micro-batches x "
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {plan.tokens_per_step:,} tokens",
-        "run": f"{plan.total_steps:,} steps x {plan.tokens_per_step:,} tokens = {total_tokens:,} tokens = "
+        "run": f"{plan.total_steps:,} steps {_step_line(plan)} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} a parameter",
         "memory": f"{plan.parameters:,} parameters x {BYTES_PER_PARAMETER} bytes / {world.ranks_per_worker} ranks = "
         f"{per_rank / GIB:.2f} GiB a rank for parameters, gradients and optimizer; activations come on top",
@@ -75,3 +91,9 @@ def log_plan(plan: RunPlan, training: Training, world: World, model_line: str, d
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
+
+
+def _step_line(plan: RunPlan) -> str:
+    if not plan.start_step:
+        return f"x {plan.tokens_per_step:,} tokens"
+    return f"({plan.start_tokens:,} tokens up to step {plan.start_step:,}, then {plan.tokens_per_step:,} a step)"

@@ -3,12 +3,13 @@
 Precedence: command line > TOML > what the TOML extends > default.
 """
 
+import ast
 import dataclasses
 import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from torchtitan_diloco.config.checks import ALTERNATIVES, cross_field_mistakes
 from torchtitan_diloco.config.fields import FieldSpec, convert, field_specs, parse_text
@@ -52,6 +53,28 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
             mistakes.append(Mistake(origin, key, values.get(key, SPECS[key].default), reason))
     if mistakes:
         raise ConfigError(mistakes)
+    return config
+
+
+def config_from_text(texts: Mapping[str, str], origin: str) -> Config:
+    """The config whose flat settings, each as `str()` writes it, were saved in `origin`. Keys that are not there, because
+    they are newer, have their defaults."""
+    mistakes: list[Mistake] = []
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        if key not in SPECS:
+            reason = "is a setting that this program does not have: use the one that saved it"
+            mistakes.append(Mistake(origin, key, text, reason))
+            continue
+        annotation = SPECS[key].annotation
+        try:
+            is_text = annotation is str or get_origin(annotation) is Literal
+            values[key] = convert(text if is_text else ast.literal_eval(text), annotation)
+        except (ValueError, SyntaxError) as error:
+            mistakes.append(Mistake(origin, key, text, f"cannot be read ({error}): is the file damaged?"))
+    if mistakes:
+        raise ConfigError(mistakes)
+    config: Config = _build(Config, values, prefix="")
     return config
 
 

@@ -326,6 +326,30 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """What is saved of a run, when, and what a run starts from."""
+
+    every: NotNegative = 0
+    """Steps between two checkpoints. 0: none by steps."""
+    every_minutes: NotNegative = 30
+    """Minutes between two checkpoints, by the first rank's clock. 0: none by time."""
+    at_end: bool = True
+    """Save after the last step, and when a signal ends the run."""
+    asynchronous: bool = True
+    """Training goes on while a copy in host memory is written."""
+    keep_latest: Positive = 2
+    """So many of the latest checkpoints are kept."""
+    keep_every: NotNegative = 0
+    """Checkpoints of steps that are a multiple of this are kept for good. 0: none."""
+    resume: str = "auto"
+    """`auto` goes on with what is in `run.folder`, if there is a checkpoint. `never` starts anew. The folder of a run goes
+    on with that run, in its folder; the folder of a checkpoint starts a new run from it."""
+    new_workers: Literal["fresh", "copy"] = "fresh"
+    """Inner optimizer of workers that the saved run did not have: `fresh`, or a `copy` of another worker's. They start from the
+    shared parameters."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     """What is reported."""
 
@@ -367,5 +391,6 @@ class Config:
     distributed: Distributed = field(default_factory=Distributed)
     diloco: DiLoCo = field(default_factory=DiLoCo)
     validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)

@@ -193,6 +193,9 @@ class StreamingDiLoCo:
         assert self._exchange is not None
         shard = 0 if self._shard_group is None else self._shard_group.rank()
         where = self._seed, shard, header.fragment, header.outer_round
+        if state.residual is not None and not math.isfinite(float(torch.linalg.vector_norm(state.residual))):
+            logger.warning(f"fragment {header.fragment}: what encoding has lost is not finite any more; it is forgotten")
+            state.residual.zero_()
         keys = key_of(*where, self.worker), key_of(*where, "mean")
         return self._exchange.average(state.delta, header, state.residual, keys)
 
@@ -342,6 +345,12 @@ class StreamingDiLoCo:
             future.set_result(_outcome(record))
             self._in_flight[index] = _InFlight(record["step"], future)
         return notes
+
+    def restart_from_model(self, step: int) -> None:
+        """Goes on after so many steps with what the model holds now, which is the same on every worker, as shared copy."""
+        self.step_count = step
+        for state in self._states:
+            state.read_model()
 
     def _restart_settings(self) -> dict[str, Any]:
         """What a saved state depends on."""

@@ -36,21 +36,22 @@ class StopRequest:
             os.kill(os.getpid(), number)
         self._received = self._received or now
 
-    def agreed(self, step: int) -> bool:
-        """Called by every rank once after each step: whether all of them stop here."""
+    def agreed(self, step: int, save: bool = False) -> tuple[bool, bool]:
+        """Called by every rank once after each step: whether all of them stop here, and whether all of them save because some
+        rank has asked for it with `save`."""
         if self._world.control is None:
-            return self._received is not None
-        stop = False
+            return self._received is not None, save
+        stop, saving = False, False
         if len(self._questions) == self._lag:
             answer, work = self._questions.popleft()
             with naming_lost_ranks(self._world, f"up to step {step}"):
                 work.wait()
-            stop = bool(answer.item())
-        asked = torch.tensor([int(self._received is not None)], dtype=torch.int32)
+            stop, saving = (bool(flag) for flag in answer.tolist())
+        asked = torch.tensor([int(self._received is not None), int(save)], dtype=torch.int32)
         with naming_lost_ranks(self._world, f"up to step {step}"):
             work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
         self._questions.append((asked, work))
-        return stop
+        return stop, saving
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.config.schema import Distributed, Link
 
 WORKER, FSDP = "worker", "fsdp"
+SAVING_TIMEOUT = 7200
+"""Seconds that ranks wait for each other in a save."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class World:
     """All ranks, for the moment when `control` has failed and is of no use any more."""
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, for the outer loop's background thread alone."""
+    saving: dist.ProcessGroup | None = None
+    """All ranks, on the CPU, for the thread that writes checkpoints."""
+    host_mesh: DeviceMesh | None = None
+    """1-d, the ranks of this worker, on the CPU, for the same thread."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -122,7 +128,18 @@ def join_world(distributed: Distributed, link: Link, *, device: str, workers: in
     if ranks_per_worker > 1:
         timeout = timedelta(seconds=link.timeout_seconds)
         shards, _ = dist.new_subgroups(ranks_per_worker, backend="gloo", timeout=timeout)
-    return World(rank, size, local_rank, workers, chosen, mesh, control, roll_call, shards)
+    saving, host_mesh = saving_groups(workers)
+    return World(rank, size, local_rank, workers, chosen, mesh, control, roll_call, shards, saving, host_mesh)
+
+
+def saving_groups(workers: int) -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """What checkpoints are agreed on in, apart from all else that is under way. A slow disk is no reason to give up."""
+    patience = timedelta(seconds=SAVING_TIMEOUT)
+    saving = dist.new_group(backend="gloo", timeout=patience)
+    grid = torch.arange(dist.get_world_size()).view(workers, -1)
+    own, _ = dist.new_subgroups(grid.shape[1], backend="gloo", timeout=patience)
+    ranks = grid[dist.get_rank() // grid.shape[1]]
+    return saving, DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=(FSDP,))
 
 
 def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, int]]) -> DeviceMesh:

@@ -4,11 +4,11 @@ from datetime import datetime
 from pathlib import Path
 
 
-def create_run_folder(folder: str, name: str) -> Path:
+def create_run_folder(folder: str, name: str, *, goes_on: bool = False) -> Path:
     """Makes the folder of a new run: the one asked for, or one that no other run has even if it starts this second."""
     if folder:
         path = Path(folder).expanduser()
-        if (path / "metrics.jsonl").exists():
+        if not goes_on and (path / "metrics.jsonl").exists():
             raise ValueError(
                 f"run.folder = {folder} already holds a run: choose another folder, or leave run.folder empty "
                 "to have a new one made"

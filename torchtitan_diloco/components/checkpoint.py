@@ -1,0 +1,200 @@
+"""Saves a run while it goes on: copies in the training thread, writing in another, visible when all ranks have finished."""
+
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import AdamW
+
+from torchtitan_diloco.components.checkpoint_folder import (
+    INCOMPLETE,
+    SHARED,
+    Manifest,
+    begin,
+    checkpoint_path,
+    complete,
+    fingerprint,
+    prune,
+    worker_folder,
+)
+from torchtitan_diloco.components.inner_state import inner_state
+from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.data_parallel import DataParallel
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.tools.logging import logger
+
+TENSORS = ("outer", "next", "slots", "residual")
+"""Of the outer state: what is no plain fact."""
+
+
+class Checkpointer:
+    """One save at a time. A save that fails is told and leaves earlier checkpoints as they are; training goes on."""
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        run: Path,
+        world: World,
+        model: nn.Module,
+        optimizer: AdamW,
+        outer: StreamingDiLoCo | DataParallel,
+    ) -> None:
+        self._config, self._run, self._world = config, run, world
+        self._model, self._optimizer, self._outer = model, optimizer, outer
+        self._thread = BackgroundThread("checkpoint")
+        self._saving: Future[str] | None = None
+        self._last_minutes = time.monotonic()
+        self.failure = ""
+        """Of the last save, in words."""
+
+    def due(self, step: int) -> bool:
+        """By the number of steps, which all ranks count alike."""
+        return bool(self._config.every) and step % self._config.every == 0
+
+    def minutes_have_passed(self) -> bool:
+        """By this rank's clock: ranks have to agree before they act on it."""
+        minutes = self._config.every_minutes
+        return bool(minutes) and time.monotonic() - self._last_minutes >= 60 * minutes
+
+    def save(self, manifest: Manifest, *, wait: bool = False) -> float:
+        """Every rank calls it after the same step. Returns the seconds that training was held up."""
+        started = time.perf_counter()
+        self.wait()
+        self._last_minutes = time.monotonic()
+        rank = self._world.rank % self._world.ranks_per_worker
+        own = inner_state(self._model, self._optimizer, self._world.host_mesh, rank) if self._has_own_state else {}
+        outer: Future[dict[str, Any]] | None = None
+        if isinstance(self._outer, StreamingDiLoCo):
+            outer = self._outer.start_state_dict(self._world.host_mesh)
+        self._saving = self._thread.submit(partial(self._write, manifest, own, outer))
+        if wait or not self._config.asynchronous:
+            self.wait()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        """For the save under way, if there is one."""
+        if self._saving is not None:
+            self.failure = self._saving.result()
+            self._saving = None
+
+    def close(self) -> None:
+        self._thread.close(timeout=5.0)
+
+    @property
+    def _has_own_state(self) -> bool:
+        """With data parallelism all workers hold the same."""
+        return isinstance(self._outer, StreamingDiLoCo) or self._world.worker == 0
+
+    # --- in the background -----------------------------------------------------------------------------------------
+
+    def _write(self, manifest: Manifest, own: dict[str, Tensor], outer: "Future[dict[str, Any]] | None") -> str:
+        """The failure in words, the same on every rank, or nothing."""
+        started = time.perf_counter()
+        path = checkpoint_path(self._run, manifest.step)
+        aside = path.with_name(path.name + INCOMPLETE)
+        failure = self._by_the_first(lambda: begin(path))
+        facts: dict[str, Any] = {}
+        files: dict[str, list[int]] = {}
+        if not failure:
+            try:
+                facts, files = self._write_own(aside, own, outer)
+            except (Exception, CheckpointException) as error:  # (no Exception, that one) the other ranks wait to be told
+                failure = f"{_cause(error)} (rank {self._world.rank})"
+        gathered = self._gather((failure, facts, files))
+        failure = "; ".join(dict.fromkeys(theirs for theirs, _, _ in gathered if theirs))
+        if not failure:
+            first_ranks = gathered[:: self._world.ranks_per_worker]
+            everything = replace(
+                manifest,
+                outer=[theirs for _, theirs, _ in first_ranks if theirs],
+                files={name: known for _, _, written in gathered for name, known in written.items()},
+            )
+            failure = self._by_the_first(lambda: self._finish(aside, path, everything))
+        if self._world.is_first:
+            if failure:
+                logger.error(f"checkpoint of step {manifest.step} could not be saved: {failure}; earlier ones are untouched")
+            else:
+                megabytes = sum(size for size, _ in everything.files.values()) / 1e6
+                seconds = time.perf_counter() - started
+                logger.info(f"checkpoint of step {manifest.step}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
+        return failure
+
+    def _write_own(
+        self, aside: Path, own: dict[str, Tensor], outer: "Future[dict[str, Any]] | None"
+    ) -> tuple[dict[str, Any], dict[str, list[int]]]:
+        state = {} if outer is None else outer.result()
+        own |= {f"residual/{name}": value for name, value in state.get("residual", {}).items()}
+        files: dict[str, list[int]] = {}
+        if own:
+            files |= self._write_folder(aside, worker_folder(self._world.worker), own)
+        if state and self._world.worker == 0:
+            shared = {f"outer/{name}": value for name, value in state["outer"].items()}
+            shared |= {f"next/{name}": value for name, value in state["next"].items()}
+            for number, slot in enumerate(state["slots"]):
+                shared |= {f"slot-{number}/{name}": value for name, value in slot.items()}
+            files |= self._write_folder(aside, SHARED, shared)
+        return {key: value for key, value in state.items() if key not in TENSORS}, files
+
+    def _write_folder(self, aside: Path, name: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
+        """Returns the files this rank wrote. The first rank of the worker writes the index of all."""
+        mesh, folder = self._world.host_mesh, aside / name
+        folder.mkdir(parents=True, exist_ok=True)
+        group = None if mesh is None else mesh.get_group()
+        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        with warnings.catch_warnings():  # a single process is what is meant, torch need not say so
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        rank = 0 if group is None else group.rank()
+        mine = [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+        return {f"{name}/{path.name}": fingerprint(path) for path in mine}
+
+    def _finish(self, aside: Path, path: Path, manifest: Manifest) -> None:
+        missing = [name for name in manifest.files if not (aside / name).exists()]
+        if missing:
+            raise OSError(
+                f"{aside / missing[0]} was written by another node and is not here: run.folder must be a folder that all "
+                "nodes share"
+            )
+        complete(aside, path, manifest)
+        prune(self._run, keep_latest=self._config.keep_latest, keep_every=self._config.keep_every)
+
+    def _by_the_first(self, task: Callable[[], object]) -> str:
+        """Rank 0 does it; everybody learns how it went."""
+        failure = ""
+        if self._world.is_first:
+            try:
+                task()
+            except OSError as error:
+                failure = _cause(error)
+        return str(self._gather(failure)[0])
+
+    def _gather(self, mine: Any) -> list[Any]:
+        group = self._world.saving
+        if group is None:
+            return [mine]
+        found: list[Any] = [None] * self._world.size
+        dist.all_gather_object(found, mine, group=group)
+        return found
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong at the bottom: DCP wraps the errors of all ranks."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,155 @@
+"""Checkpoints on disk: one folder each, which appears under its name only when it is complete.
+
+RUN/checkpoints/step-00001000/manifest.json     facts, and size and CRC-32 of every other file
+                              shared/           outer parameters, outer optimizer, what came back for fragments in flight
+                              worker-0/ ...     each worker's own model, inner optimizer, residuals, random states
+"""
+
+import json
+import os
+import shutil
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+MANIFEST = "manifest.json"
+INCOMPLETE = ".incomplete"
+SHARED = "shared"
+_PIECE = 2**22
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    tokens: int
+    """Of all workers together, trained so far."""
+    position: int
+    """In the global order of samples: the next step's first."""
+    workers: int
+    """Folders of workers; 1 where they have nothing of their own (data parallelism)."""
+    ranks_per_worker: int
+    data: dict[str, Any]
+    """What the position refers to."""
+    run: dict[str, Any]
+    """Totals and such, to go on with."""
+    settings: dict[str, str]
+    """The configuration that was saved with, flat."""
+    outer: list[dict[str, Any]] = field(default_factory=list)
+    """Each worker's facts of the outer loop; empty without one."""
+    files: dict[str, list[int]] = field(default_factory=dict)
+    """Path below the folder -> size in bytes and CRC-32."""
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def worker_folder(worker: int) -> str:
+    return f"worker-{worker}"
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(path.parent for path in (run / "checkpoints").glob(f"step-*/{MANIFEST}") if not is_incomplete(path.parent))
+
+
+def is_incomplete(path: Path) -> bool:
+    return path.name.endswith(INCOMPLETE)
+
+
+def begin(path: Path) -> Path:
+    """An empty folder to write into, beside the place of the finished one."""
+    aside = path.with_name(path.name + INCOMPLETE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def complete(aside: Path, path: Path, manifest: Manifest) -> None:
+    """The folder gets its name as the last thing: who is killed before leaves nothing that could be taken for a checkpoint."""
+    with (aside / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(aside)
+    if path.exists():  # the same step, saved again by a run that was taken back to an earlier one
+        shutil.rmtree(path)
+    aside.rename(path)
+    _sync_folder(path.parent)
+
+
+def prune(run: Path, *, keep_latest: int, keep_every: int) -> None:
+    """Deletes what is neither among the latest nor at a step that is kept, and what was never finished."""
+    found = complete_checkpoints(run)
+    for path in found[:-keep_latest]:
+        if not keep_every or step_of(path) % keep_every:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (run / "checkpoints").glob(f"step-*{INCOMPLETE}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def fingerprint(path: Path) -> list[int]:
+    """Size and CRC-32 of a file."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            crc, size = zlib.crc32(piece, crc), size + len(piece)
+    return [size, crc]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises where `path` is no checkpoint."""
+    try:
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint: it has no {MANIFEST}{_offer(path)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path / MANIFEST} is damaged ({error}){_offer(path)}") from None
+    if values.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is of version {values.get('version')}, this program reads {VERSION}: use the one that wrote it"
+        )
+    return Manifest(**values)
+
+
+def damage(path: Path, manifest: Manifest, files: list[str]) -> str:
+    """What is wrong with these files of a checkpoint, in words; empty if nothing is."""
+    for name in files:
+        size, crc = manifest.files[name]
+        try:
+            found_size = (path / name).stat().st_size
+            if found_size != size:
+                return f"{path / name} has {found_size:,} bytes instead of {size:,}{_offer(path)}"
+            if fingerprint(path / name)[1] != crc:
+                return f"{path / name} has other content than was saved (its CRC-32 differs){_offer(path)}"
+        except OSError as error:
+            return f"{path / name} cannot be read ({error.strerror}){_offer(path)}"
+    return ""
+
+
+def _offer(path: Path) -> str:
+    """The checkpoint before a damaged one."""
+    earlier = [other for other in complete_checkpoints(path.parent.parent) if other.name < path.name]
+    if not earlier:
+        return ": no earlier checkpoint of this run is there"
+    return (
+        f": the one before it is {earlier[-1]}; to start from that, remove the damaged folder, or set checkpoint.resume to it"
+    )
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
