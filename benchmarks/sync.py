@@ -1,6 +1,6 @@
 """One sync of StreamingDiLoCo beside one flat all-reduce in plain torch, on two gloo processes of one thread each.
 
-    python -m benchmarks.sync [--megabytes 33.6] [--fragments 1,2] [--delays 0] [--codecs fp32,bf16] [--rounds 9]
+    python -m benchmarks.sync [--megabytes 33.6] [--fragments 1,2] [--delays 0] [--codecs fp32,int8] [--rounds 9]
                               [--rate 200mbit] [--inner-seconds 0.4]
 
 Both take turns within one run, so that a machine whose speed drifts treats them alike; the ratio is taken per sync. Where
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=33.6, help="parameters in fp32")
     parser.add_argument("--fragments", type=_numbers, default=[1, 2])
     parser.add_argument("--delays", type=_numbers, default=[0])
-    parser.add_argument("--codecs", type=lambda text: text.split(","), default=["fp32", "bf16"])
+    parser.add_argument("--codecs", type=lambda text: text.split(","), default=["fp32", "bf16", "int8", "fp4_e3m0"])
     parser.add_argument("--rounds", type=int, default=9, help="syncs of every fragment")
     parser.add_argument("--rate", default="", help="of the link, as tc writes it (200mbit); both directions share it")
     parser.add_argument("--inner-seconds", type=float, default=0.4, help="of one inner step, with delays above 0")

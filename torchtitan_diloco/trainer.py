@@ -152,7 +152,8 @@ class Trainer:
             checkpointer.close()
         garbage.close()
         if self.step < total_steps:
-            logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal")
+            hint = f"; the same command with --run.folder {folder} goes on" if config.checkpoint.at_end else ""
+            logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal{hint}")
         log_summary(self.plan, config.diloco, self.world.size, self.step, self.validated, reports.totals)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
