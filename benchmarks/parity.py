@@ -140,13 +140,13 @@ def main() -> None:
             parser.error(f"no variant {name!r}; there are: {'; '.join(variants)}")
     seeds = [int(seed) for seed in own.seeds.split(",")]
 
-    common = MODEL | {"data.corpus": own.corpus, "training.steps": str(own.steps)} | extra
+    common = MODEL | {"data.corpus": own.corpus, "training.steps": str(own.steps)}
     losses: dict[str, list[float]] = {}
     for name in dict.fromkeys([*map(control_of, names), *names]):
         losses[name] = []
         for seed in seeds:
             folder = own.out / f"{''.join(c if c.isalnum() else '-' for c in name)}-{own.steps}-seed{seed}"
-            losses[name].append(train(folder, common | variants[name] | {"run.seed": str(seed)}))
+            losses[name].append(train(folder, common | variants[name] | extra | {"run.seed": str(seed)}))
             print(f"{name}, seed {seed}: {losses[name][-1]:.4f}", flush=True)
 
     rows = []

@@ -35,6 +35,7 @@ from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
+from torchtitan_diloco.export.initial_weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.tools.device import GIB
 from torchtitan_diloco.tools.garbage import GarbageControl
@@ -74,6 +75,8 @@ class Trainer:
             compute_dtype=compute_dtype,
         )
         spec.materialize(self.model, world.device, config.run.seed)
+        if config.model.weights and not self.start.checkpoint:
+            load_initial_weights(self.model, config.model.weights)
         self.precision = self._precision(compute_dtype)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)

@@ -66,16 +66,23 @@ def config_from_text(texts: Mapping[str, str], origin: str) -> Config:
             reason = "is a setting that this program does not have: use the one that saved it"
             mistakes.append(Mistake(origin, key, text, reason))
             continue
-        annotation = SPECS[key].annotation
         try:
-            is_text = annotation is str or get_origin(annotation) is Literal
-            values[key] = convert(text if is_text else ast.literal_eval(text), annotation)
-        except (ValueError, SyntaxError) as error:
-            mistakes.append(Mistake(origin, key, text, f"cannot be read ({error}): is the file damaged?"))
+            values[key] = convert(_written_by_str(text, SPECS[key].annotation), SPECS[key].annotation)
+        except InvalidValueError as error:
+            mistakes.append(Mistake(origin, key, text, f"{error}: is the file damaged?"))
     if mistakes:
         raise ConfigError(mistakes)
     config: Config = _build(Config, values, prefix="")
     return config
+
+
+def _written_by_str(text: str, annotation: Any) -> Any:
+    if annotation is str or get_origin(annotation) is Literal:
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # one of the words that a field takes beside numbers
 
 
 def find_config(name_or_path: str) -> Path:

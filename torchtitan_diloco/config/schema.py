@@ -57,6 +57,9 @@ class Model:
         "diloco-400m",
     ] = "debug"
     """Named shape: `35m` to `10b` are those of Streaming DiLoCo and its scaling laws, `diloco-...` those of DiLoCo."""
+    weights: str = ""
+    """Weights to start a new run from: a safetensors file, or a folder with one, under this model's own names (an export).
+    Empty: initial values drawn from `run.seed`."""
     layers: Positive | None = None
     """Number of transformer blocks, instead of the flavor's."""
     width: Positive | None = None

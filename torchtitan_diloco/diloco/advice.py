@@ -28,4 +28,10 @@ def advice(config: DiLoCo, total_steps: int) -> list[str]:
             f"{config.sync_every} and diloco.overlap.mixing = {config.overlap.mixing:g} is known to be unstable: set "
             "mixing to 0.5, or lower the outer lr"
         )
+    wire = config.quantization
+    if wire.error_feedback and config.overlap.mixing > 0:
+        found.append(
+            f"diloco.quantization.error_feedback with diloco.overlap.mixing = {config.overlap.mixing:g} sends twice what stays "
+            "in the local parameters anyway, and cost more than it gave where it was measured: leave it off, or set mixing to 0"
+        )
     return found
