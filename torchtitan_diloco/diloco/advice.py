@@ -28,10 +28,9 @@ def advice(config: DiLoCo, total_steps: int) -> list[str]:
             f"{config.sync_every} and diloco.overlap.mixing = {config.overlap.mixing:g} is known to be unstable: set "
             "mixing to 0.5, or lower the outer lr"
         )
-    wire = config.quantization
-    if wire.error_feedback and config.overlap.mixing > 0:
+    if config.quantization.error_feedback:
         found.append(
-            f"diloco.quantization.error_feedback with diloco.overlap.mixing = {config.overlap.mixing:g} sends twice what stays "
-            "in the local parameters anyway, and cost more than it gave where it was measured: leave it off, or set mixing to 0"
+            "diloco.quantization.error_feedback cost more than it gave where it was measured (docs/algorithm.md): leave it off "
+            "unless a run of your own shows a gain"
         )
     return found
