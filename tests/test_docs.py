@@ -1,8 +1,8 @@
 """Every ```bash block of the README and of docs/ is run as it stands, from the root of the repository.
 
-Two things are shortened, because a test must not take minutes: a training run gets three steps and a folder of its own,
-and `./run_tests.sh` only collects. `$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced
-as ```text.
+Two things are shortened, because a test must not take minutes: a training run gets three steps, and a folder of its own
+unless it names one, and `./run_tests.sh` only collects. `$OUT` is an empty folder. What cannot run here (a network, many
+nodes) is fenced as ```text.
 """
 
 import os
@@ -35,7 +35,8 @@ def shortened(block: str, out: Path) -> str:
         if "./run_tests.sh" in command:
             line = f"{command} --collect-only -q"
         elif "./run_train.sh" in command and "--help" not in command and "--print-config" not in command:
-            line = f"{command} {SHORT} --run.folder {out}/run{number}"
+            folder = "" if "--run.folder" in command else f" --run.folder {out}/run{number}"
+            line = f"{command} {SHORT}{folder}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -54,10 +55,12 @@ def test_there_is_something_to_run() -> None:
 def test_block_runs_as_written(name: str, block: str, folders: defaultdict[str, Path], tmp_path: Path) -> None:
     script = "set -euo pipefail\n" + shortened(block, tmp_path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    out = folders[name.rpartition("-")[0]]
+    hub = {"HF_HOME": f"{out}/hub", "HF_MODULES_CACHE": f"{out}/hub/modules", "HF_HUB_OFFLINE": "1"}
     outcome = subprocess.run(
         ["bash", "-c", script],
         cwd=REPOSITORY,
-        env=os.environ | {"OUT": str(folders[name.rpartition("-")[0]]), "OMP_NUM_THREADS": "1", "PATH": path},
+        env=os.environ | hub | {"OUT": str(out), "OMP_NUM_THREADS": "1", "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,5 @@
-"""Who may import whom: tools <- config <- {distributed, models, data} <- diloco <- components <- {trainer, export} <- train."""
+"""Who may import whom: tools <- config <- {distributed, models, data} <- diloco <- components <- saved_model
+<- {export, generation} <- trainer <- {train, launch, generate, validate}."""
 
 import ast
 from pathlib import Path
@@ -14,8 +15,10 @@ LAYERS = [
     {"distributed", "models", "data"},
     {"diloco"},
     {"components", "planner"},
-    {"trainer", "export", "generation"},
-    {"train", "launch"},
+    {"saved_model"},
+    {"export", "generation"},
+    {"trainer"},
+    {"train", "launch", "generate", "validate"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -76,6 +76,14 @@ class Tokenizer:
         """The text of ids. Bytes that are not UTF-8, such as a character cut in two, become U+FFFD."""
         return self._encoding.decode([int(token) for token in ids])
 
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of ids, which may begin and end within a character. An id that stands for nothing, as the gaps in named
+        encodings do, becomes a U+FFFD."""
+        try:
+            return self._encoding.decode_bytes(list(ids))
+        except KeyError:
+            return "\N{REPLACEMENT CHARACTER}".encode()
+
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint})"
 
