@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.diloco.test_against_reference import Net, batch, config, inner_step
-from tests.diloco.test_streaming import same_state
+from tests.diloco.test_against_reference import Net, batch, inner_step
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
@@ -90,17 +89,6 @@ def test_a_weight_that_is_no_weight(weight: float) -> None:
 def test_a_config_made_in_python_is_checked_too(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         StreamingDiLoCo(Net(), None, replace(DiLoCoConfig(), **changes))
-
-
-def test_loading_gives_up_what_is_in_flight() -> None:
-    model = Net()
-    outer = StreamingDiLoCo(model, None, config(2, delay=5))
-    saved = outer.state_dict()
-    for step in range(1, 12):
-        inner_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, step)
-        outer.step()
-    outer.load_state_dict(saved)
-    same_state(outer.state_dict(), saved)
 
 
 def test_experts_inside_a_block_are_no_blocks() -> None:
