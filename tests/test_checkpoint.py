@@ -18,14 +18,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
+from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import (
+    begin,
     complete_checkpoints,
     prune,
     read_manifest,
     step_of,
 )
 from torchtitan_diloco.config import load_config
+from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.diloco.data_parallel import DataParallel
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.export.dense import save_safetensors
+from torchtitan_diloco.tools.run_folder import hold_run_folder
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
@@ -68,7 +74,10 @@ def run_until_killed(wanted: dict[str, str], step: int) -> None:
         return original(self, batches)
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
-    run(wanted)
+    try:
+        run(wanted)
+    finally:  # one that notices the death of another before its own
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -209,6 +218,22 @@ def test_the_shared_parameters_are_those_that_were_saved(text: Path, processes: 
     assert not torch.equal(after["worker-0/model/embedding.weight"], after["worker-2/model/embedding.weight"])
 
 
+def test_rows_under_way_survive_another_sharding(text: Path, processes: ProcessPool) -> None:
+    """The embedding's rows are in several fragments, cut on each rank; some of them are under way at the save."""
+    split = FP32 | {"diloco.fragments.pattern": "balanced", "diloco.fragments.layers_per_fragment": 1, "model.vocab_size": 900}
+    processes.run(run, 2, chosen(text, "first", **split, training__steps=13, checkpoint__every=9))
+    start = complete_checkpoints(text.parent / "first")[0]
+    saved = tensors(start)
+    assert "shared/next/embedding.weight" in saved, "the test is to save with these rows under way"
+    taken_up = split | {"checkpoint.resume": start, "training.steps": 11, "checkpoint.every": 10, "checkpoint.at_end": "false"}
+    processes.run(run, 4, chosen(text, "second", **taken_up))
+    after = tensors(last(text.parent / "second"))
+    for name, value in saved.items():
+        if name.startswith("shared/outer/"):
+            expected = saved.get(name.replace("/outer/", "/next/"), value)
+            assert torch.equal(after[name], expected), name
+
+
 def test_data_parallelism_becomes_diloco(text: Path, processes: ProcessPool) -> None:
     processes.run(run, 2, chosen(text, "first", diloco__workers=2, training__steps=12))
     processes.run(run, 2, chosen(text, "second", **FP32, checkpoint__resume=last(text.parent / "first")))
@@ -250,9 +275,19 @@ def test_a_damaged_file_is_named_and_the_one_before_offered(
     assert records(text.parent / "other")[0]["step"] == 21
 
 
-def test_a_damaged_manifest(text: Path, finished: Path) -> None:
-    (last(finished) / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match=r"manifest.json is damaged .*one before it is"):
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda _: "{", "Expecting"),
+        (lambda _: "[]", "no table"),
+        (lambda text: text.replace('"version": 1', '"version": 7'), "of version 7"),
+        (lambda text: text.replace('"step": 24', '"step": 23'), "CRC-32 differs"),
+    ],
+)
+def test_a_damaged_manifest(text: Path, finished: Path, harm: Callable[[str], str], words: str) -> None:
+    path = last(finished) / "manifest.json"
+    path.write_text(harm(path.read_text()))
+    with pytest.raises(ValueError, match=rf"manifest.json cannot be used \(.*{words}.*\).*one before it is"):
         run(chosen(text, "run", training__steps=30))
 
 
@@ -317,12 +352,36 @@ def test_what_is_kept(text: Path) -> None:
     assert [step_of(path) for path in complete_checkpoints(text.parent / "run")] == [10, 20, 22, 24]
 
 
+def test_minutes_are_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The answer comes some steps after the question, and must not be asked for again meanwhile."""
+    model, now = torch.nn.Linear(2, 2), [1000.0]
+    monkeypatch.setattr("torchtitan_diloco.components.checkpoint.time.monotonic", lambda: now[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    world = World(rank=0, size=1, local_rank=0, workers=1, device=torch.device("cpu"))
+    saver = Checkpointer(Checkpoint(every_minutes=2), tmp_path, world, model, optimizer, DataParallel())
+    asked = []
+    for _ in range(10):
+        now[0] += 30
+        asked.append(saver.minutes_have_passed())
+    assert asked == [False, False, False, True, False, False, False, True, False, False]
+
+
+def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with hold_run_folder(tmp_path / "run"), pytest.raises(ValueError, match=r"in use by another run \(process \d+ on "):
+        run(chosen(text, "run"))
+    run(chosen(text, "run"))
+
+
 def test_prune_takes_what_was_never_finished(tmp_path: Path) -> None:
     for name in ("step-00000001", "step-00000002", "step-00000003.incomplete"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").write_text(json.dumps({}))
-    prune(tmp_path, keep_latest=1, keep_every=0)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    begin(tmp_path / "checkpoints" / "step-00000004")
+    newest = tmp_path / "checkpoints" / "step-00000001"  # a run that was taken back
+    prune(tmp_path, newest, keep_latest=1, keep_every=0)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["step-00000001", "step-00000002", "step-00000004.incomplete"]
 
 
 def test_a_checkpoint_moves_with_its_folder(text: Path, finished: Path) -> None:

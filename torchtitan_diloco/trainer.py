@@ -130,27 +130,30 @@ class Trainer:
                 totals=behind.get("totals"),
             )
             checkpointer = Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer)
+            if self.start.checkpoint and self._validation_due() and (self.validated or (0,))[0] < self.step:
+                self._validate(metrics, reports)  # a signal came before it
             while self.step < total_steps:
                 reports.step_done(self.train_step(batches))
                 profiler.step()
                 garbage.after_step(self.step)
                 stopping, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
                 finished = self.step == total_steps
+                stopping = stopping and not finished
                 saving = saving or checkpointer.due(self.step) or (config.checkpoint.at_end and (stopping or finished))
-                if stopping and not finished and saving:  # undrained: the run is to go on as if nothing had happened
-                    reports.publish(self.step, all=True)
-                    self._save(checkpointer, reports)
-                if stopping or finished or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    if stopping or finished:
-                        self.outer.drain()
+                if finished:
+                    self.outer.drain()
+                # What a run that goes on from a checkpoint would not write again is written before the save.
+                settled = stopping or finished or saving
+                if settled or self.step % config.metrics.log_every == 0 or self.step == 1:
                     reports.open(self.step, self.lr, self.outer.metrics())
-                reports.publish(self.step, all=stopping or finished or saving or self._validation_due())
-                if stopping and not finished:  # whoever sent the signal is waiting
-                    break
-                if self._validation_due():
+                reports.publish(self.step, all=settled or self._validation_due())
+                if self._validation_due() and not stopping:  # whoever sent the signal is waiting
                     self._validate(metrics, reports)
                 if saving:
                     self._save(checkpointer, reports)
+                if stopping:
+                    self.outer.drain()
+                    break
             checkpointer.wait()
             checkpointer.close()
         garbage.close()
@@ -211,7 +214,6 @@ class Trainer:
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def _save(self, checkpointer: Checkpointer, reports: StepReports) -> None:
-        """After the records of all steps up to this one: what a run that goes on from here would not write again."""
         manifest = Manifest(
             step=self.step,
             tokens=self.plan.tokens_at(self.step),
@@ -251,6 +253,8 @@ class Trainer:
         notes = restore(self.start, self.config.checkpoint, self.world, self.model, self.optimizer, self.outer)
         if manifest.data != self._data_identity():
             notes.append("the data are others than before, or in another order: they are read from their beginning")
+        if self.config.model.weights:
+            notes.append("model.weights is for a new run: the checkpoint's own are taken")
         changes = changed_settings(manifest, {key: str(value) for key, value in flat_settings(self.config).items()})
         logger.info(f"goes on from {self.start.checkpoint}: step {manifest.step}, {manifest.tokens:,} tokens")
         for line in [*(f"changed: {change}" for change in changes), *notes]:

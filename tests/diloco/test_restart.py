@@ -15,10 +15,10 @@ from torchtitan_diloco.diloco import Fragments, OuterOptimizer, Overlap, Quantiz
 from torchtitan_diloco.distributed.world import WORKER
 
 
-def _interrupted(wire: Quantization, stop_at: int) -> tuple[list[Any], list[Any]]:
+def _interrupted(wire: Quantization, pattern: Fragments, stop_at: int) -> tuple[list[Any], list[Any]]:
     """A run that is saved at a step and goes on, beside one that starts again from what was saved."""
     world = join(2)
-    chosen = replace(config(2, delay=5), quantization=wire)
+    chosen = replace(config(2, delay=5, name="adam", lr=0.05), quantization=wire, fragments=pattern)
     model = Net()
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), torch.optim.AdamW(model.parameters(), lr=0.02)
     for step in range(1, stop_at + 1):
@@ -64,8 +64,15 @@ def same_state(left: Any, right: Any) -> None:
     [Quantization(), Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)],
     ids=["fp32", "fp4-stochastic-feedback"],
 )
-def test_resumed_is_uninterrupted_bit_for_bit(processes: ProcessPool, wire: Quantization, stop_at: int, in_flight: int) -> None:
-    for went_on, resumed in processes.run(_interrupted, 2, wire, stop_at):
+@pytest.mark.parametrize(
+    "pattern",
+    [Fragments(layers_per_fragment=2), Fragments(pattern="balanced", layers_per_fragment=2)],
+    ids=["whole layers", "split rows"],
+)
+def test_resumed_is_uninterrupted_bit_for_bit(
+    processes: ProcessPool, wire: Quantization, pattern: Fragments, stop_at: int, in_flight: int
+) -> None:
+    for went_on, resumed in processes.run(_interrupted, 2, wire, pattern, stop_at):
         assert went_on[0] == in_flight, "the test is to stop with fragments in flight"
         torch.testing.assert_close(went_on[1], resumed[1], rtol=0, atol=0)
         same_state(went_on[2], resumed[2])

@@ -1,5 +1,6 @@
 """Saves a run while it goes on: copies in the training thread, writing in another, visible when all ranks have finished."""
 
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -66,7 +67,10 @@ class Checkpointer:
     def minutes_have_passed(self) -> bool:
         """By this rank's clock: ranks have to agree before they act on it."""
         minutes = self._config.every_minutes
-        return bool(minutes) and time.monotonic() - self._last_minutes >= 60 * minutes
+        passed = bool(minutes) and time.monotonic() - self._last_minutes >= 60 * minutes
+        if passed:  # it is asked after every step, and the answer comes some steps later
+            self._last_minutes = time.monotonic()
+        return passed
 
     def save(self, manifest: Manifest, *, wait: bool = False) -> float:
         """Every rank calls it after the same step. Returns the seconds that training was held up."""
@@ -106,24 +110,32 @@ class Checkpointer:
         aside = path.with_name(path.name + INCOMPLETE)
         failure = self._by_the_first(lambda: begin(path))
         facts: dict[str, Any] = {}
-        files: dict[str, list[int]] = {}
-        if not failure:
-            try:
-                facts, files = self._write_own(aside, own, outer)
-            except (Exception, CheckpointException) as error:  # (no Exception, that one) the other ranks wait to be told
-                failure = f"{_cause(error)} (rank {self._world.rank})"
-        gathered = self._gather((failure, facts, files))
-        failure = "; ".join(dict.fromkeys(theirs for theirs, _, _ in gathered if theirs))
-        if not failure:
-            first_ranks = gathered[:: self._world.ranks_per_worker]
-            everything = replace(
-                manifest,
-                outer=[theirs for _, theirs, _ in first_ranks if theirs],
-                files={name: known for _, _, written in gathered for name, known in written.items()},
-            )
-            failure = self._by_the_first(lambda: self._finish(aside, path, everything))
+        folders: dict[str, dict[str, Tensor]] = {}
+        written: dict[str, list[int]] = {}
+
+        def collect() -> None:
+            state = {} if outer is None else outer.result()
+            facts.update({key: value for key, value in state.items() if key not in TENSORS})
+            folders.update(self._by_folder(own, state))
+            for name in folders:
+                (aside / name).mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
+            for name, tensors in folders.items():
+                written.update(self._write_folder(aside, name, tensors))
+
+        for task in (collect, write):  # one by one: writing is a collective, into which all go or none
+            failure = failure or self._on_all(task)
+        gathered = self._gather((facts, written))
+        everything = replace(
+            manifest,
+            outer=[theirs for theirs, _ in gathered[:: self._world.ranks_per_worker] if theirs],
+            files={name: known for _, files in gathered for name, known in files.items()},
+        )
+        failure = failure or self._by_the_first(lambda: self._finish(aside, path, everything))
         if self._world.is_first:
             if failure:
+                shutil.rmtree(aside, ignore_errors=True)
                 logger.error(f"checkpoint of step {manifest.step} could not be saved: {failure}; earlier ones are untouched")
             else:
                 megabytes = sum(size for size, _ in everything.files.values()) / 1e6
@@ -131,26 +143,21 @@ class Checkpointer:
                 logger.info(f"checkpoint of step {manifest.step}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
         return failure
 
-    def _write_own(
-        self, aside: Path, own: dict[str, Tensor], outer: "Future[dict[str, Any]] | None"
-    ) -> tuple[dict[str, Any], dict[str, list[int]]]:
-        state = {} if outer is None else outer.result()
+    def _by_folder(self, own: dict[str, Tensor], state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """What this rank takes part in writing."""
         own |= {f"residual/{name}": value for name, value in state.get("residual", {}).items()}
-        files: dict[str, list[int]] = {}
-        if own:
-            files |= self._write_folder(aside, worker_folder(self._world.worker), own)
+        folders = {worker_folder(self._world.worker): own} if own else {}
         if state and self._world.worker == 0:
             shared = {f"outer/{name}": value for name, value in state["outer"].items()}
             shared |= {f"next/{name}": value for name, value in state["next"].items()}
             for number, slot in enumerate(state["slots"]):
                 shared |= {f"slot-{number}/{name}": value for name, value in slot.items()}
-            files |= self._write_folder(aside, SHARED, shared)
-        return {key: value for key, value in state.items() if key not in TENSORS}, files
+            folders[SHARED] = shared
+        return folders
 
     def _write_folder(self, aside: Path, name: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
         """Returns the files this rank wrote. The first rank of the worker writes the index of all."""
         mesh, folder = self._world.host_mesh, aside / name
-        folder.mkdir(parents=True, exist_ok=True)
         group = None if mesh is None else mesh.get_group()
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         with warnings.catch_warnings():  # a single process is what is meant, torch need not say so
@@ -168,17 +175,20 @@ class Checkpointer:
                 "nodes share"
             )
         complete(aside, path, manifest)
-        prune(self._run, keep_latest=self._config.keep_latest, keep_every=self._config.keep_every)
+        prune(self._run, path, keep_latest=self._config.keep_latest, keep_every=self._config.keep_every)
 
     def _by_the_first(self, task: Callable[[], object]) -> str:
         """Rank 0 does it; everybody learns how it went."""
+        return self._on_all(task if self._world.is_first else lambda: None)
+
+    def _on_all(self, task: Callable[[], object]) -> str:
+        """Every rank does it; the failures of all, in words."""
         failure = ""
-        if self._world.is_first:
-            try:
-                task()
-            except OSError as error:
-                failure = _cause(error)
-        return str(self._gather(failure)[0])
+        try:
+            task()
+        except (Exception, CheckpointException) as error:  # (which is no Exception) the other ranks wait to be told
+            failure = f"{_cause(error)} (rank {self._world.rank})"
+        return "; ".join(dict.fromkeys(theirs for theirs in self._gather(failure) if theirs))
 
     def _gather(self, mine: Any) -> list[Any]:
         group = self._world.saving
@@ -197,4 +207,5 @@ def _cause(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    hint = ", which a full disk may cause" if "inline_container" in str(error) else ""
+    return f"{type(error).__name__}: {error}".splitlines()[0] + hint

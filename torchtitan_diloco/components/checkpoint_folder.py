@@ -43,7 +43,25 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        values = asdict(self)
+        return json.dumps(values | {"crc": _crc_of(values)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Manifest":
+        """Raises ValueError on anything else than what to_json() made."""
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is no table")
+        if values.get("version") != VERSION:
+            raise ValueError(f"it is of version {values.get('version')}, and this program reads {VERSION}")
+        crc = values.pop("crc", None)
+        if crc != _crc_of(values):
+            raise ValueError("its CRC-32 differs")
+        return Manifest(**values)
+
+
+def _crc_of(values: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def worker_folder(worker: int) -> str:
@@ -64,9 +82,11 @@ def is_incomplete(path: Path) -> bool:
 
 
 def begin(path: Path) -> Path:
-    """An empty folder to write into, beside the place of the finished one."""
+    """An empty folder to write into, beside the place of the finished one. What earlier saves left unfinished goes: it may be
+    what fills the disk."""
+    for left in path.parent.glob(f"step-*{INCOMPLETE}"):
+        shutil.rmtree(left, ignore_errors=True)
     aside = path.with_name(path.name + INCOMPLETE)
-    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     return aside
 
@@ -78,20 +98,22 @@ def complete(aside: Path, path: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(aside)
+    before = path.with_name(f"{path.name}-before{INCOMPLETE}")
     if path.exists():  # the same step, saved again by a run that was taken back to an earlier one
-        shutil.rmtree(path)
+        path.rename(before)
     aside.rename(path)
     _sync_folder(path.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
-def prune(run: Path, *, keep_latest: int, keep_every: int) -> None:
-    """Deletes what is neither among the latest nor at a step that is kept, and what was never finished."""
-    found = complete_checkpoints(run)
-    for path in found[:-keep_latest]:
-        if not keep_every or step_of(path) % keep_every:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in (run / "checkpoints").glob(f"step-*{INCOMPLETE}"):
-        shutil.rmtree(path, ignore_errors=True)
+def prune(run: Path, newest: Path, *, keep_latest: int, keep_every: int) -> None:
+    """Deletes what is neither among the latest nor at a step that is kept. A folder loses its name first: one that is half
+    deleted is no checkpoint."""
+    for path in complete_checkpoints(run)[:-keep_latest]:
+        if path != newest and (not keep_every or step_of(path) % keep_every):
+            doomed = path.with_name(path.name + INCOMPLETE)
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
@@ -110,16 +132,11 @@ def fingerprint(path: Path) -> list[int]:
 def read_manifest(path: Path) -> Manifest:
     """Raises where `path` is no checkpoint."""
     try:
-        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        return Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is no checkpoint: it has no {MANIFEST}{_offer(path)}") from None
-    except ValueError as error:
-        raise ValueError(f"{path / MANIFEST} is damaged ({error}){_offer(path)}") from None
-    if values.get("version") != VERSION:
-        raise ValueError(
-            f"{path} is of version {values.get('version')}, this program reads {VERSION}: use the one that wrote it"
-        )
-    return Manifest(**values)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path / MANIFEST} cannot be used ({error}){_offer(path)}") from None
 
 
 def damage(path: Path, manifest: Manifest, files: list[str]) -> str:
@@ -142,9 +159,7 @@ def _offer(path: Path) -> str:
     earlier = [other for other in complete_checkpoints(path.parent.parent) if other.name < path.name]
     if not earlier:
         return ": no earlier checkpoint of this run is there"
-    return (
-        f": the one before it is {earlier[-1]}; to start from that, remove the damaged folder, or set checkpoint.resume to it"
-    )
+    return f": the one before it is {earlier[-1]}; to go on from that, remove the damaged folder"
 
 
 def _sync_folder(path: Path) -> None:

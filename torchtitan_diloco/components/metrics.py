@@ -3,12 +3,14 @@
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.tools.run_folder import hold_run_folder
 
 Record = dict[str, float | None]
 
@@ -18,6 +20,8 @@ class MetricsWriter:
 
     def __init__(self, folder: Path | None, config: Metrics, start_step: int = 0) -> None:
         """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back."""
+        self._held = None if folder is None else hold_run_folder(folder)
+        self._told = False
         if folder is not None:
             drop_records_after(folder / "metrics.jsonl", start_step)
         self._file = None if folder is None else (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
@@ -30,7 +34,13 @@ class MetricsWriter:
     def write(self, step: int, record: Record) -> None:
         """A value of None is "not known": null in the file, absent in TensorBoard."""
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **{key: _jsonable(value) for key, value in record.items()}}) + "\n")
+            line = json.dumps({"step": step, **{key: _jsonable(value) for key, value in record.items()}})
+            try:
+                self._file.write(line + "\n")
+            except OSError as error:  # a full disk ends no run: what was saved is there, and space may come back
+                if not self._told:
+                    logger.error(f"metrics.jsonl cannot be written ({error.strerror}); records are lost until it can")
+                self._told = True
         if self._board is not None:
             for key, value in record.items():
                 if value is not None:
@@ -41,7 +51,10 @@ class MetricsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
+        if self._held is not None:
+            self._held.close()
         if self._board is not None:
             self._board.close()
 

@@ -65,7 +65,7 @@ def agree_on_start(world: World, resume: str, run_folder: str) -> Start:
     if not checkpoint:
         return Start(folder)
     text = Path(checkpoint, MANIFEST).read_text(encoding="utf-8") if world.is_first else ""
-    return Start(folder, checkpoint, Manifest(**json.loads(broadcast_text(world, text))))
+    return Start(folder, checkpoint, Manifest.from_json(broadcast_text(world, text)))
 
 
 def find_start(resume: str, run_folder: str) -> tuple[str, str]:
@@ -74,16 +74,17 @@ def find_start(resume: str, run_folder: str) -> tuple[str, str]:
         return "", ""
     if resume == "auto":
         folder = Path(run_folder).expanduser() if run_folder else None
-        if folder is None or not (folder / "metrics.jsonl").exists():
+        if folder is None:
             return "", ""
         found = complete_checkpoints(folder)
-        return str(folder), str(found[-1]) if found else ""
+        begun = bool(found) or (folder / "metrics.jsonl").exists()
+        return str(folder) if begun else "", str(found[-1]) if found else ""
     path = Path(resume).expanduser()
     if (path / MANIFEST).exists():
         return "", str(path)
     found = complete_checkpoints(path)
     if found:
-        own = not run_folder or Path(run_folder).expanduser() == path
+        own = not run_folder or Path(run_folder).expanduser().resolve() == path.resolve()
         return str(path) if own else "", str(found[-1])
     raise ValueError(
         f'checkpoint.resume = "{resume}" is neither "auto" nor "never", and no folder of a checkpoint or of a run with a '

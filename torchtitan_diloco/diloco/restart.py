@@ -4,12 +4,13 @@ Nothing is drained. A fragment under way is saved with what comes back for it, w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.fragments import Part, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -48,22 +49,27 @@ def copy_out(frozen: Frozen, facts: dict[str, Any]) -> Frozen:
         return Frozen(host(frozen.outer), host(frozen.next), slots, host(frozen.residual), frozen.record | facts)
 
 
-def by_name(states: Sequence[OuterState], buffers: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Named:
-    """Flat buffers, one for each fragment, in the shape of the parameters. Parameters of a fragment without one are left
-    out; of a parameter whose rows are in several fragments the missing ones are zeros."""
+def by_name(
+    states: Sequence[OuterState],
+    buffers: Sequence[Tensor | None],
+    mesh: DeviceMesh | None,
+    otherwise: Sequence[Tensor] | None = None,
+) -> Named:
+    """Flat buffers, one for each fragment, in the shape of the parameters. Parameters of a fragment without a buffer are left
+    out; where a parameter's rows are in several fragments, the missing rows are taken from the buffers of `otherwise`."""
     rows: dict[str, dict[int, Tensor]] = {}
-    parts: dict[str, Part] = {}
-    for state, buffer in zip(states, buffers, strict=True):
-        if buffer is not None:
-            for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
-                parts[part.name] = part
+    wanted: dict[str, Part] = {}
+    for index, (state, buffer) in enumerate(zip(states, buffers, strict=True)):
+        source = buffer if buffer is not None else None if otherwise is None else otherwise[index]
+        if source is not None:
+            for part, view in zip(state.fragment.parts, state.views(source), strict=True):
                 rows.setdefault(part.name, {})[part.run] = view
-    named = {}
-    for name, part in parts.items():
-        runs = [replace(part, run=run) for run in range(part.runs)]
-        flat = [rows[name][one.run] if one.run in rows[name] else torch.zeros(one.local().shape) for one in runs]
-        named[name] = shaped_like(part.parameter, torch.cat(flat), mesh)
-    return named
+                if buffer is not None:
+                    wanted[part.name] = part
+    return {
+        name: shaped_like(part.parameter, torch.cat([rows[name][run] for run in range(part.runs)]), mesh)
+        for name, part in wanted.items()
+    }
 
 
 def fill(states: Sequence[OuterState], buffers: Sequence[Tensor], values: Named) -> None:
@@ -75,14 +81,28 @@ def fill(states: Sequence[OuterState], buffers: Sequence[Tensor], values: Named)
 
 
 def layout_of(states: Sequence[OuterState]) -> list[list[list[Any]]]:
-    """For each fragment the name, run and number of runs of its parts."""
-    return [[[part.name, part.run, part.runs] for part in state.fragment.parts] for state in states]
+    """For each fragment its parts: name, run, number of runs, and over how many ranks those are cut: a run is one of the rows
+    on each rank, so with other ranks it is other rows."""
+    return [
+        [[part.name, part.run, part.runs, _ranks(part) if part.runs > 1 else 0] for part in state.fragment.parts]
+        for state in states
+    ]
+
+
+def _ranks(part: Part) -> int:
+    return part.parameter.device_mesh.size(-1) if isinstance(part.parameter, DTensor) else 1
 
 
 def saved_records(states: Sequence[OuterState], saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each fragment as it is now the facts of the saved one that held its first parameter."""
-    records = {name: record for parts, record in zip(saved["layout"], saved["fragments"], strict=True) for name, *_ in parts}
-    return [records[state.fragment.parts[0].name] for state in states]
+    """For each fragment its saved facts; of fragments that did not exist, those of the one that held their first parameter."""
+    records: list[dict[str, Any]] = saved["fragments"]
+    if saved["layout"] == layout_of(states):
+        return records
+    holders: dict[str, dict[str, Any]] = {}
+    for parts, record in zip(saved["layout"], records, strict=True):
+        for name, *_ in parts:
+            holders.setdefault(name, record)
+    return [holders[state.fragment.parts[0].name] for state in states]
 
 
 def check_same_model(states: Sequence[OuterState], outer: Named) -> None:
@@ -101,12 +121,17 @@ def check_same_model(states: Sequence[OuterState], outer: Named) -> None:
 @torch.no_grad()
 def apply_early(states: Sequence[OuterState], saved: dict[str, Any], mixing: Callable[[dict[str, Any]], float]) -> None:
     """What had come back for fragments that no longer exist, or whose turn has changed, becomes the shared copy now, and is
-    merged into the local parameters. Changes saved["outer"]."""
+    merged into the local parameters where it is another. Changes saved["outer"]."""
+    flying = {
+        name: saved["fragments"][index]["in_flight"]
+        for index in saved["in_flight_order"]
+        for name, *_ in saved["layout"][index]
+    }
     parameters = {part.name: part.parameter.detach() for state in states for part in state.fragment.parts}
-    for index in saved["in_flight_order"]:
-        alpha = mixing(saved["fragments"][index]["in_flight"])
-        for name, run, runs in saved["layout"][index]:
-            arrived = local_rows(name, saved["next"][name], run, runs)
-            local_rows(name, saved["outer"][name], run, runs).copy_(arrived)
-            local = local_rows(name, parameters[name], run, runs)
-            local.copy_(alpha * local.float() + (1 - alpha) * arrived.to(local.device))
+    for name, arrived in saved["next"].items():
+        alpha = mixing(flying[name])
+        values = parameters[name], saved["outer"][name], arrived
+        local, shared, following = (local_rows(name, value, 0, 1) for value in values)
+        mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
+        local.copy_(torch.where((shared != following).to(local.device), mixed, local.float()))
+        shared.copy_(following)

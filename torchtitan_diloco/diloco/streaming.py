@@ -295,11 +295,12 @@ class StreamingDiLoCo:
         def named(pick: Callable[[Frozen], Tensor | None]) -> dict[str, Tensor]:
             return by_name(self._states, [pick(copy) for copy in copies], mesh)
 
+        outer = [copy.outer for copy in copies]
         slots = [by_name(self._states, [copy.slots[number] for copy in copies], mesh) for number in range(len(copies[0].slots))]
         return facts | {
             "fragments": [copy.record for copy in copies],
             "outer": named(lambda copy: copy.outer),
-            "next": named(lambda copy: copy.next),
+            "next": by_name(self._states, [copy.next for copy in copies], mesh, otherwise=outer),
             "slots": slots,
             "residual": named(lambda copy: copy.residual),
         }
@@ -312,6 +313,7 @@ class StreamingDiLoCo:
         for flight in self._in_flight.values():
             flight.outcome.exception()
         self._in_flight.clear()
+        self._wait_for_background()
         drop_gathered(self._model)
         notes, before, now = [], saved["settings"], self._restart_settings()
         turns = ("diloco.sync_every", "diloco.overlap.delay")
@@ -348,9 +350,14 @@ class StreamingDiLoCo:
 
     def restart_from_model(self, step: int) -> None:
         """Goes on after so many steps with what the model holds now, which is the same on every worker, as shared copy."""
+        self._wait_for_background()
         self.step_count = step
         for state in self._states:
             state.read_model()
+
+    def _wait_for_background(self) -> None:
+        """A state that is still being copied is that of before."""
+        self._background.submit(lambda: None).result()
 
     def _restart_settings(self) -> dict[str, Any]:
         """What a saved state depends on."""

@@ -12,7 +12,11 @@ from torchtitan_diloco.export.dense import load_safetensors
 @torch.no_grad()
 def load_initial_weights(model: nn.Module, path: str) -> None:
     """Every rank reads the file and keeps its part of it. All parameters have to be there, and nothing else."""
-    given, wanted = load_safetensors(Path(path).expanduser()), dict(model.named_parameters())
+    try:
+        given = load_safetensors(Path(path).expanduser())
+    except ValueError as error:
+        raise ValueError(f'model.weights = "{path}": {error}') from error
+    wanted = dict(model.named_parameters())
     differing = [name for name in {**wanted, **given} if _shape(wanted.get(name)) != _shape(given.get(name))]
     if differing:
         name = differing[0]

@@ -1,14 +1,39 @@
 """The folder that a run writes."""
 
+import fcntl
+import os
+import socket
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
+
+
+def hold_run_folder(path: Path) -> TextIO:
+    """Two runs in one folder would overwrite each other's records and checkpoints. Held until the file is closed, or the
+    process has ended, however that was."""
+    lock = (path / "run.lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip()
+        lock.close()
+        raise ValueError(
+            f"run.folder = {path} is in use by another run ({holder}): wait for its end, or choose another folder"
+        ) from None
+    except OSError:
+        return lock  # a file system without locks
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
 
 
 def create_run_folder(folder: str, name: str, *, goes_on: bool = False) -> Path:
     """Makes the folder of a new run: the one asked for, or one that no other run has even if it starts this second."""
     if folder:
         path = Path(folder).expanduser()
-        if not goes_on and (path / "metrics.jsonl").exists():
+        if not goes_on and ((path / "metrics.jsonl").exists() or (path / "checkpoints").exists()):
             raise ValueError(
                 f"run.folder = {folder} already holds a run: choose another folder, or leave run.folder empty "
                 "to have a new one made"
