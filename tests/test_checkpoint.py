@@ -117,8 +117,8 @@ def same_end(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     ("base", "size", "kills"),
-    [(FP32, 2, (13,)), (FP4, 2, (7, 16)), (FP4, 4, (11, 22))],
-    ids=["fp32", "fp4", "fp4-fsdp"],
+    [(FP32, 2, (7, 16)), (FP4, 4, (13,))],
+    ids=["fp32", "fp4-fsdp"],
 )
 def test_killed_and_started_again_is_uninterrupted(
     text: Path, processes: ProcessPool, base: dict[str, Any], size: int, kills: tuple[int, ...]

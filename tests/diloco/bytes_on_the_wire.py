@@ -20,11 +20,8 @@ from torchtitan_diloco.distributed.world import WORKER, join_world
 NO_NETWORK = 3
 """Exit status where the machine gives no network namespace."""
 VALUES = 4_000_001
-CASES: list[tuple[int, CodecName]] = [
-    (workers, codec)
-    for workers in (2, 3)
-    for codec in ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary")
-]
+CODECS: tuple[CodecName, ...] = ("fp32", "int8", "fp4_e3m0")
+CASES: list[tuple[int, CodecName]] = [(workers, codec) for workers in (2, 3) for codec in CODECS]
 CONFIG = DiLoCoConfig(sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0))
 
 

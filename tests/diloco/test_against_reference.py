@@ -239,9 +239,13 @@ def coded_name(chosen: Quantization) -> str:
 
 
 @pytest.mark.parametrize("chosen", CODED, ids=coded_name)
-@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (5, 0.5)])
-def test_codecs(processes: ProcessPool, chosen: Quantization, delay: int, mixing: float) -> None:
-    check(Case(2, replace(config(2, delay, mixing), quantization=chosen)), processes)
+def test_codecs(processes: ProcessPool, chosen: Quantization) -> None:
+    check(Case(2, replace(config(2, delay=5, mixing=0.5), quantization=chosen)), processes)
+
+
+@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (0, 0.5), (5, 0.0)])
+def test_delay_and_mixing_act_with_four_bits(processes: ProcessPool, delay: int, mixing: float) -> None:
+    check(Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="fp4_e3m0"))), processes)
 
 
 @pytest.mark.parametrize("chosen", CODED, ids=coded_name)
