@@ -129,9 +129,17 @@ def test_the_run_folder_starts_the_same_run_again(text: Path) -> None:
 def test_a_folder_that_holds_a_run_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(settings(text))
     before = (text.parent / "run" / "metrics.jsonl").read_text()
-    assert main(words(settings(text))) == 2
+    assert main(words(settings(text, checkpoint__resume="never"))) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert (text.parent / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_starts_over_keeps_the_records_of_the_one_before(text: Path) -> None:
+    train(settings(text))
+    before = (text.parent / "run" / "metrics.jsonl").read_text()
+    again = train(settings(text))
+    assert (text.parent / "run" / "metrics-1.jsonl").read_text() == before
+    assert len(again) == len(before.splitlines())
 
 
 def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:

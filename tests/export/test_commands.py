@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.processes import ProcessPool
 from tests.test_checkpoint import chosen, flip, last, run, tensors, truncate
 from tests.test_trainer import curve, join, records
 from torchtitan_diloco import generate, validate
-from torchtitan_diloco.components.checkpoint_folder import fingerprint
+from torchtitan_diloco.components.checkpoint_folder import fingerprint, read_manifest
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.loader import config_from_text
@@ -141,10 +142,10 @@ def test_what_the_outer_loop_does_not_hold_is_taken_from_the_first_worker(traine
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save({name: value + 1 for name, value in shared.items()}, checkpoint_id=path / "shared", no_dist=True)
-    manifest = json.loads((path / "manifest.json").read_text())
-    files = {name: known for name, known in manifest["files"].items() if not name.startswith("shared/")}
+    manifest = read_manifest(path)
+    files = {name: known for name, known in manifest.files.items() if not name.startswith("shared/")}
     files |= {f"shared/{file.name}": fingerprint(file) for file in (path / "shared").iterdir()}
-    (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+    (path / "manifest.json").write_text(replace(manifest, files=files).to_json())
     found, own = open_saved(path).tensors, tensors(path)["worker-0/model/norm.weight"]
     assert torch.equal(found["norm.weight"], own)
     assert all(torch.equal(found[name.removeprefix("outer/")], value + 1) for name, value in shared.items())

@@ -1,5 +1,6 @@
 """What a run reports: one record a logged step, written to metrics.jsonl, TensorBoard and the console."""
 
+import itertools
 import json
 import math
 import time
@@ -60,8 +61,15 @@ class MetricsWriter:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """A last line that was cut off goes, too."""
+    """A last line that was cut off goes, too. What a run leaves that starts over is put aside whole."""
     if not path.exists():
+        return
+    if step == 0:
+        number = next(number for number in itertools.count(1) if not path.with_stem(f"metrics-{number}").exists())
+        path.rename(path.with_stem(f"metrics-{number}"))
+        logger.warning(
+            f"{path.parent} holds a run without a checkpoint: starts over, its records are kept in metrics-{number}.jsonl"
+        )
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
