@@ -1,5 +1,6 @@
 """What a wire format must do, and what all of them share: means and error feedback."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -63,7 +64,7 @@ class Codec(Protocol):
         ...
 
 
-class PlainTorch:
+class PlainTorch(ABC):
     """The parts of a codec that need no more than its encode() and decode(), in plain torch."""
 
     is_fp32 = False
@@ -71,11 +72,11 @@ class PlainTorch:
     def __init__(self) -> None:
         self._room = Scratch()
 
-    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None: ...
 
-    def decode(self, payload: Tensor, values: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, payload: Tensor, values: Tensor) -> None: ...
 
     def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START) -> None:
         values.add_(residual)

@@ -5,6 +5,7 @@ bits, then one byte for each block, which is the exponent of the block's scale, 
 defines every bit.
 """
 
+from abc import abstractmethod
 from functools import cached_property
 
 import torch
@@ -142,10 +143,10 @@ class BlockCodec(PlainTorch):
         of_steps = of_steps.masked_fill_(exponents == NOT_FINITE, torch.nan)
         self._unpack(codes, of_steps[:, None], values.view(-1, self._block))
 
+    @abstractmethod
     def _pack(self, values: Tensor, magnitudes: Tensor, codes: Tensor, place: Place) -> None:
         """`magnitudes` are those of the values in steps, from 0 to the top of the grid; they may be overwritten."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unpack(self, codes: Tensor, of_steps: Tensor, blocks: Tensor) -> None:
         """blocks [n / block, block] = grid value of each code, in steps, times `of_steps` [n / block, 1]."""
-        raise NotImplementedError
