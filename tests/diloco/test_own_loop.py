@@ -81,6 +81,7 @@ def test_a_weight_that_is_no_weight(weight: float) -> None:
         ({"quantization": Quantization(codec="fp5")}, "diloco.quantization.codec"),  # type: ignore[arg-type]
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*is 48.* 16, 32, 64, .*: take 32"),
         ({"quantization": Quantization(codec="int8", gather_codec="bf16")}, "diloco.quantization.gather_codec"),
+        ({"quantization": Quantization(codec="bf16", block_size=32)}, "block_size.*is 32, and bf16 has no blocks"),
         ({"quantization": Quantization(rounding="stochastic")}, "diloco.quantization.rounding"),
         ({"quantization": Quantization(error_feedback=True)}, "diloco.quantization.error_feedback"),
         ({"link": Link(drop_probability=5.0)}, "diloco.link.drop_probability"),

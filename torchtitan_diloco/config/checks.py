@@ -56,6 +56,11 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[
             "diloco.quantization.block_size",
             f"is {chosen.block_size}, and the formats have blocks of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
         )
+    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {"fp32", "bf16", "same"}:
+        yield (
+            "diloco.quantization.block_size",
+            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a format of 8 bits or fewer",
+        )
     if chosen.gather_codec != "same" and workers <= 2:
         yield (
             "diloco.quantization.gather_codec",
