@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import print_table, summary
-from torchtitan_diloco.config.schema import Quantization
+from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
 from torchtitan_diloco.diloco.exchange import CODED_PIECE
 from torchtitan_diloco.tools.device import describe_device

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import link
-from torchtitan_diloco.config.schema import Distributed, Link, Quantization
+from torchtitan_diloco.config.diloco_schema import Link, Quantization
+from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 

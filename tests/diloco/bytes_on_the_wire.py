@@ -13,7 +13,8 @@ from torch import nn
 
 from benchmarks import link
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import CodecName, Distributed, Link
+from torchtitan_diloco.config.diloco_schema import CodecName, Link
+from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import WORKER, join_world
 

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import CodecName, Distributed, Link
+from torchtitan_diloco.config.diloco_schema import CodecName, Link
+from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.dither import key_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtitan_diloco.config.checks import BLOCK_SIZES
-from torchtitan_diloco.config.schema import Quantization
+from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Codec, Place, build_codec, build_gather_codec
 
 BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]

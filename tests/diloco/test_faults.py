@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from tests.diloco.test_against_reference import Net, config, inner_step
 from tests.processes import DIED, ProcessPool
-from torchtitan_diloco.config.schema import Distributed, Link
+from torchtitan_diloco.config.diloco_schema import Link
+from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.exchange import WorkerLostError
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header

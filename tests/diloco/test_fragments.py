@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan_diloco.config.schema import Fragments, Model
+from torchtitan_diloco.config.diloco_schema import Fragments
+from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, check_coverage, fragment_table
 from torchtitan_diloco.models.chinchilla.model import Decoder
 

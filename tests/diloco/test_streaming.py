@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.diloco.test_against_reference import Case, Net, Wire, batch, config, full, inner_step
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed, Link
+from torchtitan_diloco.config.diloco_schema import Link
+from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.fragments import build_fragments

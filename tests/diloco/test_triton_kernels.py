@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.config.checks import BLOCK_SIZES
-from torchtitan_diloco.config.schema import Quantization
+from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco import codecs
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Place, build_codec, fused
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec

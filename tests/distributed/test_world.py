@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed, Link
+from torchtitan_diloco.config.diloco_schema import Link
+from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
 from torchtitan_diloco.distributed.reductions import start_max, start_sum, sum_over_ranks
 from torchtitan_diloco.distributed.stop import StopRequest

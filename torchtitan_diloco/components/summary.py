@@ -1,7 +1,7 @@
 """The outer loop in words: a line at the start of a run, a table at its end."""
 
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.config.schema import DiLoCo
+from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.diloco.codecs import describe
 from torchtitan_diloco.tools.logging import logger
 

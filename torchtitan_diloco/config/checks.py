@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from torchtitan_diloco.config.schema import Config, DiLoCo, Quantization
+from torchtitan_diloco.config.diloco_schema import DiLoCo, Quantization
+from torchtitan_diloco.config.schema import Config
 
 HORIZON = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)

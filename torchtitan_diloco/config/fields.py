@@ -37,6 +37,11 @@ class Range:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
 
 
+Positive = Annotated[int, Range(min=1)]
+NotNegative = Annotated[int, Range(min=0)]
+Fraction = Annotated[float, Range(min=0.0, max=1.0)]
+
+
 @dataclass(frozen=True)
 class FieldSpec:
     """One setting: its dotted key, declared type and default."""

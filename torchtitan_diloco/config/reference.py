@@ -1,4 +1,4 @@
-"""The settings in words, taken from the docstrings of schema.py: for `--help`, and for docs/configuration.md."""
+"""The settings in words, taken from the docstrings of the schema: for `--help`, and for docs/configuration.md."""
 
 import ast
 import dataclasses
@@ -24,7 +24,7 @@ usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key VALUE ...] [--print
 INTRODUCTION = """\
 # Configuration
 
-<!-- Generated from the docstrings of torchtitan_diloco/config/schema.py by
+<!-- Generated from the docstrings in torchtitan_diloco/config/ (schema.py, diloco_schema.py) by
      python -m torchtitan_diloco.config > docs/configuration.md -->
 
 A run is described by a TOML file; `./run_train.sh --config 1b` takes `train_configs/1b.toml`. Any setting can be given

@@ -6,11 +6,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_diloco.config.fields import Range
-
-Positive = Annotated[int, Range(min=1)]
-NotNegative = Annotated[int, Range(min=0)]
-Fraction = Annotated[float, Range(min=0.0, max=1.0)]
+from torchtitan_diloco.config.diloco_schema import DiLoCo
+from torchtitan_diloco.config.fields import Fraction, NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -208,112 +205,6 @@ class Distributed:
     train_timeout_seconds: Positive = 300
     """How long a collective inside a worker may take before the run ends with an error. Between workers it is
     `diloco.link.timeout_seconds`."""
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """How the model is cut into the fragments that take turns."""
-
-    pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
-    """`strided`: fragment p holds blocks p, p + P, p + 2P ...; `sequential`: consecutive blocks; `balanced`: blocks and
-    rows of large matrices packed so that all fragments have about the same bytes; `explicit`: see `modules`."""
-    layers_per_fragment: NotNegative = 3
-    """Blocks in one fragment; what is outside the blocks (embedding, head, final norm) is a fragment of its own.
-    0: the whole model is one fragment, which is DiLoCo without streaming."""
-    blocks: str = ""
-    """Name of the module that holds the blocks. Empty: the longest ModuleList."""
-    modules: tuple[tuple[str, ...], ...] = ()
-    """With `explicit`: for each fragment the names of its modules or parameters."""
-
-
-@dataclass(frozen=True)
-class OuterOptimizer:
-    """What turns the workers' mean change into the next shared parameters."""
-
-    name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
-    """`sgd` with lr 1 is plain averaging (FedAvg, Local SGD); `sign_momentum` moves by the sign of the momentum."""
-    lr: Annotated[float, Range(above=0.0)] = 0.4
-    """Peak outer learning rate."""
-    momentum: Annotated[float, Range(min=0.0, below=1.0)] = 0.9
-    """Decay of the momentum; of the first moment with `adam`."""
-    beta2: Annotated[float, Range(min=0.0, below=1.0)] = 0.99
-    """Decay of the second moment with `adam`."""
-    epsilon: Annotated[float, Range(above=0.0)] = 1e-8
-    """Added to the root of the second moment with `adam`."""
-    warmup_rounds: NotNegative = 0
-    """Outer rounds of linear warm-up."""
-    decay: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape of the outer learning rate after the warm-up."""
-    decay_rounds: NotNegative = 0
-    """Outer rounds after which `cosine` and `linear` have reached the floor, warm-up included."""
-    floor: Fraction = 0.0
-    """Outer learning rate at the end of the decay, as a share of the peak."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Training goes on while a fragment is under way."""
-
-    delay: NotNegative = 1
-    """Steps between sending a fragment and applying what came back (tau). 0 waits for it at once."""
-    mixing: Fraction = 0.5
-    """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1 keeps the local."""
-
-
-CodecName = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"]
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """What a fragment looks like on the wire. Sums are always fp32."""
-
-    codec: CodecName = "fp32"
-    """Format of what every worker sends of its own. `fp4_e3m0` is the paper's; docs/wire-formats.md defines all of them."""
-    gather_codec: Literal["same", CodecName] = "same"
-    """Format of the means that go back to all when there are more than two workers. `same`: that of `codec`."""
-    block_size: Positive = 64
-    """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or 1024. A scale is 8 bits."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down by chance, so that the mean of many is right; the same numbers are drawn in every run."""
-    error_feedback: bool = False
-    """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
-    threads: Positive = 1
-    """CPU threads that encode and decode. More of them take cores from training."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """The links between workers."""
-
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of the group between workers: `auto` is NCCL where every process has a GPU of its own, else gloo."""
-    interface: str = ""
-    """Network interface that gloo and NCCL use, such as `eth0`. Empty: what they find."""
-    timeout_seconds: Positive = 600
-    """A worker that is silent for longer ends the run on all workers."""
-    drop_probability: Annotated[float, Range(min=0.0, below=1.0)] = 0.0
-    """Chance that a worker is left out of the mean of a round, to study lossy links: it keeps its own parameters."""
-    outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Where shared parameters and outer momentum live: host memory (pinned under CUDA) or the accelerator's. `auto` is
-    host memory with gloo, the accelerator's with NCCL."""
-
-
-@dataclass(frozen=True)
-class DiLoCo:
-    """How workers are kept together."""
-
-    method: Literal["streaming", "none"] = "streaming"
-    """`streaming`: workers train on their own and exchange fragments (Streaming DiLoCo; DiLoCo and Local SGD are
-    settings of it). `none`: data parallelism, gradients are averaged over all workers at every step (HSDP)."""
-    workers: Positive = 1
-    """Number of workers (islands)."""
-    sync_every: Positive = 100
-    """Inner steps between two exchanges of the same fragment (H)."""
-    fragments: Fragments = field(default_factory=Fragments)
-    outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
-    overlap: Overlap = field(default_factory=Overlap)
-    quantization: Quantization = field(default_factory=Quantization)
-    link: Link = field(default_factory=Link)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
+from torchtitan_diloco.config.diloco_schema import DiLoCo, Link
 from torchtitan_diloco.config.fields import flat_settings, section_mistakes
-from torchtitan_diloco.config.schema import DiLoCo, Link
 from torchtitan_diloco.diloco.codecs.fused import kernels_name
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.distributed.agreement import code_fingerprint, find_differences

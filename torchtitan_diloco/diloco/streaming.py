@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.config.schema import DiLoCo as DiLoCoConfig
+from torchtitan_diloco.config.diloco_schema import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.dither import key_of

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.config.schema import Distributed, Link
+from torchtitan_diloco.config.diloco_schema import Link
+from torchtitan_diloco.config.schema import Distributed
 
 WORKER, FSDP = "worker", "fsdp"
 SAVING_TIMEOUT = 7200

@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from torchtitan_diloco.config.schema import CodecName, Quantization
+from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
 from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Place
 from torchtitan_diloco.diloco.codecs.integer import Int8Codec
 from torchtitan_diloco.diloco.codecs.minifloat import MiniFloatCodec
