@@ -10,9 +10,11 @@ then the delta in chunks, several of which are under way while others are encode
 on in pieces that stay in cache, and fp32 is sent from where it lies: the passes over memory are what a sync costs.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -26,6 +28,7 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import UNIT, Codec, Place
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
+from torchtitan_diloco.diloco.round import Traffic
 
 CHUNK = 16 * BLOCK
 """Values in one message (2 MB in fp32)."""
@@ -49,21 +52,19 @@ class WorkerLostError(RuntimeError):
 
 
 @dataclass
-class Traffic:
-    """What the buffers that were really sent and received add up to, and where the time went."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    coding_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    """Of the exchange thread for other workers' messages."""
-
-
-@dataclass
 class _Messages:
-    """What is under way for one chunk: (other worker, send to it or receive from it)."""
+    """What is under way for one chunk, by other worker."""
 
-    works: list[tuple[int, dist.Work]] = field(default_factory=list)
+    received: list[tuple[int, dist.Work]] = field(default_factory=list)
+    sent: list[tuple[int, dist.Work]] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes that come from a worker."""
+    arrivals: "dict[int, Future[float]]" = field(default_factory=dict)
+    """When they came, told by the threads that look after one worker each."""
+
+    def of(self, worker: int) -> list[dist.Work]:
+        """What is received stands first: how long it took must not depend on what this worker sends."""
+        return [work for other, work in self.received + self.sent if other == worker]
 
 
 class Exchange:
@@ -82,7 +83,7 @@ class Exchange:
         """`gather_codec` encodes the means that go back with more than two workers; `largest`: values of a fragment."""
         self.workers, self.me = group.size(), group.rank()
         assert self.workers > 1
-        self.traffic = Traffic()
+        self._traffic = Traffic()
         self._failure: Exception | None = None
         self._group, self._codec, self._gather_codec = group, codec, gather_codec
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -109,11 +110,13 @@ class Exchange:
         self._piece = self._chunk
         if device.type == "cpu":
             self._piece = BLOCK if codec.is_fp32 else CODED_PIECE
+        self._before = torch.zeros(min(self._piece, self._chunk), dtype=torch.float32, device=device)
+        self._dot = torch.zeros((), dtype=torch.float64, device=device)
 
     def average(
         self, delta: Tensor, header: Header, residual: Tensor | None = None, keys: tuple[int, int] = (0, 0)
-    ) -> list[Header]:
-        """Turns `delta` into the mean over workers and returns everybody's header. With all weights 0 it becomes 0.
+    ) -> tuple[list[Header], Traffic]:
+        """Turns `delta` into the mean over workers, or into 0 if all weigh 0; returns everybody's header and what it took.
         After a failure there is no other exchange on this group: messages of the failed one may still be under way.
 
         `residual`: what encoding lost of this fragment so far; it is sent along, and becomes what is lost now. `keys`: of the
@@ -122,8 +125,11 @@ class Exchange:
             raise self._failure
         if not header.weight:
             residual = None  # nobody takes anything of this delta, so nothing of the residual is sent either
+        self._traffic, self._dot = Traffic(), self._dot.zero_()
         try:
-            return self._average(delta, header, residual, *keys)
+            headers = self._average(delta, header, residual, *keys)
+            self._traffic.dot = self._dot.item()
+            return headers, self._traffic
         except Exception as error:
             self._failure = error
             raise
@@ -144,7 +150,10 @@ class Exchange:
             if 0 <= step - middle < len(chunks):
                 number = step - middle
                 headers = headers or self._read_headers(greetings, header)
-                self._wait(first_hop.pop(number))
+                messages = first_hop.pop(number)
+                moments = self._wait(messages)
+                if number <= middle:  # later ones wait for what has to be worked on before
+                    self._traffic.note_arrivals(messages.sizes, moments)
                 if self.workers == 2:
                     self._average_slice(number, headers, chunks[number], out=chunks[number])
                 else:
@@ -155,19 +164,18 @@ class Exchange:
                 self._collect_means(number, chunks[number])
         return headers
 
-    def take_traffic(self) -> Traffic:
-        """What has been exchanged since the last call."""
-        taken, self.traffic = self.traffic, Traffic()
-        return taken
-
     # --- headers ---------------------------------------------------------------------------------------------------
 
     def _send_header(self, header: Header) -> _Messages:
         mine = self._headers[self.me].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
-        return self._post([(worker, mine, self._headers[worker]) for worker in self._others])
+        self._traffic.arrived = time.perf_counter()
+        messages = self._post([(worker, mine, self._headers[worker]) for worker in self._others])
+        if not messages.arrivals:  # the moment is to be known while this thread is encoding
+            self._watch(messages)
+        return messages
 
     def _read_headers(self, greetings: _Messages, header: Header) -> list[Header]:
-        self._wait(greetings)
+        self._traffic.heard = self._wait(greetings)
         headers = [
             header if worker == self.me else Header.unpack(received.cpu().numpy().tobytes())
             for worker, received in self._headers.items()
@@ -232,7 +240,8 @@ class Exchange:
                     self._codec.encode(values, encoded, where)
                 else:
                     self._codec.encode_with_feedback(values, left, encoded, where)
-        self.traffic.coding_seconds += time.perf_counter() - started
+        self._traffic.encoded = time.perf_counter()
+        self._traffic.encoding_seconds += self._traffic.encoded - started
         own = self._slice(chunk, self.me).numel()
         return self._post(
             [(worker, self._encoded_slice(slot, chunk, worker), self._received(slot, worker, own)) for worker in self._others]
@@ -240,7 +249,7 @@ class Exchange:
 
     def _average_slice(self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor) -> None:
         """The weighted mean of this worker's slice, in the order of the workers. A worker of weight 0 is passed over:
-        its values may be anything."""
+        its values may be anything. `out` is the chunk itself with two workers."""
         started = time.perf_counter()
         slot = number % self._window
         heard = [(worker, header.weight) for worker, header in enumerate(headers) if header.weight > 0]
@@ -252,10 +261,19 @@ class Exchange:
             piece_bytes = self._codec.wire_bytes(self._piece)
             cut = [payload.split(piece_bytes) for payload in payloads]
             for piece, *encoded in zip(out.split(self._piece), *cut, strict=True):
-                self._codec.average(encoded, [weight for _, weight in heard], piece)
+                with self._compared(piece) if self.workers == 2 else nullcontext():
+                    self._codec.average(encoded, [weight for _, weight in heard], piece)
         else:
             out.zero_()
-        self.traffic.coding_seconds += time.perf_counter() - started
+        self._traffic.decoding_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def _compared(self, piece: Tensor) -> Iterator[None]:
+        """Around what puts the mean in the place of this worker's delta: adds up their scalar product. On a CPU both are in
+        cache at this moment, which spares a pass over memory."""
+        before = self._before[: piece.numel()].copy_(piece)
+        yield
+        self._dot += torch.dot(before, piece)
 
     # --- second hop: the means -------------------------------------------------------------------------------------
 
@@ -268,7 +286,7 @@ class Exchange:
         encoded = self._mean_of(slot, chunk, self.me)
         for values, payload, where in self._pieces(self._gather_codec, mean, encoded, place.after(start)):
             self._gather_codec.encode(values, payload, where)
-        self.traffic.coding_seconds += time.perf_counter() - started
+        self._traffic.encoding_seconds += time.perf_counter() - started
         return self._post([(worker, encoded, self._mean_of(slot, chunk, worker)) for worker in self._others])
 
     def _collect_means(self, number: int, chunk: Tensor) -> None:
@@ -277,33 +295,40 @@ class Exchange:
         for worker in range(self.workers):
             mean = self._mean_of(slot, chunk, worker)
             for values, payload, _ in self._pieces(self._gather_codec, self._slice(chunk, worker), mean, Place()):
-                self._gather_codec.decode(payload, values)
-        self.traffic.coding_seconds += time.perf_counter() - started
+                with self._compared(values):
+                    self._gather_codec.decode(payload, values)
+        self._traffic.decoding_seconds += time.perf_counter() - started
 
     # --- messages --------------------------------------------------------------------------------------------------
 
     def _post(self, pairs: list[tuple[int, Tensor, Tensor]]) -> _Messages:
         """(other worker, what it gets, where what it sends goes); an empty message is not sent."""
         operations: list[dist.P2POp] = []
-        others: list[int] = []
+        messages = _Messages()
+        places: list[tuple[list[tuple[int, dist.Work]], int]] = []
         for worker, sent, received in pairs:
             if sent.numel():
                 operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=worker))
-                others.append(worker)
+                places.append((messages.sent, worker))
             if received.numel():
                 operations.append(dist.P2POp(dist.irecv, self._room_for(received), group=self._group, group_peer=worker))
-                others.append(worker)
-            self.traffic.bytes_sent += sent.numel()
-            self.traffic.bytes_received += received.numel()
+                places.append((messages.received, worker))
+                messages.sizes[worker] = received.numel()
+            self._traffic.bytes_sent += sent.numel()
+            self._traffic.bytes_received += received.numel()
         if not operations:
-            return _Messages()
+            return messages
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise WorkerLostError(sorted(set(others)), _first_line(error)) from error
+            raise WorkerLostError(sorted({worker for _, worker in places}), _first_line(error)) from error
         if len(works) == 1:  # NCCL makes one work of a batch
-            works = works * len(others)
-        return _Messages(list(zip(others, works, strict=True)))
+            works = works * len(places)
+        for (kept, worker), work in zip(places, works, strict=True):
+            kept.append((worker, work))
+        if self.workers > 2:
+            self._watch(messages)
+        return messages
 
     def _room_for(self, message: Tensor) -> Tensor:
         """All of the message's buffer. A worker with another schedule may send a larger message than is expected:
@@ -312,26 +337,36 @@ class Exchange:
             return message
         return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
 
-    def _wait(self, messages: _Messages) -> None:
-        """Returns when all have arrived; raises with the worker that failed first."""
-        started = time.perf_counter()
-        if len(self._others) == 1:
-            self._wait_for(self._others[0], messages.works)
-        else:  # for all at the same time: the first to fail is the one to blame, the others leave because of it
-            waits = []
-            for worker in self._others:
-                works = [pair for pair in messages.works if pair[0] == worker]
-                waits.append(self._waiters[worker].submit(partial(self._wait_for, worker, works)))
-            for finished in as_completed(waits):
-                finished.result()
-        self.traffic.waiting_seconds += time.perf_counter() - started
+    def _watch(self, messages: _Messages) -> None:
+        """From now on threads wait for these, one thread for each worker."""
+        for worker in self._others:
+            waiting = partial(self._wait_for, worker, messages.of(worker))
+            messages.arrivals[worker] = self._waiters[worker].submit(waiting)
 
-    def _wait_for(self, worker: int, works: list[tuple[int, dist.Work]]) -> None:
-        for _, work in works:
+    def _wait(self, messages: _Messages) -> dict[int, float]:
+        """Returns when all have arrived, with the moment of each; raises with the worker that failed first."""
+        started = time.perf_counter()
+        if messages.arrivals:
+            for finished in as_completed(messages.arrivals.values()):  # the others leave because of the first that fails
+                finished.result()
+            moments = {worker: arrival.result() for worker, arrival in messages.arrivals.items()}
+        else:
+            moments = {worker: self._wait_for(worker, messages.of(worker)) for worker in self._others}
+        self._traffic.received = time.perf_counter()
+        self._traffic.waiting_seconds += self._traffic.received - started
+        return moments
+
+    def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
+        """When the first of these was there."""
+        first = math.nan
+        for number, work in enumerate(works):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise WorkerLostError([worker], _first_line(error)) from error
+            if number == 0:
+                first = time.perf_counter()
+        return first
 
 
 def _first_line(error: Exception) -> str:

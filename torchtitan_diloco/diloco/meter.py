@@ -1,29 +1,62 @@
 """Where the time of the outer loop goes, between two reports."""
 
-from dataclasses import dataclass
+import math
+from collections import deque
 
-from torchtitan_diloco.diloco.exchange import Traffic
+from torchtitan_diloco.diloco.round import Round
+
+KEPT = 256
+"""Rounds that wait to be asked for."""
 
 
-@dataclass
 class Meter:
-    sending_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    merging_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    fragments: int = 0
-    participants: int = 0
+    def __init__(self, rounds: "deque[Round] | None" = None) -> None:
+        """`rounds`: those that nobody has asked for yet."""
+        self.rounds: deque[Round] = deque(maxlen=KEPT) if rounds is None else rounds
+        self._sums = dict.fromkeys(NAMES, 0.0)
 
-    def metrics(self, traffic: Traffic) -> dict[str, float]:
+    def sent(self, facts: Round) -> None:
+        self._sums["diloco/exposed_seconds"] += facts.taking_seconds
+
+    def exchanged(self, facts: Round) -> None:
+        """What the background has done for a fragment; counted once, when it is known to be done. Nothing is known of a round
+        whose result came out of a checkpoint."""
+        if facts.counted or math.isnan(facts.exchange_seconds):
+            return
+        facts.counted = True
+        traffic = facts.traffic
+        self._sums["diloco/exchange_seconds"] += facts.exchange_seconds
+        self._sums["diloco/coding_seconds"] += traffic.encoding_seconds + traffic.decoding_seconds
+        self._sums["diloco/transfer_waiting_seconds"] += traffic.waiting_seconds
+        self._sums["diloco/sent_bytes"] += traffic.bytes_sent
+        self._sums["diloco/received_bytes"] += traffic.bytes_received
+
+    def applied(self, facts: Round) -> None:
+        self.exchanged(facts)
+        self._sums["diloco/exposed_seconds"] += facts.waiting_seconds + facts.merging_seconds
+        self._sums["diloco/exposed_waiting_seconds"] += facts.waiting_seconds
+        self._sums["diloco/participants"] += facts.participants
+        self._sums["diloco/fragments_applied"] += 1
+        self.rounds.append(facts)
+
+    def metrics(self, in_flight: int) -> dict[str, float]:
         """`exposed` is what the training thread spent or waited; `exchange` went on in the background meanwhile."""
-        return {
-            "diloco/fragments_applied": float(self.fragments),
-            "diloco/participants": float(self.participants),
-            "diloco/exposed_seconds": self.sending_seconds + self.waiting_seconds + self.merging_seconds,
-            "diloco/exposed_waiting_seconds": self.waiting_seconds,
-            "diloco/exchange_seconds": self.exchange_seconds,
-            "diloco/coding_seconds": traffic.coding_seconds,
-            "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
-            "diloco/sent_bytes": float(traffic.bytes_sent),
-            "diloco/received_bytes": float(traffic.bytes_received),
-        }
+        return self._sums | {"diloco/fragments_in_flight": float(in_flight)}
+
+    def take_rounds(self) -> list[Round]:
+        taken = list(self.rounds)
+        self.rounds.clear()
+        return taken
+
+
+NAMES = (
+    "diloco/fragments_applied",
+    "diloco/participants",
+    "diloco/exposed_seconds",
+    "diloco/exposed_waiting_seconds",
+    "diloco/exchange_seconds",
+    "diloco/coding_seconds",
+    "diloco/transfer_waiting_seconds",
+    "diloco/sent_bytes",
+    "diloco/received_bytes",
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan_diloco.config.diloco_schema import OuterOptimizer
 from torchtitan_diloco.diloco.checksum import checksum
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS, outer_update
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, outer_update
 
 
 class OuterState:
@@ -81,16 +81,20 @@ class OuterState:
             self._taken.record()
 
     @torch.no_grad()
-    def apply(self, mixing: float) -> None:
-        """Takes over the next shared copy and merges it: local = mixing * local + (1 - mixing) * shared."""
+    def apply(self, mixing: float) -> Tensor:
+        """Takes over the next shared copy and merges it: local = mixing * local + (1 - mixing) * shared. Returns how far apart
+        the two were before (a norm, on the model's device: reading it may have to wait for that device)."""
         self.outer, self.delta = self.delta, self.outer
         source, scratch = self.outer, self.delta
         if self._staging is not None:
             source = scratch = self._staging
             self._staging = None
-        if mixing == 1.0:
-            return
+        apart = []
+        distinct = source is not scratch  # staged values lie in one buffer only
         for local, shared, free in zip(self._locals(), self.views(source), self.views(scratch), strict=True):
+            apart.append(torch.linalg.vector_norm(torch.sub(local, shared, out=free if distinct else None)))
+            if mixing == 1.0:
+                continue
             if mixing == 0.0:
                 local.copy_(shared)
             elif local.dtype == torch.float32:
@@ -99,6 +103,7 @@ class OuterState:
                 torch.mul(shared, 1 - mixing, out=free)
                 free.add_(local, alpha=mixing)
                 local.copy_(free)
+        return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.zeros(())
 
     # --- in the background -----------------------------------------------------------------------------------------
 
@@ -151,6 +156,13 @@ class OuterState:
         self.rounds = rounds
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
+
+    def change_square(self) -> float:
+        """Square of the norm of what the outer step has changed."""
+        total = torch.zeros((), dtype=torch.float64, device=self.outer.device)
+        for now, before in zip(self.delta.split(BLOCK), self.outer.split(BLOCK), strict=True):
+            total += torch.dist(now, before).square()
+        return float(total)
 
     @property
     def bytes(self) -> int:

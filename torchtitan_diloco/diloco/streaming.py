@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.config.diloco_schema import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.background_round import BackgroundRound, Outcome
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
-from torchtitan_diloco.diloco.codecs.dither import key_of
 from torchtitan_diloco.diloco.drops import is_dropped
-from torchtitan_diloco.diloco.exchange import Exchange, Traffic, WorkerLostError
+from torchtitan_diloco.diloco.exchange import Exchange, WorkerLostError
 from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table
 from torchtitan_diloco.diloco.header import DROPPED, NOT_FINITE, Header
 from torchtitan_diloco.diloco.meter import Meter
@@ -44,26 +44,15 @@ from torchtitan_diloco.diloco.restart import (
     layout_of,
     saved_records,
 )
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.diloco.shared_model import drop_gathered, lend_shared_parameters, shared_state_dict
 from torchtitan_diloco.diloco.startup import agree_on_run, broadcast_from_first, check_settings, pick_state_device
-from torchtitan_diloco.tools.logging import logger
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the background made of one exchange."""
-
-    participants: int
-    """Workers whose delta went into the mean."""
-    flags: int
-    """This worker's own."""
-    seconds: float
 
 
 @dataclass
 class _InFlight:
-    step: int
+    facts: Round
     outcome: "Future[Outcome]"
 
 
@@ -91,7 +80,7 @@ class StreamingDiLoCo:
         self.workers = 1 if group is None else group.size()
         self.worker = 0 if group is None else group.rank()
         self.step_count = 0
-        self._model, self._seed, self._shard_group = model, seed, shard_group
+        self._model, self._seed = model, seed
         self._mixing = config.overlap.mixing
         self._weights = [0.0] * len(self.fragments)
         self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
@@ -100,9 +89,9 @@ class StreamingDiLoCo:
         device = pick_state_device(group, self.fragments, config.link)
         feedback = config.quantization.error_feedback
         self._states = [OuterState(fragment, config.outer_optimizer, device, feedback) for fragment in self.fragments]
-        self._exchange: Exchange | None = None
+        exchange = None
         if group is not None and self.workers > 1:
-            self._exchange = Exchange(
+            exchange = Exchange(
                 group,
                 build_codec(config.quantization),
                 build_gather_codec(config.quantization),
@@ -110,6 +99,7 @@ class StreamingDiLoCo:
                 device=device,
                 timeout_seconds=config.link.timeout_seconds,
             )
+        self._round = BackgroundRound(exchange, self.worker, seed, shard_group)
         self._in_flight: dict[int, _InFlight] = {}
         self._background = BackgroundThread("diloco-exchange")
         self._background.submit(partial(torch.set_num_threads, config.quantization.threads))  # of that thread alone
@@ -147,16 +137,14 @@ class StreamingDiLoCo:
         self._background.close(timeout)
 
     def _send(self, index: int) -> None:
-        started = time.perf_counter()
         state = self._states[index]
+        outer_round = self.schedule.outer_round(index, self.step_count)
+        facts = Round(index, outer_round, self.step_count, state.values, due=time.perf_counter())
         check_identity(self._model, state.fragment)
         state.take_delta()
-        outer_round = self.schedule.outer_round(index, self.step_count)
-        flags = 0
-        if is_dropped(self.config.link.drop_probability, self._seed, self.worker, index, outer_round):
-            flags |= DROPPED
+        dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, index, outer_round)
         header = Header(
-            flags=flags,
+            flags=DROPPED if dropped else 0,
             run=self._run,
             fragment=index,
             outer_round=outer_round,
@@ -165,63 +153,22 @@ class StreamingDiLoCo:
             checksum=state.checksum,
         )
         self._weights[index] = 0.0
-        self._in_flight[index] = _InFlight(self.step_count, self._background.submit(partial(self._run_exchange, state, header)))
-        self._meter.sending_seconds += time.perf_counter() - started
-
-    def _run_exchange(self, state: OuterState, header: Header) -> Outcome:
-        """In the background: delta -> mean over workers -> next shared parameters."""
-        started = time.perf_counter()
-        with state.background():
-            state.finish_delta()
-            flags = header.flags if self._is_finite(state) else header.flags | NOT_FINITE
-            header = replace(header, flags=flags, weight=0.0 if flags else header.weight)
-            headers = [header] if self._exchange is None else self._average(state, header)
-            participants = sum(one.weight > 0 for one in headers)
-            if participants:
-                state.advance()
-            else:
-                state.keep()
-        for worker, other in enumerate(headers):
-            if other.flags & NOT_FINITE:
-                logger.warning(
-                    f"fragment {header.fragment}, outer round {header.outer_round}: the parameters of worker {worker} are "
-                    f"not finite after its step {other.step}; it is left out of this round and takes the shared ones"
-                )
-        return Outcome(participants, flags, time.perf_counter() - started)
-
-    def _average(self, state: OuterState, header: Header) -> list[Header]:
-        assert self._exchange is not None
-        shard = 0 if self._shard_group is None else self._shard_group.rank()
-        where = self._seed, shard, header.fragment, header.outer_round
-        if state.residual is not None and not math.isfinite(float(torch.linalg.vector_norm(state.residual))):
-            logger.warning(f"fragment {header.fragment}: what encoding has lost is not finite any more; it is forgotten")
-            state.residual.zero_()
-        keys = key_of(*where, self.worker), key_of(*where, "mean")
-        return self._exchange.average(state.delta, header, state.residual, keys)
-
-    def _is_finite(self, state: OuterState) -> bool:
-        """Of the whole delta of this worker: a shard alone does not know of the others."""
-        norm = state.norm_of_delta()
-        if self._shard_group is None or self._shard_group.size() == 1:
-            return math.isfinite(norm)
-        bad = torch.tensor([int(not math.isfinite(norm))])
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
-        return not bad.item()
+        self._in_flight[index] = _InFlight(facts, self._background.submit(partial(self._round, state, header, facts)))
+        facts.taken = time.perf_counter()
+        self._meter.sent(facts)
 
     def _apply_all(self, fragments: list[int]) -> None:
         for index in fragments:
             flight = self._in_flight.pop(index, None)
             if flight is None:
                 continue  # applied early by drain()
-            started = time.perf_counter()
+            facts = flight.facts
+            facts.applied_step, facts.asked = self.step_count, time.perf_counter()
             outcome = self._result(index, flight)
-            arrived = time.perf_counter()
-            self._states[index].apply(self._mixing_for(outcome))
-            self._meter.waiting_seconds += arrived - started
-            self._meter.merging_seconds += time.perf_counter() - arrived
-            self._meter.exchange_seconds += outcome.seconds
-            self._meter.participants += outcome.participants
-            self._meter.fragments += 1
+            facts.fetched = time.perf_counter()
+            facts.drift = self._states[index].apply(self._mixing_for(outcome))
+            facts.applied = time.perf_counter()
+            self._meter.applied(facts)
 
     def _mixing_for(self, outcome: Outcome) -> float:
         """Parameters that are not finite are no use to mix with; a dropped worker keeps its own."""
@@ -239,7 +186,7 @@ class StreamingDiLoCo:
         try:
             return flight.outcome.result()
         except WorkerLostError as error:
-            where = f"fragment {index} ({self.fragments[index].name}), sent after step {flight.step}"
+            where = f"fragment {index} ({self.fragments[index].name}), sent after step {flight.facts.sent_step}"
             raise WorkerLostError(
                 error.workers, f"{error.reason}; seen by worker {self.worker} in the exchange of {where}"
             ) from error
@@ -269,7 +216,7 @@ class StreamingDiLoCo:
         frozen = []
         for index, state in enumerate(self._states):
             flight = self._in_flight.get(index)
-            record = {"weight": self._weights[index], "in_flight": None if flight is None else {"step": flight.step}}
+            record = {"weight": self._weights[index], "in_flight": None if flight is None else {"step": flight.facts.sent_step}}
             frozen.append(freeze(state, record, in_flight=flight is not None))
         outcomes = {index: flight.outcome for index, flight in self._in_flight.items()}
         facts = {
@@ -345,7 +292,9 @@ class StreamingDiLoCo:
             record = saved["fragments"][index]["in_flight"]
             future: Future[Outcome] = Future()
             future.set_result(_outcome(record))
-            self._in_flight[index] = _InFlight(record["step"], future)
+            outer_round = self.schedule.outer_round(index, record["step"])
+            facts = Round(index, outer_round, record["step"], self._states[index].values, participants=record["participants"])
+            self._in_flight[index] = _InFlight(facts, future)
         return notes
 
     def restart_from_model(self, step: int) -> None:
@@ -372,8 +321,15 @@ class StreamingDiLoCo:
     def metrics(self) -> dict[str, float]:
         """Since the last call. Seconds and bytes are this rank's; `exposed` is what the training thread spent or waited,
         `exchange` what went on in the background meanwhile."""
-        meter, self._meter = self._meter, Meter()
-        return meter.metrics(Traffic() if self._exchange is None else self._exchange.take_traffic())
+        for flight in self._in_flight.values():
+            if flight.outcome.done():
+                self._meter.exchanged(flight.facts)
+        meter, self._meter = self._meter, Meter(self._meter.rounds)
+        return meter.metrics(len(self._in_flight))
+
+    def rounds(self) -> list[Round]:
+        """The rounds that were applied since the last call, the latest 256 at most: how each fragment fared."""
+        return self._meter.take_rounds()
 
     @property
     def state_bytes(self) -> int:
@@ -386,7 +342,7 @@ class StreamingDiLoCo:
 
 
 def _outcome(record: dict[str, Any]) -> Outcome:
-    return Outcome(record["participants"], record["flags"], seconds=0.0)
+    return Outcome(record["participants"], record["flags"])
 
 
 def _close(reference: "weakref.ref[StreamingDiLoCo]") -> None:
