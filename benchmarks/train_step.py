@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.components.metrics import MetricsWriter
 from torchtitan_diloco.components.reports import StepReports
+from torchtitan_diloco.components.step_time import TimedIterator
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.distributed.world import join_world
@@ -62,17 +63,18 @@ def main() -> None:
     assert config is not None
     world = join_world(config.distributed, config.diloco.link, device=config.run.device, workers=1, fsdp=0)
     trainer = Trainer(config, world)
-    bare, batches = bare_steps(trainer, config), iter(trainer.loader)
+    bare, batches = bare_steps(trainer, config), TimedIterator(iter(trainer.loader))
     flops = trainer.model.flops_per_token(config.training.sequence_length)
     logger.setLevel("ERROR")
     with MetricsWriter(None, config.metrics) as metrics:
-        reports = StepReports(world, trainer.plan, flops, metrics, lag=1)
+        reports = StepReports(world, trainer.plan, flops, metrics, lag=1, outer=trainer.outer, behind={})
 
         def ours() -> None:
             """A step of the run with its report, as often as a run writes one."""
-            reports.step_done(trainer.train_step(batches))
+            reports.step_begins()
+            reports.step_done(trainer.train_step(batches), batches.take_seconds())
             if trainer.step % config.metrics.log_every == 0:
-                reports.open(trainer.step, trainer.lr, {})
+                reports.open(trainer.step, trainer.lr)
             reports.publish(trainer.step)
 
         for step in (ours, lambda: bare(batches)):  # warm-up

@@ -1,5 +1,5 @@
-"""Who may import whom: tools <- config <- {distributed, models, data} <- diloco <- components <- saved_model
-<- {export, generation} <- trainer <- {train, launch, generate, validate}."""
+"""Who may import whom: tools <- pictures <- config <- {distributed, models, data} <- diloco <- components <- saved_model
+<- {export, generation} <- trainer <- {train, launch, generate, validate, report, plan}."""
 
 import ast
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.conftest import REPOSITORY
 PACKAGE = REPOSITORY / "torchtitan_diloco"
 LAYERS = [
     {"tools"},
+    {"pictures"},
     {"config"},
     {"distributed", "models", "data"},
     {"diloco"},
@@ -18,7 +19,7 @@ LAYERS = [
     {"saved_model"},
     {"export", "generation"},
     {"trainer"},
-    {"train", "launch", "generate", "validate"},
+    {"train", "launch", "generate", "validate", "report", "plan"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -1,7 +1,6 @@
 """Builds the parts of a run and holds its loop. The one place that sees the whole configuration."""
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,14 +16,15 @@ from torchtitan_diloco.components.checkpoint_folder import Manifest
 from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.metrics import MetricsWriter, Record, format_duration
+from torchtitan_diloco.components.metrics import MetricsWriter, format_duration
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
+from torchtitan_diloco.components.step_time import TimedIterator
 from torchtitan_diloco.components.summary import log_summary, outer_line, wire_line
-from torchtitan_diloco.components.validation import ValidationResult, validate
+from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.config.toml_writer import to_toml
@@ -94,13 +94,11 @@ class Trainer:
             processes=config.data.loader_processes,
             start=self._position(),
         )
-        self.validation_batches = self._validation_batches()
         self.step = self.start.step
-        behind = {} if self.start.manifest is None else self.start.manifest.run
-        self.skipped_in_a_row: int = behind.get("skipped_in_a_row", 0)
-        validated = behind.get("validated")
-        self.validated: tuple[int, float] | None = None if validated is None else (validated[0], validated[1])
-        """The step of the last validation and its loss."""
+        self.behind = {} if self.start.manifest is None else self.start.manifest.run
+        """What a run that goes on has behind it."""
+        self.skipped_in_a_row: int = self.behind.get("skipped_in_a_row", 0)
+        self.validator = self._validator()
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -112,28 +110,20 @@ class Trainer:
         self._take_up()
         lag = 1 if config.diloco.method == "none" else max(STEPS_APART, config.diloco.overlap.delay)
         garbage = GarbageControl(config.run.garbage_collect_every)
-        batches = iter(self.loader)
+        batches = TimedIterator(iter(self.loader))
         with (
             StopRequest(self.world, lag) as stop,
-            MetricsWriter(folder if self.world.is_first else None, config.metrics, self.step) as metrics,
+            MetricsWriter(folder if self.world.is_first else None, config.metrics, self.step, self.world.workers) as metrics,
             build_profiler(config.profiling, folder, self.world.rank) as profiler,
         ):
             flops = self.model.flops_per_token(config.training.sequence_length)
-            behind = {} if self.start.manifest is None else self.start.manifest.run
-            reports = StepReports(
-                self.world,
-                self.plan,
-                flops,
-                metrics,
-                lag,
-                elapsed_seconds=behind.get("elapsed_seconds", 0.0),
-                totals=behind.get("totals"),
-            )
+            reports = StepReports(self.world, self.plan, flops, metrics, lag, self.outer, self.behind)
             checkpointer = Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer)
-            if self.start.checkpoint and self._validation_due() and (self.validated or (0,))[0] < self.step:
-                self._validate(metrics, reports)  # a signal came before it
+            if self.start.checkpoint and self.validator.missed(self.step):
+                reports.pause(self.validator.validate(self.step, metrics))
             while self.step < total_steps:
-                reports.step_done(self.train_step(batches))
+                reports.step_begins()
+                reports.step_done(self.train_step(batches), batches.take_seconds())
                 profiler.step()
                 garbage.after_step(self.step)
                 stopping, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
@@ -145,10 +135,11 @@ class Trainer:
                 # What a run that goes on from a checkpoint would not write again is written before the save.
                 settled = stopping or finished or saving
                 if settled or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    reports.open(self.step, self.lr, self.outer.metrics())
-                reports.publish(self.step, all=settled or self._validation_due())
-                if self._validation_due() and not stopping:  # whoever sent the signal is waiting
-                    self._validate(metrics, reports)
+                    reports.open(self.step, self.lr)
+                validating = self.validator.due(self.step)
+                reports.publish(self.step, all=settled or validating)
+                if validating and not stopping:  # whoever sent the signal is waiting
+                    reports.pause(self.validator.validate(self.step, metrics))
                 if saving:
                     self._save(checkpointer, reports)
                 if stopping:
@@ -156,11 +147,12 @@ class Trainer:
                     break
             checkpointer.wait()
             checkpointer.close()
+            metrics.draw(self.step)
         garbage.close()
         if self.step < total_steps:
             hint = f"; the same command with --run.folder {folder} goes on" if config.checkpoint.at_end else ""
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal{hint}")
-        log_summary(self.plan, config.diloco, self.world.size, self.step, self.validated, reports.totals)
+        log_summary(self.plan, config.diloco, self.world.size, self.step, self.validator.validated, reports.totals)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
@@ -223,7 +215,7 @@ class Trainer:
             data=self._data_identity(),
             run={
                 "skipped_in_a_row": self.skipped_in_a_row,
-                "validated": self.validated,
+                "validated": self.validator.validated,
                 "totals": reports.totals,
                 "elapsed_seconds": reports.elapsed_seconds,
             },
@@ -260,41 +252,6 @@ class Trainer:
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")
 
-    # --- validation ------------------------------------------------------------------------------------------------
-
-    def _validation_due(self) -> bool:
-        if self.validation_batches is None:
-            return False
-        return self.step % self.config.validation.every == 0 or self.step == self.plan.total_steps
-
-    def _validate(self, metrics: MetricsWriter, reports: StepReports) -> None:
-        """The shared parameters are what a run is judged by; the workers' own only on request."""
-        started = time.perf_counter()
-        with self.outer.global_parameters():
-            shared = self._validation_loss()
-        self.validated = self.step, shared.loss
-        record: Record = {
-            "validation/loss_nats_per_token_global": shared.loss,
-            "validation/perplexity_global": shared.perplexity,
-            "validation/tokens_global": shared.tokens,
-        }
-        local = ""
-        if self.config.validation.local:
-            own = self._validation_loss()
-            record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
-            local = f" (the workers' own parameters: {own.loss:.4f})"
-        reports.pause(time.perf_counter() - started)
-        metrics.write(self.step, record)
-        logger.info(
-            f"validation after step {self.step}: loss {shared.loss:.4f}{local}, perplexity {shared.perplexity:,.2f} "
-            f"over {shared.tokens:,} held-out tokens"
-        )
-
-    def _validation_loss(self) -> ValidationResult:
-        assert self.validation_batches is not None
-        chunk_tokens = self.config.training.loss_chunk_tokens
-        return validate(self.model, self.validation_batches, self.world, chunk_tokens=chunk_tokens, precision=self.precision)
-
     # --- parts -----------------------------------------------------------------------------------------------------
 
     def _fsdp_mesh(self) -> DeviceMesh | None:
@@ -323,13 +280,12 @@ class Trainer:
             return torch.autocast(self.world.device.type, compute_dtype)
         return nullcontext()
 
-    def _validation_batches(self) -> list[tuple[Tensor, Tensor]] | None:
-        """The held-out sequences this rank reads at every validation: few, so they stay in memory."""
+    def _validator(self) -> Validator:
+        """With the held-out sequences this rank reads at every validation: few, so they stay in memory."""
         config = self.config
-        if not config.validation.every:
-            return None
-        return list(
-            build_validation_batches(
+        batches: list[tuple[Tensor, Tensor]] = []
+        if config.validation.every:
+            held_out = build_validation_batches(
                 open_split(config.data, self.tokenizer, "validation"),
                 sequence_length=config.training.sequence_length,
                 batch_size=config.training.batch_size,
@@ -337,6 +293,18 @@ class Trainer:
                 ranks=self.world.size,
                 sequences=config.validation.sequences,
             )
+            batches = list(held_out)
+        validated = self.behind.get("validated")
+        return Validator(
+            config.validation,
+            self.model,
+            self.outer,
+            batches,
+            self.world,
+            chunk_tokens=config.training.loss_chunk_tokens,
+            precision=self.precision,
+            last_step=self.plan.total_steps,
+            validated=None if validated is None else (validated[0], validated[1]),
         )
 
     def _log_plan(self, folder: Path) -> None:

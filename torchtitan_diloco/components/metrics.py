@@ -7,8 +7,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from torchtitan_diloco.components.round_records import RoundRecord
+from torchtitan_diloco.components.round_trace import RoundTrace
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import hold_run_folder
@@ -19,33 +21,57 @@ Record = dict[str, float | None]
 class MetricsWriter:
     """Writes records on the rank that owns the run folder; everywhere else it does nothing."""
 
-    def __init__(self, folder: Path | None, config: Metrics, start_step: int = 0) -> None:
+    def __init__(self, folder: Path | None, config: Metrics, start_step: int = 0, workers: int = 1) -> None:
         """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back."""
         self._held = None if folder is None else hold_run_folder(folder)
         self._told = False
         if folder is not None:
             drop_records_after(folder / "metrics.jsonl", start_step)
         self._file = None if folder is None else (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        self._board = None
+        self._board, self._rounds_board = None, None
+        self._trace = None if folder is None else RoundTrace(folder / "traces" / "fragments.json")
         if folder is not None and config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+            from torchtitan_diloco.components.board import RoundBoard
+
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1, flush_secs=10)
+            self._rounds_board = RoundBoard(self._board, workers)
 
     def write(self, step: int, record: Record) -> None:
         """A value of None is "not known": null in the file, absent in TensorBoard."""
-        if self._file is not None:
-            line = json.dumps({"step": step, **{key: _jsonable(value) for key, value in record.items()}})
-            try:
-                self._file.write(line + "\n")
-            except OSError as error:  # a full disk ends no run: what was saved is there, and space may come back
-                if not self._told:
-                    logger.error(f"metrics.jsonl cannot be written ({error.strerror}); records are lost until it can")
-                self._told = True
+        self._append({"step": step, **record})
         if self._board is not None:
             for key, value in record.items():
                 if value is not None:
                     self._board.add_scalar(key, value, step)
+
+    def write_round(self, record: RoundRecord) -> None:
+        self._append(record)
+        if self._trace is not None:
+            self._trace.add(record)
+        if self._rounds_board is not None:
+            self._rounds_board.add(record)
+
+    def write_summary(self, record: dict[str, Any]) -> None:
+        self._append({"kind": "summary", **record})
+
+    def draw(self, step: int) -> None:
+        """What is costly to write: the timeline, as a file and as an image."""
+        if self._trace is not None:
+            self._trace.save()
+        if self._rounds_board is not None:
+            self._rounds_board.draw(step)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(_jsonable(record)) + "\n")
+        except OSError as error:  # a full disk ends no run: what was saved is there, and space may come back
+            if not self._told:
+                logger.error(f"metrics.jsonl cannot be written ({error.strerror}); records are lost until it can")
+            self._told = True
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +109,12 @@ def drop_records_after(path: Path, step: int) -> None:
     aside.replace(path)
 
 
-def _jsonable(value: float | None) -> float | str | None:
+def _jsonable(value: Any) -> Any:
     """JSON knows no NaN and no infinity; as text they stay readable for every parser."""
+    if isinstance(value, dict):
+        return {key: _jsonable(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_jsonable(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,12 +1,17 @@
 """A logged step: numbers of every rank made global, then written and printed."""
 
 import math
+import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchtitan_diloco.components.metrics import MetricsWriter, Record, StepTimer, log_step
+from torchtitan_diloco.components.round_records import PendingRounds, RoundRecord
 from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.step_time import time_shares
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.distributed.reductions import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.device import GIB, peak_flops, peak_memory_bytes
@@ -20,6 +25,17 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
+class OuterLoop(Protocol):
+    """StreamingDiLoCo, or data parallelism in its place."""
+
+    @property
+    def fragment_names(self) -> Sequence[str]: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def rounds(self) -> list[Round]: ...
+
+
 @dataclass(frozen=True)
 class _Open:
     step: int
@@ -27,6 +43,7 @@ class _Open:
     names: tuple[str, ...]
     sums: PendingReduction
     maxima: PendingReduction
+    rounds: PendingRounds
 
 
 class StepReports:
@@ -39,31 +56,38 @@ class StepReports:
         flops_per_token: int,
         writer: MetricsWriter,
         lag: int,
-        *,
-        elapsed_seconds: float = 0.0,
-        totals: dict[str, float] | None = None,
+        outer: OuterLoop,
+        behind: dict[str, Any],
     ) -> None:
-        """`elapsed_seconds` and `totals`: what a run that goes on has behind it."""
-        self._world, self._plan, self._writer, self._lag = world, plan, writer, lag
+        """`behind`: what a run that goes on has behind it."""
+        self._world, self._plan, self._writer, self._lag, self._outer = world, plan, writer, lag, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
-        self._timer = StepTimer(elapsed_seconds)
+        self._timer = StepTimer(behind.get("elapsed_seconds", 0.0))
+        self._clock_start = time.perf_counter()
         self._interval: list[StepResult] = []
+        self._step_began, self._step_seconds, self._data_seconds = 0.0, 0.0, 0.0
         self._waiting: deque[_Open] = deque()
-        self.totals = dict(totals or {})
-        """Of the outer loop, over the whole run and all ranks."""
+        self.totals: dict[str, float] = dict(behind.get("totals") or {})
+        """Of the outer loop and of the seconds of training, over the whole run and all ranks."""
 
     @property
     def elapsed_seconds(self) -> float:
         return self._timer.elapsed_seconds
 
-    def step_done(self, result: StepResult) -> None:
+    def step_begins(self) -> None:
+        self._step_began = time.perf_counter()
+
+    def step_done(self, result: StepResult, data_seconds: float) -> None:
+        """`data_seconds`: what the step waited for its data."""
+        self._step_seconds += time.perf_counter() - self._step_began
+        self._data_seconds += data_seconds
         self._interval.append(result)
         self._timer.step_done()
 
     def pause(self, seconds: float) -> None:
         self._timer.pause(seconds)
 
-    def open(self, step: int, lr: float, outer: dict[str, float]) -> None:
+    def open(self, step: int, lr: float) -> None:
         """A logged step, over the steps since the last one. Every rank calls it at the same steps."""
         trained = [result for result in self._interval if not result.skipped]
         seconds = self._timer.seconds_per_step()
@@ -79,7 +103,12 @@ class StepReports:
             "speed/mfu_percent": mfu,
             "time/elapsed_seconds": self._timer.elapsed_seconds,
         }
-        names = tuple(outer)
+        outer = self._outer.metrics() | {
+            "time/wall_seconds": seconds * len(self._interval),
+            "time/step_seconds": self._step_seconds,
+            "time/data_seconds": self._data_seconds,
+        }
+        self._step_seconds, self._data_seconds = 0.0, 0.0
         rank_tokens = self._plan.tokens_per_step / self._world.size
         sums = start_sum(
             self._world,
@@ -93,18 +122,24 @@ class StepReports:
             f"up to step {step}",
         )
         maxima = start_max(self._world, [peak_memory_bytes(self._world.device)], f"up to step {step}")
-        self._waiting.append(_Open(step, record, names, sums, maxima))
+        names = self._outer.fragment_names
+        where = f"up to step {step}"
+        rounds = PendingRounds(self._world, self._outer.rounds(), names, clock_start=self._clock_start, where=where)
+        self._waiting.append(_Open(step, record, tuple(outer), sums, maxima, rounds))
         self._interval = []
 
     def publish(self, step: int, *, all: bool = False) -> None:
         """Writes what was opened at least `lag` steps ago."""
         while self._waiting and (all or self._waiting[0].step + self._lag <= step):
             opened = self._waiting.popleft()
-            record = opened.record | self._global_part(opened)
+            rounds = opened.rounds.records()
+            for round_record in rounds:
+                self._writer.write_round(round_record)
+            record = opened.record | self._global_part(opened, rounds)
             self._writer.write(opened.step, record)
             log_step(opened.step, self._plan.total_steps, record)
 
-    def _global_part(self, opened: _Open) -> Record:
+    def _global_part(self, opened: _Open, rounds: Sequence[RoundRecord]) -> Record:
         cross_entropy, tokens, norm, skipped, *outer = opened.sums.result()
         size = self._world.size
         part: Record = {
@@ -113,10 +148,37 @@ class StepReports:
             "train/skipped_steps_mean_over_workers": skipped / size,
             "memory/peak_gib_max_over_ranks": opened.maxima.result()[0] / GIB,
         }
-        for name, total in zip(opened.names, outer, strict=True):
+        totals = dict(zip(opened.names, outer, strict=True))
+        for name, total in totals.items():
             self.totals[name] = self.totals.get(name, 0.0) + total
             if name.endswith("_bytes"):
                 part[f"{name}_sum_over_ranks"] = total
             else:
                 part[f"{name}_mean_over_ranks"] = total / size
+        exposed = totals.get("diloco/exposed_seconds")
+        wall = totals["time/wall_seconds"] / size
+        shares = time_shares(
+            wall=wall,
+            steps=totals["time/step_seconds"] / size,
+            data=totals["time/data_seconds"] / size,
+            exposed=None if exposed is None else exposed / size,
+        )
+        part |= {f"time/share_{name}_percent_mean_over_ranks": share for name, share in shares.items()}
+        if exposed is not None and self._world.workers > 1 and wall > 0:
+            used = 8 * totals["diloco/sent_bytes"] / self._world.workers / wall
+            part["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used / 1e6
+            peak = max(map(peak_bits_per_second, rounds), default=None)
+            part["diloco/bandwidth_peak_mbit_per_second_max_over_workers"] = None if peak is None else peak / 1e6
         return part
+
+
+def peak_bits_per_second(record: RoundRecord) -> float:
+    """Of the worker that had the most to carry in its transfer, in the direction that had more."""
+    return max(
+        (
+            8 * max(worker["sent_bytes"], worker["received_bytes"]) / worker["transfer_seconds"]
+            for worker in record["workers"]
+            if worker["transfer_seconds"]
+        ),
+        default=0.0,
+    )

@@ -4,8 +4,12 @@ trainer has one loop for both. There is one model, so nothing is exchanged here 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torchtitan_diloco.diloco.round import Round
+
 
 class DataParallel:
+    fragment_names: tuple[str, ...] = ()
+
     def step(self, weight: float = 1.0) -> None:
         pass
 
@@ -18,3 +22,6 @@ class DataParallel:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def rounds(self) -> list[Round]:
+        return []

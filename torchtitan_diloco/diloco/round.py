@@ -33,7 +33,7 @@ class Traffic:
     """What each other worker had sent of its own accord, without waiting for anybody ..."""
     link_until: dict[int, float] = field(default_factory=dict)
     """... and when the last of it was there."""
-    dot: float = 0.0
+    dot: float = NEVER
     """Scalar product of this worker's delta and the mean."""
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:

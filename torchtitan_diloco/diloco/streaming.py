@@ -76,6 +76,7 @@ class StreamingDiLoCo:
         drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
+        self.fragment_names = [fragment.name for fragment in self.fragments]
         self.schedule = Schedule(config.sync_every, len(self.fragments), config.overlap.delay)
         self.workers = 1 if group is None else group.size()
         self.worker = 0 if group is None else group.rank()
@@ -153,9 +154,9 @@ class StreamingDiLoCo:
             checksum=state.checksum,
         )
         self._weights[index] = 0.0
-        self._in_flight[index] = _InFlight(facts, self._background.submit(partial(self._round, state, header, facts)))
         facts.taken = time.perf_counter()
         self._meter.sent(facts)
+        self._in_flight[index] = _InFlight(facts, self._background.submit(partial(self._round, state, header, facts)))
 
     def _apply_all(self, fragments: list[int]) -> None:
         for index in fragments:

@@ -1,0 +1,177 @@
+"""What the workers know of a round each, made one record: norms and angles, times, who came last, how fast the links were.
+
+Durations are compared between machines, moments never are: the clocks of two machines have nothing in common. The last worker
+to arrive at an exchange waits the shortest for the others' headers, so by how much it was late is a difference of durations.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.distributed.reductions import PendingReduction, start_sum
+from torchtitan_diloco.distributed.world import World
+
+RoundRecord = dict[str, Any]
+
+MOMENTS = ("due", "taken", "begun", "encoded", "heard", "received", "ready", "asked", "arrived", "applied")
+ALONE = (*MOMENTS, "weight", "encoding", "decoding")
+"""Of the first rank of a worker."""
+ADDED = ("values", "sent_bytes", "received_bytes", "delta_square", "mean_square", "dot", "drift_square", "update_square")
+"""Summed over the ranks of a worker."""
+BY_OTHER = ("heard_after", "link_bytes", "link_seconds")
+"""Of the first rank of a worker, for every other worker."""
+
+
+class PendingRounds:
+    """The same rounds of all ranks, on their way to become records. Every rank begins them at the same step."""
+
+    def __init__(self, world: World, rounds: Sequence[Round], names: Sequence[str], *, clock_start: float, where: str) -> None:
+        """`names`: of the fragments; `clock_start`: where this process's clock (time.perf_counter) begins to count."""
+        self._workers, self._rounds, self._names = world.workers, rounds, names
+        self._sums: PendingReduction | None = None
+        if rounds:
+            self._sums = start_sum(world, self._own_part(world, clock_start), where)
+
+    @property
+    def _width(self) -> int:
+        return len(ALONE) + len(ADDED) + len(BY_OTHER) * self._workers
+
+    def _own_part(self, world: World, clock_start: float) -> list[float]:
+        """Zeros but for this rank's worker, so that the sum over ranks is a table of all."""
+        speaks = world.rank % world.ranks_per_worker == 0
+        values: list[float] = []
+        for facts in self._rounds:
+            added = added_facts(facts)
+            alone = [*alone_facts(facts, clock_start), *link_facts(facts, self._workers)]
+            mine = added + (alone if speaks else [0.0] * len(alone))
+            for worker in range(self._workers):
+                values += mine if worker == world.worker else [0.0] * self._width
+        return values
+
+    def records(self) -> list[RoundRecord]:
+        if self._sums is None:
+            return []
+        values = self._sums.result()
+        found = []
+        for number, facts in enumerate(self._rounds):
+            tables = []
+            for worker in range(self._workers):
+                start = (number * self._workers + worker) * self._width
+                tables.append(_named(values[start : start + self._width], self._workers))
+            found.append(round_record(facts, self._names[facts.fragment], tables))
+        return found
+
+
+def added_facts(facts: Round) -> list[float]:
+    traffic = facts.traffic
+    drift_square = float(facts.drift) ** 2
+    sums = [traffic.bytes_sent, traffic.bytes_received, facts.delta_square, facts.mean_square, traffic.dot, drift_square]
+    return [facts.values, *sums, facts.update_square]
+
+
+def alone_facts(facts: Round, clock_start: float) -> list[float]:
+    traffic = facts.traffic
+    heard = max(traffic.heard.values(), default=math.nan)
+    sent = [facts.due, facts.taken, facts.begun, traffic.encoded, heard, traffic.received, facts.ready]
+    moments = [moment - clock_start for moment in (*sent, facts.asked, facts.fetched, facts.applied)]
+    return [*moments, facts.weight, traffic.encoding_seconds, traffic.decoding_seconds]
+
+
+def link_facts(facts: Round, workers: int) -> list[float]:
+    traffic, everybody = facts.traffic, range(workers)
+    return [
+        *(traffic.heard_after(worker) for worker in everybody),
+        *(traffic.link_bytes.get(worker, 0) for worker in everybody),
+        *(traffic.link_seconds(worker) for worker in everybody),
+    ]
+
+
+def _named(values: Sequence[float], workers: int) -> dict[str, Any]:
+    table: dict[str, Any] = dict(zip((*ADDED, *ALONE), values, strict=False))
+    for number, name in enumerate(BY_OTHER):
+        start = len(ADDED) + len(ALONE) + number * workers
+        table[name] = values[start : start + workers]
+    return table
+
+
+def round_record(facts: Round, name: str, workers: Sequence[dict[str, Any]]) -> RoundRecord:
+    """`workers`: the tables of all. Values that are not known are None."""
+    ahead = ahead_of_last([_longest(table["heard_after"]) for table in workers])
+    last_worker = next((worker for worker, seconds in enumerate(ahead) if seconds == 0.0), None)
+    late = [seconds for worker, seconds in enumerate(ahead) if worker != last_worker and seconds is not None]
+    return {
+        "kind": "round",
+        "step": facts.applied_step,
+        "fragment": facts.fragment,
+        "fragment_name": name,
+        "outer_round": facts.outer_round,
+        "sent_step": facts.sent_step,
+        "applied_step": facts.applied_step,
+        "parameters": round(workers[0]["values"]),
+        "participants": facts.participants,
+        "update_norm": _root(workers[0]["update_square"]),
+        "last_worker": last_worker,
+        "late_by_seconds": min(late, default=None),
+        "workers": [_worker_record(table, seconds) for table, seconds in zip(workers, ahead, strict=True)],
+    }
+
+
+def ahead_of_last(waited: Sequence[float | None]) -> list[float | None]:
+    """How much earlier than the last one each worker arrived, from how long each waited for the others: the last waited the
+    shortest."""
+    known = [seconds for seconds in waited if seconds is not None]
+    if len(known) < 2:
+        return [None] * len(waited)
+    return [None if seconds is None else seconds - min(known) for seconds in waited]
+
+
+def _worker_record(table: dict[str, Any], ahead: float | None) -> dict[str, Any]:
+    moments = {name: _known(table[name]) for name in MOMENTS}
+    norms = math.sqrt(table["delta_square"] * table["mean_square"]) if table["delta_square"] >= 0 else math.nan
+    rates = [8 * size / seconds if size and seconds > 0 else None for size, seconds in _pairs(table)]
+    taking, merging = _between(moments, "due", "taken"), _between(moments, "arrived", "applied")
+    waited = _between(moments, "asked", "arrived")
+    exposed = [seconds for seconds in (taking, waited, merging) if seconds is not None]
+    return {
+        "weight": table["weight"],
+        **{f"{name}_at_seconds": moment for name, moment in moments.items()},
+        "encoding_seconds": table["encoding"],
+        "decoding_seconds": table["decoding"],
+        "transfer_seconds": _between(moments, "heard", "received"),
+        "exchange_seconds": _between(moments, "begun", "ready"),
+        "waited_seconds": waited,
+        "exposed_seconds": math.fsum(exposed) if exposed else None,
+        "ahead_of_last_seconds": ahead,
+        "sent_bytes": round(table["sent_bytes"]),
+        "received_bytes": round(table["received_bytes"]),
+        "sent_bits_per_parameter": 8 * table["sent_bytes"] / table["values"] if table["values"] else None,
+        "outer_gradient_norm": _root(table["delta_square"]),
+        "cosine_to_mean": _known(table["dot"] / norms) if norms > 0 else None,
+        "drift_norm": _root(table["drift_square"]),
+        "heard_after_seconds": [_known(seconds) for seconds in table["heard_after"]],
+        "received_bits_per_second_from": rates,
+    }
+
+
+def _pairs(table: dict[str, Any]) -> list[tuple[float, float]]:
+    return list(zip(table["link_bytes"], table["link_seconds"], strict=True))
+
+
+def _between(moments: dict[str, float | None], start: str, end: str) -> float | None:
+    """Which may be a little below zero: what was there before all headers had been heard needed no transfer after it."""
+    first, last = moments[start], moments[end]
+    return None if first is None or last is None else max(0.0, last - first)
+
+
+def _longest(seconds: Sequence[float]) -> float | None:
+    known = [value for value in seconds if math.isfinite(value)]
+    return max(known) if known else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _root(square: float) -> float | None:
+    return math.sqrt(square) if math.isfinite(square) and square >= 0 else None
