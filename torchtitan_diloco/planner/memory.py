@@ -1,0 +1,36 @@
+"""What one rank keeps in memory, beside activations."""
+
+from dataclasses import dataclass
+
+from torchtitan_diloco.config.diloco_schema import DiLoCo
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.planner.outer_loop import exchange_buffer_bytes
+from torchtitan_diloco.planner.workload import Workload
+
+INNER_BYTES = 16
+"""A parameter: itself, its gradient and AdamW's two moments, all fp32."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    device_bytes: float
+    host_bytes: float
+
+
+def memory_of(workload: Workload, diloco: DiLoCo, *, on_host: bool, in_flight: int) -> Memory:
+    """`on_host`: the shared parameters, the outer optimizer's state and the deltas wait in host memory, and only what is in
+    flight has a copy on the device. Otherwise all is on the device (of a run on the CPU: in the memory there is)."""
+    inner = INNER_BYTES * workload.parameters / workload.ranks
+    if diloco.method == "none":
+        return Memory(inner, 0.0)
+    sizes = sorted(workload.fragments(diloco.fragments), reverse=True)
+    outer = outer_bytes_per_parameter(diloco) * sum(sizes) / workload.ranks
+    outer += exchange_buffer_bytes(-(-sizes[0] // workload.ranks), diloco.quantization, workload.workers)
+    if not on_host:
+        return Memory(inner + outer, 0.0)
+    return Memory(inner + 4 * sum(sizes[:in_flight]) / workload.ranks, outer)
+
+
+def outer_bytes_per_parameter(diloco: DiLoCo) -> int:
+    """Shared parameters, delta, the outer optimizer's state and what encoding has lost, in fp32."""
+    return 4 * (2 + STATE_BUFFERS[diloco.outer_optimizer.name] + diloco.quantization.error_feedback)
