@@ -71,8 +71,10 @@ def join(config: Config) -> World:
     return join_world(config.distributed, config.diloco.link, device="cpu", workers=workers, fsdp=fsdp)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Those of logged steps and validations, which have no kind; or `round` or `summary`."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record.get("kind") == kind]
 
 
 def curve(found: list[dict[str, Any]], key: str) -> list[float]:

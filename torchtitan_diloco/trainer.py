@@ -23,12 +23,13 @@ from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.step_time import TimedIterator
-from torchtitan_diloco.components.summary import log_summary, outer_line, wire_line
+from torchtitan_diloco.components.summary import log_summary, outer_line, summary_record, wire_line
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.config.toml_writer import to_toml
 from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split, open_tokenizer
+from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.advice import advice
 from torchtitan_diloco.diloco.data_parallel import DataParallel
@@ -56,6 +57,7 @@ class Trainer:
         self.start = agree_on_start(world, config.checkpoint.resume, config.run.folder)
         self.tokenizer = open_tokenizer(config.data)
         self.train_tokens = open_split(config.data, self.tokenizer, "train")
+        self.worker_shards = share_out(config.data, self.train_tokens, self.tokenizer, world.workers)
         self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
         self._assert_agreement()
 
@@ -93,6 +95,7 @@ class Trainer:
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
             start=self._position(),
+            worker_shards=self.worker_shards,
         )
         self.step = self.start.step
         self.behind = {} if self.start.manifest is None else self.start.manifest.run
@@ -147,12 +150,15 @@ class Trainer:
                     break
             checkpointer.wait()
             checkpointer.close()
+            facts = self.step, self.validator.validated, reports.totals, reports.observed
+            summary = summary_record(self.plan, config.diloco, self.world.size, *facts)
+            metrics.write_summary(summary)
             metrics.draw(self.step)
         garbage.close()
         if self.step < total_steps:
             hint = f"; the same command with --run.folder {folder} goes on" if config.checkpoint.at_end else ""
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal{hint}")
-        log_summary(self.plan, config.diloco, self.world.size, self.step, self.validator.validated, reports.totals)
+        log_summary(summary)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
@@ -182,7 +188,7 @@ class Trainer:
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.outer.step(weight=0.0 if skipped else plan.tokens_per_step / self.world.workers)
+        self.outer.step(weight=0.0 if skipped else plan.tokens_per_step * self.worker_shards.shares[self.world.worker])
         self._guard(skipped, norm)
         return StepResult(cross_entropy.item(), norm, skipped)
 
@@ -227,7 +233,7 @@ class Trainer:
         """What a position in the order of samples is good for."""
         config = self.config
         return {
-            "corpus": self.train_tokens.fingerprint,
+            "corpus": self.worker_shards.fingerprint,
             "training.sequence_length": config.training.sequence_length,
             "run.seed": config.run.seed,
             "data.shuffle": config.data.shuffle,
@@ -313,7 +319,7 @@ class Trainer:
             f"{config.model.name} {config.model.flavor}, {shape.layers} layers x {shape.width}, {shape.heads} heads of "
             f"{shape.head_dim}, feed-forward {shape.feed_forward}, vocabulary {self.vocab_size:,}"
         )
-        data_line = f"{config.data.corpus}: {len(self.train_tokens):,} tokens of tokenizer {self.tokenizer.name}"
+        data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
         if isinstance(self.outer, StreamingDiLoCo):
             logger.info(f"{'outer':<10} {outer_line(config.diloco)}")
@@ -359,6 +365,6 @@ class Trainer:
             "code": code_fingerprint(),
             "torch version": str(torch.__version__),
             "tokenizer": self.tokenizer.fingerprint,
-            "corpus": self.train_tokens.fingerprint,
+            "corpus": self.worker_shards.fingerprint,
         }
         assert_agreement(self.world, facts)

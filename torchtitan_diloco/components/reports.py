@@ -11,6 +11,7 @@ from torchtitan_diloco.components.metrics import MetricsWriter, Record, StepTime
 from torchtitan_diloco.components.round_records import PendingRounds, RoundRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.step_time import time_shares
+from torchtitan_diloco.components.utilisation import Observed, worker_key
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.distributed.reductions import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
@@ -30,6 +31,9 @@ class OuterLoop(Protocol):
 
     @property
     def fragment_names(self) -> Sequence[str]: ...
+
+    @property
+    def exposed_seconds(self) -> float: ...
 
     def metrics(self) -> dict[str, float]: ...
 
@@ -65,7 +69,11 @@ class StepReports:
         self._timer = StepTimer(behind.get("elapsed_seconds", 0.0))
         self._clock_start = time.perf_counter()
         self._interval: list[StepResult] = []
-        self._step_began, self._step_seconds, self._data_seconds = 0.0, 0.0, 0.0
+        self._step_began, self._exposed_before = 0.0, 0.0
+        self._step_seconds, self._data_seconds = 0.0, 0.0
+        self._computed: list[float] = []
+        """Seconds of every step since the last report, without what is not compute."""
+        self.observed = Observed(world.workers, world.ranks_per_worker)
         self._waiting: deque[_Open] = deque()
         self.totals: dict[str, float] = dict(behind.get("totals") or {})
         """Of the outer loop and of the seconds of training, over the whole run and all ranks."""
@@ -75,12 +83,14 @@ class StepReports:
         return self._timer.elapsed_seconds
 
     def step_begins(self) -> None:
-        self._step_began = time.perf_counter()
+        self._step_began, self._exposed_before = time.perf_counter(), self._outer.exposed_seconds
 
     def step_done(self, result: StepResult, data_seconds: float) -> None:
         """`data_seconds`: what the step waited for its data."""
-        self._step_seconds += time.perf_counter() - self._step_began
+        seconds = time.perf_counter() - self._step_began
+        self._step_seconds += seconds
         self._data_seconds += data_seconds
+        self._computed.append(seconds - data_seconds - (self._outer.exposed_seconds - self._exposed_before))
         self._interval.append(result)
         self._timer.step_done()
 
@@ -108,7 +118,8 @@ class StepReports:
             "time/step_seconds": self._step_seconds,
             "time/data_seconds": self._data_seconds,
         }
-        self._step_seconds, self._data_seconds = 0.0, 0.0
+        outer |= self._own_steps()
+        self._step_seconds, self._data_seconds, self._computed = 0.0, 0.0, []
         rank_tokens = self._plan.tokens_per_step / self._world.size
         sums = start_sum(
             self._world,
@@ -128,6 +139,16 @@ class StepReports:
         self._waiting.append(_Open(step, record, tuple(outer), sums, maxima, rounds))
         self._interval = []
 
+    def _own_steps(self) -> dict[str, float]:
+        """Of each worker's first rank: zeros but for this one's, so that the sum over ranks is a table of all."""
+        found: dict[str, float] = {}
+        for worker in range(self._world.workers):
+            speaks = self._world.rank == worker * self._world.ranks_per_worker
+            own = self._computed if speaks else []
+            sums = {"steps": float(len(own)), "seconds": math.fsum(own), "squares": math.fsum(one**2 for one in own)}
+            found |= {worker_key(worker, name): value for name, value in sums.items()}
+        return found
+
     def publish(self, step: int, *, all: bool = False) -> None:
         """Writes what was opened at least `lag` steps ago."""
         while self._waiting and (all or self._waiting[0].step + self._lag <= step):
@@ -135,6 +156,7 @@ class StepReports:
             rounds = opened.rounds.records()
             for round_record in rounds:
                 self._writer.write_round(round_record)
+                self.observed.add(round_record)
             record = opened.record | self._global_part(opened, rounds)
             self._writer.write(opened.step, record)
             log_step(opened.step, self._plan.total_steps, record)
@@ -151,6 +173,8 @@ class StepReports:
         totals = dict(zip(opened.names, outer, strict=True))
         for name, total in totals.items():
             self.totals[name] = self.totals.get(name, 0.0) + total
+            if name.startswith("worker_"):
+                continue
             if name.endswith("_bytes"):
                 part[f"{name}_sum_over_ranks"] = total
             else:

@@ -1,6 +1,7 @@
 """The outer loop in words: a line at the start of a run, a table at its end."""
 
 from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.utilisation import Observed, measured_utilisation
 from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.diloco.codecs import describe
 from torchtitan_diloco.tools.logging import logger
@@ -26,26 +27,55 @@ def data_parallel_bytes(plan: RunPlan, workers: int, steps: int) -> float:
     return 2 * (workers - 1) / workers * GRADIENT_BYTES * plan.parameters * steps
 
 
-def log_summary(
-    plan: RunPlan, config: DiLoCo, ranks: int, steps: int, validated: tuple[int, float] | None, totals: dict[str, float]
-) -> None:
-    """`totals`: the outer loop's metrics, summed over the run and over ranks."""
+def summary_record(
+    plan: RunPlan,
+    config: DiLoCo,
+    ranks: int,
+    steps: int,
+    validated: tuple[int, float] | None,
+    totals: dict[str, float],
+    observed: Observed,
+) -> dict[str, float | None]:
+    """The run in a few numbers, for metrics.jsonl and the table at its end. `totals`: the outer loop's metrics, summed over the
+    run and over ranks. What is not known, or does not exist in such a run, is None."""
+    apart = config.workers > 1
+    streaming = apart and "diloco/sent_bytes" in totals
+    exchange, waited = totals.get("diloco/exchange_seconds", 0.0), totals.get("diloco/exposed_waiting_seconds", 0.0)
+    measured = measured_utilisation(totals) if streaming else None
+    predicted = observed.predicted_utilisation(config, totals, steps) if streaming else None
+    return {
+        "step": steps,
+        "validation/step": None if validated is None else validated[0],
+        "validation/loss_nats_per_token_global": None if validated is None else validated[1],
+        "sent_bytes_mean_over_workers": totals["diloco/sent_bytes"] / config.workers if streaming else None,
+        "data_parallel_bytes_per_worker": data_parallel_bytes(plan, config.workers, steps) if apart else None,
+        "exchange_seconds_mean_over_ranks": exchange / ranks if streaming else None,
+        "exposed_waiting_seconds_mean_over_ranks": waited / ranks if streaming else None,
+        "hidden_percent": 100 * max(0.0, 1 - waited / exchange) if streaming and exchange else None,
+        "measured_utilisation_percent": None if measured is None else 100 * measured,
+        "predicted_utilisation_percent": None if predicted is None else 100 * predicted,
+    }
+
+
+def log_summary(record: dict[str, float | None]) -> None:
     rows: list[tuple[str, str]] = []
-    if validated is not None:
-        step, loss = validated
-        rows.append(("loss of the shared model", f"{loss:.4f} nats per held-out token, after step {step}"))
-    expected = data_parallel_bytes(plan, config.workers, steps)
-    if config.workers > 1 and totals:
-        sent = totals["diloco/sent_bytes"] / config.workers
+    loss, sent = record["validation/loss_nats_per_token_global"], record["sent_bytes_mean_over_workers"]
+    expected, hidden = record["data_parallel_bytes_per_worker"], record["hidden_percent"]
+    measured, predicted = record["measured_utilisation_percent"], record["predicted_utilisation_percent"]
+    if loss is not None:
+        rows.append(("loss of the shared model", f"{loss:.4f} nats per held-out token, after step {record['validation/step']}"))
+    if sent is not None and expected is not None:
         rows.append(("sent between workers", f"{sent / 1e6:,.1f} MB by each worker, counted in the buffers sent"))
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows.append(("data parallelism would send", f"{expected / 1e6:,.1f} MB (bf16 gradients, every step){ratio}"))
-        exchange, waited = totals["diloco/exchange_seconds"], totals["diloco/exposed_waiting_seconds"]
-        if exchange:
-            hidden = 100 * max(0.0, 1 - waited / exchange)
-            mean = f"exchanges took {exchange / ranks:.2f} s, training waited {waited / ranks:.2f} s"
-            rows.append(("communication hidden", f"{hidden:.1f} % ({mean}, mean over ranks)"))
-    elif config.workers > 1:
+    elif expected is not None:
         rows.append(("sent between workers", f"about {expected / 1e6:,.1f} MB by each worker (bf16 gradients, every step)"))
+    if hidden is not None:
+        times = record["exchange_seconds_mean_over_ranks"], record["exposed_waiting_seconds_mean_over_ranks"]
+        mean = f"exchanges took {times[0]:.2f} s, training waited {times[1]:.2f} s"
+        rows.append(("communication hidden", f"{hidden:.1f} % ({mean}, mean over ranks)"))
+    if measured is not None:
+        said = "" if predicted is None else f"; the planner says {predicted:.1f} % for such links and steps"
+        rows.append(("time spent computing", f"{measured:.1f} % of the training steps{said}"))
     for name, text in rows:
         logger.info(f"{name:<28} {text}")

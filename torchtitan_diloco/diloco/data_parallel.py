@@ -9,6 +9,7 @@ from torchtitan_diloco.diloco.round import Round
 
 class DataParallel:
     fragment_names: tuple[str, ...] = ()
+    exposed_seconds = 0.0
 
     def step(self, weight: float = 1.0) -> None:
         pass

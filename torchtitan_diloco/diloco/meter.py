@@ -10,13 +10,14 @@ KEPT = 256
 
 
 class Meter:
-    def __init__(self, rounds: "deque[Round] | None" = None) -> None:
-        """`rounds`: those that nobody has asked for yet."""
-        self.rounds: deque[Round] = deque(maxlen=KEPT) if rounds is None else rounds
+    def __init__(self) -> None:
+        self.exposed_seconds = 0.0
+        """From the beginning; all else is since it was last taken."""
+        self._rounds: deque[Round] = deque(maxlen=KEPT)
         self._sums = dict.fromkeys(NAMES, 0.0)
 
     def sent(self, facts: Round) -> None:
-        self._sums["diloco/exposed_seconds"] += facts.taking_seconds
+        self._expose(facts.taking_seconds)
 
     def exchanged(self, facts: Round) -> None:
         """What the background has done for a fragment; counted once, when it is known to be done. Nothing is known of a round
@@ -33,19 +34,24 @@ class Meter:
 
     def applied(self, facts: Round) -> None:
         self.exchanged(facts)
-        self._sums["diloco/exposed_seconds"] += facts.waiting_seconds + facts.merging_seconds
+        self._expose(facts.waiting_seconds + facts.merging_seconds)
         self._sums["diloco/exposed_waiting_seconds"] += facts.waiting_seconds
         self._sums["diloco/participants"] += facts.participants
         self._sums["diloco/fragments_applied"] += 1
-        self.rounds.append(facts)
+        self._rounds.append(facts)
 
-    def metrics(self, in_flight: int) -> dict[str, float]:
+    def _expose(self, seconds: float) -> None:
+        self._sums["diloco/exposed_seconds"] += seconds
+        self.exposed_seconds += seconds
+
+    def take(self, in_flight: int) -> dict[str, float]:
         """`exposed` is what the training thread spent or waited; `exchange` went on in the background meanwhile."""
-        return self._sums | {"diloco/fragments_in_flight": float(in_flight)}
+        taken, self._sums = self._sums, dict.fromkeys(NAMES, 0.0)
+        return taken | {"diloco/fragments_in_flight": float(in_flight)}
 
     def take_rounds(self) -> list[Round]:
-        taken = list(self.rounds)
-        self.rounds.clear()
+        taken = list(self._rounds)
+        self._rounds.clear()
         return taken
 
 

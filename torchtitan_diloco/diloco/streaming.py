@@ -325,8 +325,12 @@ class StreamingDiLoCo:
         for flight in self._in_flight.values():
             if flight.outcome.done():
                 self._meter.exchanged(flight.facts)
-        meter, self._meter = self._meter, Meter(self._meter.rounds)
-        return meter.metrics(len(self._in_flight))
+        return self._meter.take(len(self._in_flight))
+
+    @property
+    def exposed_seconds(self) -> float:
+        """That the training thread has spent or waited in the outer loop so far."""
+        return self._meter.exposed_seconds
 
     def rounds(self) -> list[Round]:
         """The rounds that were applied since the last call, the latest 256 at most: how each fragment fared."""

@@ -1,0 +1,92 @@
+"""What a run tells of its exchanges: round records, time shares, the trace, TensorBoard, the summary."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.processes import ProcessPool
+from tests.test_trainer import curve, records, settings, streaming, train
+
+SHARES = [f"time/share_{name}_percent_mean_over_ranks" for name in ("compute", "data", "exposed_communication", "other")]
+
+
+def run_two_workers(text: Path, processes: ProcessPool, **changes: Any) -> Path:
+    chosen = streaming(text, metrics__tensorboard="true", metrics__log_every=4, training__steps=20, **changes)
+    processes.run(train, 2, chosen)
+    return Path(chosen["run.folder"])
+
+
+def test_every_exchange_is_told_by_all_workers(text: Path, processes: ProcessPool) -> None:
+    folder = run_two_workers(text, processes)
+    rounds, steps = records(folder, "round"), records(folder)
+    fragments = {record["fragment"]: record["fragment_name"] for record in rounds}
+    assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
+    for fragment in fragments:
+        own = [record for record in rounds if record["fragment"] == fragment]
+        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1)), "none is missing, none told twice"
+        assert all(record["applied_step"] <= record["step"] <= 20 for record in own)
+    assert sum(curve(steps, "diloco/fragments_applied_mean_over_ranks")) == len(rounds)
+    for key in ("sent_bytes", "received_bytes"):
+        told = sum(worker[key] for record in rounds for worker in record["workers"])
+        assert told == sum(curve(steps, f"diloco/{key}_sum_over_ranks"))
+
+    trained = [record for record in steps if SHARES[0] in record]
+    assert len(trained) == 6
+    for record in trained:
+        assert sum(record[share] for share in SHARES) == pytest.approx(100, abs=1e-6)
+
+    (summary,) = records(folder, "summary")
+    assert summary["step"] == 20
+    assert summary["sent_bytes_mean_over_workers"] == sum(curve(steps, "diloco/sent_bytes_sum_over_ranks")) / 2
+    assert 0 < summary["measured_utilisation_percent"] <= 100
+    assert 0 < summary["predicted_utilisation_percent"] <= 100
+
+
+def test_the_timeline_is_a_trace_and_an_image(text: Path, processes: ProcessPool) -> None:
+    folder = run_two_workers(text, processes)
+    trace = json.loads((folder / "traces/fragments.json").read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}, "both workers"
+    assert all(event["dur"] >= 0 and math.isfinite(event["ts"]) for event in events)
+    assert {event["args"]["fragment"] for event in events} == {0, 1, 2}
+
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "scalars": 0}).Reload()
+    tags = board.Tags()
+    assert tags["images"] == ["timeline/last_rounds"]
+    assert "custom_scalars__config__" in tags["tensors"]
+    told = len([record for record in records(folder, "round") if record["fragment"] == 2])
+    assert len(board.Scalars("round_cosine_to_mean/fragment_2")) == told
+
+
+def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(text: Path, processes: ProcessPool) -> None:
+    chosen = settings(text, diloco__workers=2)
+    processes.run(train, 2, chosen)
+    folder = Path(chosen["run.folder"])
+    assert records(folder, "round") == []
+    assert not (folder / "traces").exists()
+    (summary,) = records(folder, "summary")
+    assert summary["sent_bytes_mean_over_workers"] is None
+    assert summary["data_parallel_bytes_per_worker"] > 0
+    assert all(record[SHARES[2]] is None for record in records(folder) if SHARES[0] in record)
+
+
+def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:
+    """Two legs tell the rounds that one run does; what was in flight when the first ended is told by the second."""
+    whole = run_two_workers(text, processes, run__folder=text.parent / "whole", diloco__overlap__delay=3)
+    changes = {"run__folder": text.parent / "legs", "diloco__overlap__delay": 3, "checkpoint__every": 9}
+    run_two_workers(text, processes, **changes)
+    legs = text.parent / "legs"
+    for checkpoint in (legs / "checkpoints").glob("step-*"):
+        if checkpoint.name != "step-00000009":
+            checkpoint.rename(text.parent / checkpoint.name)
+    run_two_workers(text, processes, **changes)
+
+    def told(folder: Path) -> list[tuple[int, int, int, int]]:
+        keys = ("fragment", "outer_round", "sent_step", "applied_step")
+        return [tuple(record[key] for key in keys) for record in records(folder, "round")]
+
+    assert told(legs) == told(whole)
