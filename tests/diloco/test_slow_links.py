@@ -45,7 +45,7 @@ def rounds(folder: Path, up: list[float], late_worker: int) -> list[dict[str, An
 def rate(records: list[dict[str, Any]], source: int) -> float:
     """At which a worker sends to the one that gets most of it, median over rounds. Not to the slowest: what goes to a worker
     with a throttled uplink is held up as well, as the acknowledgements come back through it."""
-    best = []
+    best: list[float] = []
     for record in records:
         receivers = [worker["received_bits_per_second_from"][source] for worker in record["workers"]]
         best.append(max(found for found in receivers if found is not None))
@@ -53,7 +53,8 @@ def rate(records: list[dict[str, Any]], source: int) -> float:
 
 
 def ahead(records: list[dict[str, Any]], worker: int) -> float:
-    return statistics.median(record["workers"][worker]["ahead_of_last_seconds"] for record in records)
+    seconds: list[float] = [record["workers"][worker]["ahead_of_last_seconds"] for record in records]
+    return statistics.median(seconds)
 
 
 def test_a_throttled_link_is_slow_and_nobody_is_late(tmp_path: Path) -> None:

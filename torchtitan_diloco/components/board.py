@@ -60,7 +60,7 @@ class RoundBoard:
         """The picture of the last rounds, as they are now."""
         if self._latest:
             self._board.add_image(
-                "timeline/last_rounds", to_pixels(timeline_chart(list(self._latest))), step, dataformats="HWC"
+                "timeline/last_rounds", to_pixels(timeline_chart(list(self._latest), last=DRAWN)), step, dataformats="HWC"
             )
 
 

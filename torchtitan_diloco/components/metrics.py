@@ -113,7 +113,7 @@ def _jsonable(value: Any) -> Any:
     """JSON knows no NaN and no infinity; as text they stay readable for every parser."""
     if isinstance(value, dict):
         return {key: _jsonable(part) for key, part in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_jsonable(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -1,5 +1,8 @@
 """The outer loop in words: a line at the start of a run, a table at its end."""
 
+from dataclasses import asdict
+from typing import Any
+
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.utilisation import Observed, measured_utilisation
 from torchtitan_diloco.config.diloco_schema import DiLoCo
@@ -35,7 +38,7 @@ def summary_record(
     validated: tuple[int, float] | None,
     totals: dict[str, float],
     observed: Observed,
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """The run in a few numbers, for metrics.jsonl and the table at its end. `totals`: the outer loop's metrics, summed over the
     run and over ranks. What is not known, or does not exist in such a run, is None."""
     apart = config.workers > 1
@@ -43,6 +46,7 @@ def summary_record(
     exchange, waited = totals.get("diloco/exchange_seconds", 0.0), totals.get("diloco/exposed_waiting_seconds", 0.0)
     measured = measured_utilisation(totals) if streaming else None
     predicted = observed.predicted_utilisation(config, totals, steps) if streaming else None
+    conditions = observed.conditions(config, totals) if streaming else None
     return {
         "step": steps,
         "validation/step": None if validated is None else validated[0],
@@ -54,10 +58,11 @@ def summary_record(
         "hidden_percent": 100 * max(0.0, 1 - waited / exchange) if streaming and exchange else None,
         "measured_utilisation_percent": None if measured is None else 100 * measured,
         "predicted_utilisation_percent": None if predicted is None else 100 * predicted,
+        "observed": None if conditions is None else asdict(conditions),
     }
 
 
-def log_summary(record: dict[str, float | None]) -> None:
+def log_summary(record: dict[str, Any]) -> None:
     rows: list[tuple[str, str]] = []
     loss, sent = record["validation/loss_nats_per_token_global"], record["sent_bytes_mean_over_workers"]
     expected, hidden = record["data_parallel_bytes_per_worker"], record["hidden_percent"]

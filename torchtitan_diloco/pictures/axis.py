@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
+LARGEST = 1e250
+"""Beyond, and below its inverse, floating-point numbers cannot be reckoned with."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -19,7 +22,7 @@ class Axis:
 
     def place(self, value: float) -> float:
         if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            share = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
@@ -42,7 +45,7 @@ def spanned(
 ) -> tuple[float, float]:
     """From the lowest to the highest value and a margin, a share of the distance; `limits` that are given count instead.
     Never an empty stretch."""
-    finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+    finite = [value for value in values if has_place(value, log=log)]
     low, high = (min(finite), max(finite)) if finite else (1.0, 10.0) if log else (0.0, 1.0)
     if log:
         low, high = math.log(low), math.log(high)
@@ -54,10 +57,15 @@ def spanned(
     high = high if limits[1] is None else limits[1]
     if log and high <= low * 1.0001:
         return low / 2, low * 2
-    if not log and high - low <= 1e-9 * max(abs(low), abs(high)):
+    if not log and high - low <= max(1e-9 * max(abs(low), abs(high)), 1 / LARGEST):
         room = 0.1 * abs(low) or 1.0
         return (low, low + room) if limits[0] is not None else (low - room, low + room)
     return low, high
+
+
+def has_place(value: float, *, log: bool) -> bool:
+    """On an axis. NaN and the infinities have none, and on a logarithmic one what is not positive."""
+    return 1 / LARGEST <= value <= LARGEST if log else abs(value) <= LARGEST
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtitan_diloco.pictures.axis import Axis, short, spanned
+from torchtitan_diloco.pictures.axis import Axis, has_place, short, spanned
 from torchtitan_diloco.pictures.colours import series_role
 from torchtitan_diloco.pictures.scene import (
     HOVER,
@@ -56,9 +56,7 @@ class _Plot:
         return self.x.place(point[0]), self.y.place(point[1])
 
     def shows(self, point: tuple[float, float]) -> bool:
-        return all(
-            math.isfinite(value) and (value > 0 or not axis.log) for value, axis in zip(point, (self.x, self.y), strict=True)
-        )
+        return has_place(point[0], log=self.x.log) and has_place(point[1], log=self.y.log)
 
 
 def line_chart(
@@ -77,7 +75,7 @@ def line_chart(
     entries = [
         LegendEntry(one.name, _role(number, one), one.dash, opacity=FAINT if one.faint else 1.0)
         for number, one in enumerate(series)
-        if one.name and len(series) > 1
+        if one.name
     ]
     names, names_height = legend(entries, x=2, y=26, width=width - 4)
     top = 26 + names_height + 26

@@ -65,12 +65,12 @@ def phases(rounds: Sequence[Mapping[str, Any]]) -> list[Phase]:
 
 
 def _sessions(rounds: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Rounds between two restarts, which are where the first worker's clock goes back."""
+    """Rounds between two restarts, which are where the first worker's clock does not go on."""
     session: list[Mapping[str, Any]] = []
     before = -math.inf
     for record in rounds:
         moment = _first_worker_moment(record)
-        if moment is not None and moment < before:
+        if moment is not None and moment <= before:
             yield session
             session = []
         before = before if moment is None else moment
@@ -80,16 +80,21 @@ def _sessions(rounds: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str,
 
 
 def _first_worker_moment(record: Mapping[str, Any]) -> float | None:
-    workers = record.get("workers") or [{}]
+    workers = _workers(record) or [{}]
     moments = (_number(workers[0].get(f"{name}_at_seconds")) for name in ("applied", "due"))
     return next((moment for moment in moments if moment is not None), None)
+
+
+def _workers(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a damaged record: nothing is known of a worker that is no table."""
+    return [moments if isinstance(moments, Mapping) else {} for moments in record.get("workers") or []]
 
 
 def _aligned(session: Sequence[Mapping[str, Any]]) -> Iterator[Phase]:
     shifts: dict[int, float] = {0: 0.0}
     """By worker: what to add to its clock. Kept from one round to the next, for rounds that do not tell."""
     for record in session:
-        workers = record.get("workers") or []
+        workers = _workers(record)
         common = _number(workers[0].get("heard_at_seconds")) if workers else None
         for worker, moments in enumerate(workers):
             heard = _number(moments.get("heard_at_seconds"))

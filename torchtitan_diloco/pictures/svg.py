@@ -11,7 +11,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation S
 def to_svg(scene: Scene, *, standalone: bool = False) -> str:
     """For a page, which holds `stylesheet()` once; or, `standalone`, a whole .svg file with it. As wide as there is room."""
     size = f'viewBox="0 0 {_number(scene.width)} {_number(scene.height)}"'
-    opening = f'<svg class="picture" {size} role="img" aria-label="{escape(scene.title)}" font-family="{escape(FONT)}"'
+    opening = f'<svg class="picture" {size} role="img" aria-label="{_escaped(scene.title)}" font-family="{escape(FONT)}"'
     if not standalone:
         return f"{opening}>{''.join(map(_drawn, scene.shapes))}</svg>"
     namespace = 'xmlns="http://www.w3.org/2000/svg"'
@@ -19,7 +19,7 @@ def to_svg(scene: Scene, *, standalone: bool = False) -> str:
     style = f"<style>{escape(stylesheet('svg'), quote=False)}</style>"
     measure = f'width="{_number(scene.width)}" height="{_number(scene.height)}"'
     shapes = "\n".join(map(_drawn, scene.shapes))
-    return f"{opening} {namespace} {measure}><title>{escape(scene.title)}</title>{style}{ground}\n{shapes}\n</svg>\n"
+    return f"{opening} {namespace} {measure}><title>{_escaped(scene.title)}</title>{style}{ground}\n{shapes}\n</svg>\n"
 
 
 def stylesheet(root: str = ":root") -> str:

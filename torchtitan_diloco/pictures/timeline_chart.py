@@ -39,7 +39,7 @@ def timeline_chart(
     """The `last` rounds of the records, of the first `workers` workers; the rest of them is said, not drawn."""
     found = phases(rounds[-last:] if last else [])
     count = len({phase.worker for phase in found})
-    shown = [phase for phase in found if phase.worker < workers]
+    shown = [phase for phase in found if phase.worker < workers and phase.seconds > 0]
     title = title or f"The last {min(last, len(rounds))} exchanges"
     shapes: list[Shape] = [Text(2, 18, title, size=TITLE_SIZE, bold=True)]
     entries = [LegendEntry("computing", "band", box=True)]
