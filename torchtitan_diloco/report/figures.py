@@ -62,7 +62,7 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
             "Drift of the workers",
             "root mean square over parameters",
             _drift,
-            "How far a worker had gone from the shared parameters when it sent a fragment.",
+            "How far a worker was from the new shared parameters, before it took them over.",
         ),
     ]
     return [figure for figure in found if figure is not None]
