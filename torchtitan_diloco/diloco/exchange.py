@@ -302,20 +302,23 @@ class Exchange:
     # --- messages --------------------------------------------------------------------------------------------------
 
     def _post(self, pairs: list[tuple[int, Tensor, Tensor]]) -> _Messages:
-        """(other worker, what it gets, where what it sends goes); an empty message is not sent."""
+        """(other worker, what it gets, where what it sends goes); an empty message is not sent. Receives are posted first: gloo
+        tells the other side that there is room over the connection that carries what is sent, so behind a large message the
+        two directions would take turns."""
         operations: list[dist.P2POp] = []
         messages = _Messages()
         places: list[tuple[list[tuple[int, dist.Work]], int]] = []
-        for worker, sent, received in pairs:
-            if sent.numel():
-                operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=worker))
-                places.append((messages.sent, worker))
+        for worker, _, received in pairs:
             if received.numel():
                 operations.append(dist.P2POp(dist.irecv, self._room_for(received), group=self._group, group_peer=worker))
                 places.append((messages.received, worker))
                 messages.sizes[worker] = received.numel()
-            self._traffic.bytes_sent += sent.numel()
-            self._traffic.bytes_received += received.numel()
+                self._traffic.bytes_received += received.numel()
+        for worker, sent, _ in pairs:
+            if sent.numel():
+                operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=worker))
+                places.append((messages.sent, worker))
+                self._traffic.bytes_sent += sent.numel()
         if not operations:
             return messages
         try:
