@@ -43,9 +43,11 @@ from torchtitan_diloco.tools.garbage import GarbageControl
 from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import create_run_folder
 
-STEPS_APART = 4
-"""Workers that train on their own are not held together to print a number: it is read so many steps later, or after the
-delay of an exchange where that is longer."""
+STEPS_APART = 8
+"""Workers that train on their own are not held together to print a number or to ask whether to stop: what they say is read so
+many steps later, or after the delay of an exchange where that is longer."""
+ASK_EVERY = 4
+"""Steps between two questions whether to stop."""
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings in which the processes of a run may differ."""
@@ -111,11 +113,12 @@ class Trainer:
         folder = self._make_run_folder()
         self._log_plan(folder)
         self._take_up()
-        lag = 1 if config.diloco.method == "none" else max(STEPS_APART, config.diloco.overlap.delay)
+        together = config.diloco.method == "none"
+        lag, ask_every = (1, 1) if together else (max(STEPS_APART, config.diloco.overlap.delay), ASK_EVERY)
         garbage = GarbageControl(config.run.garbage_collect_every)
         batches = TimedIterator(iter(self.loader))
         with (
-            StopRequest(self.world, lag) as stop,
+            StopRequest(self.world, lag, ask_every) as stop,
             MetricsWriter(folder if self.world.is_first else None, config.metrics, self.step, self.world.workers) as metrics,
             build_profiler(config.profiling, folder, self.world.rank) as profiler,
         ):
@@ -138,7 +141,7 @@ class Trainer:
                 # What a run that goes on from a checkpoint would not write again is written before the save.
                 settled = stopping or finished or saving
                 if settled or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    reports.open(self.step, self.lr)
+                    reports.open(self.step, self.lr, stop.waited_seconds)
                 validating = self.validator.due(self.step)
                 reports.publish(self.step, all=settled or validating)
                 if validating and not stopping:  # whoever sent the signal is waiting

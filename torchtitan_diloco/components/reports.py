@@ -71,6 +71,8 @@ class StepReports:
         self._interval: list[StepResult] = []
         self._step_began, self._exposed_before = 0.0, 0.0
         self._step_seconds, self._data_seconds = 0.0, 0.0
+        self._read_seconds, self._agreement_before = 0.0, 0.0
+        """Waited for other ranks to read their numbers; waited for all agreement until the last report."""
         self._computed: list[float] = []
         """Seconds of every step since the last report, without what is not compute."""
         self.observed = Observed(world.workers, world.ranks_per_worker)
@@ -97,8 +99,10 @@ class StepReports:
     def pause(self, seconds: float) -> None:
         self._timer.pause(seconds)
 
-    def open(self, step: int, lr: float) -> None:
-        """A logged step, over the steps since the last one. Every rank calls it at the same steps."""
+    def open(self, step: int, lr: float, agreement_seconds: float = 0.0) -> None:
+        """A logged step, over the steps since the last one. Every rank calls it at the same steps. `agreement_seconds`: what
+        the training thread has waited so far for the others to agree on something."""
+        agreement = agreement_seconds + self._read_seconds
         trained = [result for result in self._interval if not result.skipped]
         seconds = self._timer.seconds_per_step()
         tokens_per_second = self._plan.tokens_per_step / seconds
@@ -117,9 +121,11 @@ class StepReports:
             "time/wall_seconds": seconds * len(self._interval),
             "time/step_seconds": self._step_seconds,
             "time/data_seconds": self._data_seconds,
+            "time/agreement_seconds": agreement - self._agreement_before,
         }
         outer |= self._own_steps()
         self._step_seconds, self._data_seconds, self._computed = 0.0, 0.0, []
+        self._agreement_before = agreement
         rank_tokens = self._plan.tokens_per_step / self._world.size
         sums = start_sum(
             self._world,
@@ -153,7 +159,11 @@ class StepReports:
         """Writes what was opened at least `lag` steps ago."""
         while self._waiting and (all or self._waiting[0].step + self._lag <= step):
             opened = self._waiting.popleft()
+            started = time.perf_counter()
             rounds = opened.rounds.records()
+            opened.sums.result()
+            opened.maxima.result()
+            self._read_seconds += time.perf_counter() - started
             for round_record in rounds:
                 self._writer.write_round(round_record)
                 self.observed.add(round_record)
@@ -186,6 +196,7 @@ class StepReports:
             steps=totals["time/step_seconds"] / size,
             data=totals["time/data_seconds"] / size,
             exposed=None if exposed is None else exposed / size,
+            agreement=totals["time/agreement_seconds"] / size,
         )
         part |= {f"time/share_{name}_percent_mean_over_ranks": share for name, share in shares.items()}
         if exposed is not None and self._world.workers > 1 and wall > 0:

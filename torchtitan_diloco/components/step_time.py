@@ -33,12 +33,15 @@ class TimedIterator(Generic[Item]):
 SHARES = ("compute", "data", "exposed_communication", "other")
 
 
-def time_shares(*, wall: float, steps: float, data: float, exposed: float | None) -> dict[str, float | None]:
+def time_shares(
+    *, wall: float, steps: float, data: float, exposed: float | None, agreement: float = 0.0
+) -> dict[str, float | None]:
     """Of the seconds `wall`, in percent: `steps` were spent in training steps, of them `data` on waiting for data and `exposed`
     on the outer loop. With data parallelism communication is a part of the backward pass, not known by itself (None): it counts
-    as compute."""
+    as compute. `agreement`: waited between the steps for what ranks tell each other, which is exposed communication as well."""
     compute = steps - data - (exposed or 0.0)
-    seconds = (compute, data, exposed, wall - steps)
+    communication = None if exposed is None else exposed + agreement
+    seconds = (compute, data, communication, wall - steps - (agreement if exposed is not None else 0.0))
     return {
         name: None if value is None or wall <= 0 else 100 * min(1.0, max(0.0, value / wall))
         for name, value in zip(SHARES, seconds, strict=True)

@@ -17,9 +17,11 @@ FASTEST_LINK = 1e12
 
 
 def measured_utilisation(totals: dict[str, float]) -> float | None:
-    """Share of the training steps that the outer loop did not take or wait for; None without training steps."""
-    steps, exposed = totals.get("time/step_seconds", 0.0), totals.get("diloco/exposed_seconds", 0.0)
-    return max(0.0, 1 - exposed / steps) if steps else None
+    """Share of the training's time that neither the outer loop took or waited for, nor the ranks to agree on something; None
+    without training steps."""
+    agreement = totals.get("time/agreement_seconds", 0.0)
+    whole = totals.get("time/step_seconds", 0.0) + agreement
+    return max(0.0, 1 - (totals.get("diloco/exposed_seconds", 0.0) + agreement) / whole) if whole else None
 
 
 def worker_key(worker: int, name: str) -> str:

@@ -10,23 +10,18 @@ then the delta in chunks, several of which are under way while others are encode
 on in pieces that stay in cache, and fp32 is sent from where it lies: the passes over memory are what a sync costs.
 """
 
-import math
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
 from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import UNIT, Codec, Place
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
+from torchtitan_diloco.diloco.messages import Messages, Messenger
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 
@@ -39,32 +34,10 @@ CODED_PIECE = 4 * BLOCK
 """Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: with smaller ones the time goes into
 calling them, with larger ones into memory."""
 
+MEANS = 1
+"""Tag of the second hop's messages: receives of both hops are posted ahead, and each is to meet its own."""
+
 assert BLOCK % UNIT == 0, "codecs can be fed in blocks"
-
-
-class WorkerLostError(RuntimeError):
-    """A worker left or was silent beyond the timeout."""
-
-    def __init__(self, workers: list[int], reason: str) -> None:
-        self.workers, self.reason = workers, reason
-        names = " and ".join(map(str, workers))
-        super().__init__(f"worker {names} left or did not answer in time ({reason})")
-
-
-@dataclass
-class _Messages:
-    """What is under way for one chunk, by other worker."""
-
-    received: list[tuple[int, dist.Work]] = field(default_factory=list)
-    sent: list[tuple[int, dist.Work]] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes that come from a worker."""
-    arrivals: "dict[int, Future[float]]" = field(default_factory=dict)
-    """When they came, told by the threads that look after one worker each."""
-
-    def of(self, worker: int) -> list[dist.Work]:
-        """What is received stands first: how long it took must not depend on what this worker sends."""
-        return [work for other, work in self.received + self.sent if other == worker]
 
 
 class Exchange:
@@ -81,16 +54,12 @@ class Exchange:
         timeout_seconds: float,
     ) -> None:
         """`gather_codec` encodes the means that go back with more than two workers; `largest`: values of a fragment."""
-        self.workers, self.me = group.size(), group.rank()
+        self._messenger = Messenger(group, timeout_seconds)
+        self.workers, self.me, self._others = self._messenger.workers, self._messenger.me, self._messenger.others
         assert self.workers > 1
-        self._traffic = Traffic()
         self._failure: Exception | None = None
-        self._group, self._codec, self._gather_codec = group, codec, gather_codec
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._codec, self._gather_codec = codec, gather_codec
         self._chunk = min(CHUNK, max(1, largest))
-        self._others = [worker for worker in range(self.workers) if worker != self.me]
-        self._waiters = {worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self._others}
-        self._exact_sizes = dist.get_backend(group) == "nccl"
         self._window = max(1, min(-(-largest // self._chunk), IN_FLIGHT // codec.wire_bytes(self._chunk)))
         values = min(self._chunk, self._slice_size(self._chunk))
         pair = self.workers == 2
@@ -125,7 +94,7 @@ class Exchange:
             raise self._failure
         if not header.weight:
             residual = None  # nobody takes anything of this delta, so nothing of the residual is sent either
-        self._traffic, self._dot = Traffic(), self._dot.zero_()
+        self._messenger.traffic, self._dot = Traffic(), self._dot.zero_()
         try:
             headers = self._average(delta, header, residual, *keys)
             self._traffic.dot = self._dot.item()
@@ -140,42 +109,52 @@ class Exchange:
         mine, means = Place(key), Place(mean_key)
         greetings = self._send_header(header)
         headers: list[Header] = []
-        first_hop: dict[int, _Messages] = {}
-        second_hop: dict[int, _Messages] = {}
+        ahead = range(min(self._window, len(chunks)))
+        first_hop = {number: self._expect_parts(number, chunks[number]) for number in ahead}
+        second_hop = {number: self._expect_means(number, chunks[number]) for number in ahead if self.workers > 2}
         last = self._window - 1
         middle = last if self.workers == 2 else self._window // 2
         for step in range(len(chunks) + last):  # every worker runs the same programme, so messages meet their receivers
             if step < len(chunks):
-                first_hop[step] = self._send(step, chunks[step], residuals[step], mine.after(step * self._chunk))
+                self._send(step, chunks[step], residuals[step], mine.after(step * self._chunk), first_hop[step])
             if 0 <= step - middle < len(chunks):
                 number = step - middle
                 headers = headers or self._read_headers(greetings, header)
                 messages = first_hop.pop(number)
-                moments = self._wait(messages)
+                moments = self._messenger.wait(messages)
                 if number <= middle:  # later ones wait for what has to be worked on before
                     self._traffic.note_arrivals(messages.sizes, moments)
                 if self.workers == 2:
                     self._average_slice(number, headers, chunks[number], out=chunks[number])
                 else:
-                    second_hop[number] = self._send_mean(number, headers, chunks[number], means.after(number * self._chunk))
+                    place = means.after(number * self._chunk)
+                    self._send_mean(number, headers, chunks[number], place, second_hop[number])
+                if (free := number + self._window) < len(chunks):
+                    first_hop[free] = self._expect_parts(free, chunks[free])
             if self.workers > 2 and 0 <= step - last < len(chunks):
                 number = step - last
-                self._wait(second_hop.pop(number))
+                self._messenger.wait(second_hop.pop(number))
                 self._collect_means(number, chunks[number])
+                if (free := number + self._window) < len(chunks):
+                    second_hop[free] = self._expect_means(free, chunks[free])
         return headers
+
+    @property
+    def _traffic(self) -> Traffic:
+        return self._messenger.traffic
 
     # --- headers ---------------------------------------------------------------------------------------------------
 
-    def _send_header(self, header: Header) -> _Messages:
+    def _send_header(self, header: Header) -> Messages:
         mine = self._headers[self.me].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
         self._traffic.arrived = time.perf_counter()
-        messages = self._post([(worker, mine, self._headers[worker]) for worker in self._others])
-        if not messages.arrivals:  # the moment is to be known while this thread is encoding
-            self._watch(messages)
+        messages = self._messenger.expect([(worker, self._headers[worker]) for worker in self._others])
+        self._messenger.send(messages, [(worker, mine) for worker in self._others])
+        self._messenger.watch(messages)  # with two workers, too: the moment is to be known while this thread is encoding
         return messages
 
-    def _read_headers(self, greetings: _Messages, header: Header) -> list[Header]:
-        self._traffic.heard = self._wait(greetings)
+    def _read_headers(self, greetings: Messages, header: Header) -> list[Header]:
+        self._traffic.heard = self._messenger.wait(greetings)
         headers = [
             header if worker == self.me else Header.unpack(received.cpu().numpy().tobytes())
             for worker, received in self._headers.items()
@@ -229,7 +208,12 @@ class Exchange:
 
     # --- first hop: everybody's delta ------------------------------------------------------------------------------
 
-    def _send(self, number: int, chunk: Tensor, residual: Tensor | None, place: Place) -> _Messages:
+    def _expect_parts(self, number: int, chunk: Tensor) -> Messages:
+        """Of this worker's slice, from all others."""
+        slot, own = number % self._window, self._slice(chunk, self.me).numel()
+        return self._messenger.expect([(worker, self._received(slot, worker, own)) for worker in self._others])
+
+    def _send(self, number: int, chunk: Tensor, residual: Tensor | None, place: Place, messages: Messages) -> None:
         started = time.perf_counter()
         slot = number % self._window
         if not self._codec.is_fp32:
@@ -242,10 +226,7 @@ class Exchange:
                     self._codec.encode_with_feedback(values, left, encoded, where)
         self._traffic.encoded = time.perf_counter()
         self._traffic.encoding_seconds += self._traffic.encoded - started
-        own = self._slice(chunk, self.me).numel()
-        return self._post(
-            [(worker, self._encoded_slice(slot, chunk, worker), self._received(slot, worker, own)) for worker in self._others]
-        )
+        self._messenger.send(messages, [(worker, self._encoded_slice(slot, chunk, worker)) for worker in self._others])
 
     def _average_slice(self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor) -> None:
         """The weighted mean of this worker's slice, in the order of the workers. A worker of weight 0 is passed over:
@@ -277,7 +258,11 @@ class Exchange:
 
     # --- second hop: the means -------------------------------------------------------------------------------------
 
-    def _send_mean(self, number: int, headers: list[Header], chunk: Tensor, place: Place) -> _Messages:
+    def _expect_means(self, number: int, chunk: Tensor) -> Messages:
+        slot = number % self._window
+        return self._messenger.expect([(worker, self._mean_of(slot, chunk, worker)) for worker in self._others], MEANS)
+
+    def _send_mean(self, number: int, headers: list[Header], chunk: Tensor, place: Place, messages: Messages) -> None:
         slot = number % self._window
         start, end = self._bounds(chunk, self.me)
         mean = self._mean[: end - start]
@@ -287,7 +272,7 @@ class Exchange:
         for values, payload, where in self._pieces(self._gather_codec, mean, encoded, place.after(start)):
             self._gather_codec.encode(values, payload, where)
         self._traffic.encoding_seconds += time.perf_counter() - started
-        return self._post([(worker, encoded, self._mean_of(slot, chunk, worker)) for worker in self._others])
+        self._messenger.send(messages, [(worker, encoded) for worker in self._others], MEANS)
 
     def _collect_means(self, number: int, chunk: Tensor) -> None:
         started = time.perf_counter()
@@ -298,79 +283,3 @@ class Exchange:
                 with self._compared(values):
                     self._gather_codec.decode(payload, values)
         self._traffic.decoding_seconds += time.perf_counter() - started
-
-    # --- messages --------------------------------------------------------------------------------------------------
-
-    def _post(self, pairs: list[tuple[int, Tensor, Tensor]]) -> _Messages:
-        """(other worker, what it gets, where what it sends goes); an empty message is not sent. Receives are posted first: gloo
-        tells the other side that there is room over the connection that carries what is sent, so behind a large message the
-        two directions would take turns."""
-        operations: list[dist.P2POp] = []
-        messages = _Messages()
-        places: list[tuple[list[tuple[int, dist.Work]], int]] = []
-        for worker, _, received in pairs:
-            if received.numel():
-                operations.append(dist.P2POp(dist.irecv, self._room_for(received), group=self._group, group_peer=worker))
-                places.append((messages.received, worker))
-                messages.sizes[worker] = received.numel()
-                self._traffic.bytes_received += received.numel()
-        for worker, sent, _ in pairs:
-            if sent.numel():
-                operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=worker))
-                places.append((messages.sent, worker))
-                self._traffic.bytes_sent += sent.numel()
-        if not operations:
-            return messages
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise WorkerLostError(sorted({worker for _, worker in places}), _first_line(error)) from error
-        if len(works) == 1:  # NCCL makes one work of a batch
-            works = works * len(places)
-        for (kept, worker), work in zip(places, works, strict=True):
-            kept.append((worker, work))
-        if self.workers > 2:
-            self._watch(messages)
-        return messages
-
-    def _room_for(self, message: Tensor) -> Tensor:
-        """All of the message's buffer. A worker with another schedule may send a larger message than is expected:
-        gloo aborts the process over one that does not fit, before its header could be read and told."""
-        if self._exact_sizes:
-            return message
-        return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
-
-    def _watch(self, messages: _Messages) -> None:
-        """From now on threads wait for these, one thread for each worker."""
-        for worker in self._others:
-            waiting = partial(self._wait_for, worker, messages.of(worker))
-            messages.arrivals[worker] = self._waiters[worker].submit(waiting)
-
-    def _wait(self, messages: _Messages) -> dict[int, float]:
-        """Returns when all have arrived, with the moment of each; raises with the worker that failed first."""
-        started = time.perf_counter()
-        if messages.arrivals:
-            for finished in as_completed(messages.arrivals.values()):  # the others leave because of the first that fails
-                finished.result()
-            moments = {worker: arrival.result() for worker, arrival in messages.arrivals.items()}
-        else:
-            moments = {worker: self._wait_for(worker, messages.of(worker)) for worker in self._others}
-        self._traffic.received = time.perf_counter()
-        self._traffic.waiting_seconds += self._traffic.received - started
-        return moments
-
-    def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
-        """When the first of these was there."""
-        first = math.nan
-        for number, work in enumerate(works):
-            try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                raise WorkerLostError([worker], _first_line(error)) from error
-            if number == 0:
-                first = time.perf_counter()
-        return first
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

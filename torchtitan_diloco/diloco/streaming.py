@@ -28,9 +28,10 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.background_round import BackgroundRound, Outcome
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.drops import is_dropped
-from torchtitan_diloco.diloco.exchange import Exchange, WorkerLostError
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table
 from torchtitan_diloco.diloco.header import DROPPED, NOT_FINITE, Header
+from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.diloco.meter import Meter
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.restart import (

@@ -22,6 +22,7 @@ class PendingReduction:
         if self._work is not None:
             with naming_lost_ranks(self._world, self._where):
                 self._work.wait()
+            self._work = None
         values: list[float] = self._total.tolist()
         return values
 

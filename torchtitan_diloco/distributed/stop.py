@@ -19,13 +19,19 @@ SAME_REQUEST_SECONDS = 1.0
 
 class StopRequest:
     """Ranks get a signal at different moments; one that left alone would keep the others waiting in a collective. So
-    they ask each other, in the background: the answer to the question of one step is read `lag` steps later."""
+    they ask each other, in the background: the answer to the question of one step is read `lag` steps later. Workers that
+    train on their own can be no further apart than that, and the question travels behind what they exchange: it is asked seldom."""
 
-    def __init__(self, world: World, lag: int = 1) -> None:
-        self._world, self._lag = world, lag
+    def __init__(self, world: World, lag: int = 1, every: int = 1) -> None:
+        """`every`: steps between two questions."""
+        self._world, self._lag, self._every = world, lag, every
+        self.waited_seconds = 0.0
+        """For answers, so far."""
+        self._save = False
         self._received: float | None = None
         """When the first signal came."""
-        self._questions: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._questions: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
+        """The step of each, and what comes back."""
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -42,15 +48,20 @@ class StopRequest:
         if self._world.control is None:
             return self._received is not None, save
         stop, saving = False, False
-        if len(self._questions) == self._lag:
-            answer, work = self._questions.popleft()
+        if self._questions and self._questions[0][0] + self._lag <= step:
+            _, answer, work = self._questions.popleft()
+            started = time.perf_counter()
             with naming_lost_ranks(self._world, f"up to step {step}"):
                 work.wait()
+            self.waited_seconds += time.perf_counter() - started
             stop, saving = (bool(flag) for flag in answer.tolist())
-        asked = torch.tensor([int(self._received is not None), int(save)], dtype=torch.int32)
-        with naming_lost_ranks(self._world, f"up to step {step}"):
-            work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
-        self._questions.append((asked, work))
+        self._save |= save
+        if step % self._every == 0:
+            asked = torch.tensor([int(self._received is not None), int(self._save)], dtype=torch.int32)
+            with naming_lost_ranks(self._world, f"up to step {step}"):
+                work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+            self._questions.append((step, asked, work))
+            self._save = False
         return stop, saving
 
     def __enter__(self) -> Self:
@@ -60,6 +71,6 @@ class StopRequest:
         """Gives the signals back, and waits for the last questions (which fail with the run, if that failed)."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        for _, work in self._questions if error is None else ():
+        for _, _, work in self._questions if error is None else ():
             with naming_lost_ranks(self._world, "at the end"):
                 work.wait()

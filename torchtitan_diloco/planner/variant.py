@@ -41,9 +41,12 @@ def _name_of(parent: Path, child: Path) -> str:
 
 def _differences(base: Config, wanted: Config) -> str:
     before, after = flat_settings(base), flat_settings(wanted)
+    unsaid = [key for key, value in after.items() if value is None and before[key] is not None]
+    if unsaid:
+        raise ValueError(f"{unsaid[0]} = none cannot be said in a TOML that extends another: leave it out of the other one")
     sections: dict[str, list[str]] = {}
     for key, value in after.items():
-        if value != before[key] and key != "run.name" and value is not None:
+        if value != before[key]:
             section, _, name = key.rpartition(".")
             sections.setdefault(section, []).append(f"{name} = {format_value(value)}")
     return "".join(f"\n[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in sections.items())
