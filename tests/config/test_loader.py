@@ -134,6 +134,8 @@ def test_a_value_where_a_section_stands_and_broken_toml(tmp_path: Path) -> None:
         ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
         ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
         ({"training.global_batch_size": "17"}, "training.global_batch_size"),
+        ({"data.shard_by": "clusters", "diloco.workers": "1"}, "data.shard_by"),
+        ({"data.shard_by": "random", "diloco.method": "none"}, "data.shard_by"),
         ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
         ({"run.device": "cpu", "parallel.compute_dtype": "bfloat16"}, "parallel.compute_dtype"),
         ({"profiling.every": "2", "profiling.steps": "3"}, "profiling.every"),

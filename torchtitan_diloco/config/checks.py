@@ -16,6 +16,7 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     yield from _run(config)
     yield from _horizon(config)
     yield from _batch(config)
+    yield from _worker_shards(config)
     yield from diloco_mistakes(config.diloco)
     yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
     if config.optimizer.beta1 >= config.optimizer.beta2:
@@ -106,3 +107,9 @@ def _batch(config: Config) -> Iterator[tuple[str, str]]:
             f"must be a multiple of workers x ranks x training.batch_size = {config.diloco.workers} x "
             f"{max(1, config.parallel.fsdp)} x {config.training.batch_size} = {share}",
         )
+
+
+def _worker_shards(config: Config) -> Iterator[tuple[str, str]]:
+    if config.data.shard_by != "none" and (config.diloco.method == "none" or config.diloco.workers == 1):
+        reason = 'diloco.method = "none" averages gradients' if config.diloco.workers > 1 else "there is one worker"
+        yield "data.shard_by", f"gives workers that train apart documents of their own, and {reason}: leave it out"

@@ -103,6 +103,9 @@ class Data:
     """Where the tokens of text corpora are kept between runs."""
     shuffle: bool = True
     """Draw sequences in a random order, another one each epoch, set by `run.seed`."""
+    shard_by: Literal["none", "random", "clusters"] = "none"
+    """`none`: all workers share one order of all sequences. Else every worker has documents of its own and counts by their
+    tokens: `random` deals them out, `clusters` puts those with alike text together (docs/data.md)."""
     loader_processes: NotNegative = 0
     """Processes that read ahead, per rank. 0 reads in the training process: enough for memory-mapped tokens."""
 

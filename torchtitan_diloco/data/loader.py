@@ -5,7 +5,7 @@ share one token, so that every token but the first is a target exactly once.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchtitan_diloco.data.order import Indices
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.splits import open_split, open_tokenizer
 from torchtitan_diloco.data.stream import MicroBatches, Place, StreamIdentity
+from torchtitan_diloco.data.worker_shards import WorkerShards, WorkerTokens
 
 __all__ = [
     "IGNORE_INDEX",
@@ -40,14 +41,14 @@ Batch = tuple[Tensor, Tensor]
 class SequenceReader(Dataset[Batch]):
     """Sequences of a fixed length out of shards, by number."""
 
-    def __init__(self, shards: TokenShards, sequence_length: int) -> None:
+    def __init__(self, shards: TokenShards | WorkerTokens, sequence_length: int) -> None:
         self._shards = shards
         self._length = sequence_length
         self.sequences = (len(shards) - 1) // sequence_length
         if self.sequences < 1:
             raise ValueError(
-                f"the {shards.split} split of {shards.folder} is shorter than one sequence: it has {len(shards)} "
-                f"tokens, training.sequence_length = {sequence_length} needs {sequence_length + 1}. Use a larger corpus"
+                f"{shards.name} is shorter than one sequence: it has {len(shards)} tokens, training.sequence_length = "
+                f"{sequence_length} needs {sequence_length + 1}. Use a larger corpus"
                 f"{', a larger data.validation_fraction' if shards.split == 'validation' else ''} or a smaller "
                 f"training.sequence_length."
             )
@@ -70,9 +71,18 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
     again goes on where the last iterator stopped.
     """
 
-    def __init__(self, reader: SequenceReader, stream: StreamIdentity, rank: int, processes: int, place: Place) -> None:
+    def __init__(
+        self,
+        reader: SequenceReader,
+        stream: StreamIdentity,
+        rank: int,
+        processes: int,
+        place: Place,
+        streams: int = 1,
+    ) -> None:
         self._stream = stream
         self._place = place
+        self._streams = streams
         self._iterators_started = 0
         self._micro_batches = MicroBatches(stream, rank, reader.sequences, place)
         with warnings.catch_warnings():
@@ -90,7 +100,7 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
     @property
     def position(self) -> int:
         """Global position of the first sample of the current step: how many samples all ranks took before it."""
-        return self._place.step_start
+        return self._place.step_start * self._streams
 
     def __iter__(self) -> Iterator[Batch]:
         self._drop_iterator()
@@ -133,16 +143,26 @@ def build_train_loader(
     shuffle: bool,
     processes: int,
     start: int = 0,
+    worker_shards: WorkerShards | None = None,
 ) -> TrainLoader:
     """An endless stream of this rank's micro-batches, epoch after epoch.
 
     A step of the run takes the next ranks * accumulation * batch_size samples of one global order, so which samples
     are in it does not depend on how many ranks share it. `start` is the global position of the first step.
+
+    Where the workers have shards of their own, each has an order of its own, which its ranks share in the same way.
     """
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     assert start >= 0, start
+    own = worker_shards.parts if worker_shards else ()
+    sources: Sequence[TokenShards | WorkerTokens] = own or [shards]
+    # Those of all workers, so that every rank sees when one is too short.
+    readers = [SequenceReader(one, sequence_length) for one in sources]
+    streams = len(readers)
+    ranks //= streams
+    worker, rank = divmod(rank, ranks)
     stream = StreamIdentity(
-        corpus=shards.fingerprint,
+        corpus=sources[worker].fingerprint,
         sequence_length=sequence_length,
         batch_size=batch_size,
         accumulation=accumulation,
@@ -150,7 +170,7 @@ def build_train_loader(
         seed=seed,
         shuffle=shuffle,
     )
-    return TrainLoader(SequenceReader(shards, sequence_length), stream, rank, processes, Place(start))
+    return TrainLoader(readers[worker], stream, rank, processes, Place(start // streams), streams)
 
 
 class ValidationBatches:

@@ -163,6 +163,11 @@ class TokenShards:
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
         """The same for two corpora exactly if they hold the same tokens, wherever they lie."""
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"the {self.split} split of {self.folder}"
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
