@@ -72,7 +72,7 @@ class Network:
     ) -> subprocess.Popen[Any]:
         """Starts a program as a worker; the process is the program itself. `output` takes its standard output and errors."""
         program = subprocess.Popen(
-            [*self._inside(self._namespace(worker)), *command],
+            [*self.inside(self.namespace(worker)), *command],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -96,7 +96,7 @@ class Network:
 
     def counters(self, worker: int) -> tuple[int, int]:
         """Bytes that the worker's interface has sent and received so far, headers included."""
-        for line in Path(f"/proc/{self._namespace(worker).pid}/net/dev").read_text().splitlines():
+        for line in Path(f"/proc/{self.namespace(worker).pid}/net/dev").read_text().splitlines():
             name, _, counted = line.partition(":")
             if name.strip() == INTERFACE:
                 fields = counted.split()
@@ -105,8 +105,8 @@ class Network:
 
     def set_rate(self, worker: int, *, up: float, down: float) -> None:
         """Mbit/s from now on."""
-        self._limit(self._namespace(worker), INTERFACE, up)
-        self._limit(self._switch, _port(worker), down)
+        self._limit(self.namespace(worker), INTERFACE, up)
+        self._limit(self.switch, _port(worker), down)
 
     def close(self) -> None:
         """Ends what still runs, then the namespaces, with all that is in them."""
@@ -130,18 +130,18 @@ class Network:
             raise NoNetworkError(f"a network of its own needs {', '.join(missing)}: install util-linux and iproute2")
         own_user = ["--map-root-user"] if self._user else []
         self._hold(["unshare", *own_user, "--net", "--uts"], "switch")
-        self._run(self._switch, "ip link add name switch type bridge")
-        self._run(self._switch, "ip link set switch up")
+        self._run(self.switch, "ip link add name switch type bridge")
+        self._run(self.switch, "ip link set switch up")
         for worker in range(self.workers):
-            self._hold([*self._inside(self._switch), "unshare", "--net", "--uts"], self.address(worker))
-            namespace, port = self._namespace(worker), _port(worker)
-            self._run(self._switch, f"ip link add {port} type veth peer name {INTERFACE} netns {namespace.pid}")
-            self._run(self._switch, f"ip link set {port} master switch up")
+            self._hold([*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker))
+            namespace, port = self.namespace(worker), _port(worker)
+            self._run(self.switch, f"ip link add {port} type veth peer name {INTERFACE} netns {namespace.pid}")
+            self._run(self.switch, f"ip link set {port} master switch up")
             self._run(namespace, f"ip address add {self.address(worker)}/24 dev {INTERFACE}")
             self._run(namespace, f"ip link set {INTERFACE} up")
             self._run(namespace, "ip link set lo up")
             self._limit(namespace, INTERFACE, self._up[worker])
-            self._limit(self._switch, port, self._down[worker])
+            self._limit(self.switch, port, self._down[worker])
 
     def _hold(self, command: list[str], name: str) -> None:
         """A process that holds a new namespace, which `command` makes."""
@@ -158,17 +158,17 @@ class Network:
         self._holders.append(holder)
 
     @property
-    def _switch(self) -> subprocess.Popen[str]:
+    def switch(self) -> subprocess.Popen[str]:
         return self._holders[0]
 
-    def _namespace(self, worker: int) -> subprocess.Popen[str]:
+    def namespace(self, worker: int) -> subprocess.Popen[str]:
         return self._holders[1 + worker]
 
-    def _inside(self, namespace: subprocess.Popen[str]) -> list[str]:
+    def inside(self, namespace: subprocess.Popen[str]) -> list[str]:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
     def _run(self, namespace: subprocess.Popen[str], command: str) -> None:
-        done = subprocess.run([*self._inside(namespace), *command.split()], capture_output=True, text=True)
+        done = subprocess.run([*self.inside(namespace), *command.split()], capture_output=True, text=True)
         if done.returncode:
             raise NoNetworkError(f"{command}: {done.stderr.strip()}")
 
@@ -185,9 +185,8 @@ class Network:
         try:
             if delay:
                 self._run(namespace, f"tc qdisc replace dev {device} root handle 1: {delay}")
-            if bucket or not delay:
-                where = "parent 1:1" if delay else "root"
-                self._run(namespace, f"tc qdisc replace dev {device} {where} {bucket or 'pfifo limit 1000'}")
+            where = "parent 1:1" if delay else "root"
+            self._run(namespace, f"tc qdisc replace dev {device} {where} {bucket or 'pfifo limit 1000'}")
         except NoNetworkError as error:
             if delay:
                 raise NoNetworkError(

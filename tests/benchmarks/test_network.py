@@ -1,0 +1,114 @@
+"""Namespaces joined by slow links: programs in them see each other, at the rates that were asked for, and nothing else."""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.link import NoNetworkError
+from benchmarks.network import INTERFACE, Network
+
+SENT = 200_000
+RECEIVE = """
+import socket
+server = socket.create_server(("0.0.0.0", 5000))
+for _ in range(2):
+    peer, address = server.accept()
+    print(address[0], sum(map(len, iter(lambda: peer.recv(65536), b""))))
+"""
+SEND = """
+import socket, sys, time
+deadline = time.monotonic() + 30
+while True:
+    try:
+        peer = socket.create_connection(("10.0.0.1", 5000))
+        break
+    except ConnectionRefusedError:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+peer.sendall(bytes(int(sys.argv[1])))
+"""
+INTERFACES = "import socket; print(sorted(name for _, name in socket.if_nameindex() if name in ('lo', 'eth0')))"
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Three workers; the link of the last is slow upwards."""
+    try:
+        network = Network(3, up=[math.inf, math.inf, 8], down=100)
+        network.__enter__()
+    except NoNetworkError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    yield network
+    network.close()
+
+
+def outputs(network: Network, programs: dict[int, list[str]]) -> dict[int, str]:
+    files = {worker: tempfile.TemporaryFile("w+") for worker in programs}  # noqa: SIM115
+    started = {
+        worker: network.start(worker, [sys.executable, "-S", "-c", *words], os.environ, files[worker])
+        for worker, words in programs.items()
+    }
+    found = {}
+    for worker, program in started.items():
+        code = program.wait(60)
+        files[worker].seek(0)
+        found[worker] = files[worker].read()
+        files[worker].close()
+        assert code == 0, found[worker]
+    return found
+
+
+def test_workers_see_each_other_and_nothing_else(network: Network) -> None:
+    found = outputs(network, {worker: [INTERFACES] for worker in range(3)})
+    assert set(found.values()) == {f"{sorted(['lo', INTERFACE])}\n"}
+
+
+def test_what_is_sent_arrives_and_is_counted_on_both_links(network: Network) -> None:
+    before = [network.counters(worker) for worker in range(3)]
+    found = outputs(network, {0: [RECEIVE], 1: [SEND, str(SENT)], 2: [SEND, str(SENT // 2)]})
+    assert sorted(found[0].split()) == sorted([network.address(1), str(SENT), network.address(2), str(SENT // 2)])
+    after = [network.counters(worker) for worker in range(3)]
+    sent, received = ([new[way] - old[way] for old, new in zip(before, after, strict=True)] for way in (0, 1))
+    assert received[0] >= 1.5 * SENT
+    assert SENT <= sent[1] <= 1.3 * SENT, "with headers, and what TCP may have sent twice"
+    assert SENT / 2 <= sent[2] <= 0.65 * SENT
+
+
+def test_a_bucket_holds_each_end_of_a_link_to_its_rate(network: Network) -> None:
+    assert [rates_of(network, worker) for worker in range(3)] == [("", "100Mbit"), ("", "100Mbit"), ("8Mbit", "100Mbit")]
+    network.set_rate(1, up=2, down=math.inf)
+    network.set_rate(2, up=math.inf, down=3)
+    assert [rates_of(network, worker) for worker in range(3)] == [("", "100Mbit"), ("2Mbit", ""), ("", "3Mbit")]
+
+
+def rates_of(network: Network, worker: int) -> tuple[str, str]:
+    """As tc tells them: up, down; empty for none."""
+
+    def rate(namespace: subprocess.Popen[str], device: str) -> str:
+        shown = subprocess.run(
+            [*network.inside(namespace), "tc", "qdisc", "show", "dev", device], capture_output=True, text=True, check=True
+        )
+        words = shown.stdout.split()
+        return words[words.index("rate") + 1] if "tbf" in words else ""
+
+    return rate(network.namespace(worker), INTERFACE), rate(network.switch, f"port{worker}")
+
+
+def test_closing_ends_what_still_runs_and_the_namespaces(network: Network) -> None:
+    program = network.start(0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"], os.environ)
+    holders = [network.switch, *map(network.namespace, range(3))]
+    network.close()
+    assert program.returncode is not None
+    assert all(holder.returncode == 0 for holder in holders)
+
+
+def test_rates_must_fit_the_workers() -> None:
+    with pytest.raises(ValueError, match="up has 2 rates for 3 workers"):
+        Network(3, up=[1, 2])
+    with pytest.raises(ValueError, match="above 0"):
+        Network(2, down=0)
