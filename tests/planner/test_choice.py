@@ -1,0 +1,158 @@
+"""Which settings are chosen, and what is said of them."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from torchtitan_diloco.components.run_plan import BYTES_PER_PARAMETER
+from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
+from torchtitan_diloco.config.diloco_schema import DiLoCo, Fragments, OuterOptimizer, Overlap, Quantization
+from torchtitan_diloco.config.loader import load_config
+from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.planner.choice import candidates, choose
+from torchtitan_diloco.planner.conditions import Conditions, Links, even_links
+from torchtitan_diloco.planner.memory import INNER_BYTES, memory_of, outer_bytes_per_parameter
+from torchtitan_diloco.planner.risk import CODEC_COSTS, risk_of
+from torchtitan_diloco.planner.scenario import HOST_CODING, Scenario
+from torchtitan_diloco.planner.workload import Workload, model_facts
+
+PRESENT = load_config("35m").diloco
+
+
+def workload(*, workers: int = 2, ranks: int = 1, preset: str = "35m") -> Workload:
+    config = load_config(preset)
+    return Workload(config.model, 32_000, 2048, tokens_per_step=65_536, total_steps=20_000, workers=workers, ranks=ranks)
+
+
+def scenario(bits_per_second: float, latency: float = 0.03, step: float = 0.2, workers: int = 2) -> Scenario:
+    return Scenario(workload(workers=workers), Conditions(even_links(workers, bits_per_second, latency), (step,) * workers))
+
+
+def test_fragments_and_buckets_hold_every_parameter_once() -> None:
+    one = workload()
+    for config in (Fragments(), Fragments(layers_per_fragment=0), Fragments(pattern="balanced")):
+        assert sum(one.fragments(config)) == one.parameters
+    assert sum(one.gradient_buckets()) == one.parameters
+    facts = model_facts(one.model, 32_000, 2048)
+    assert len(one.gradient_buckets()) == facts.layers + 1
+    assert one.fragments(Fragments())[-1] >= facts.embedding_parameters
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_candidates_are_settings_that_a_run_would_take(workers: int) -> None:
+    for present in (PRESENT, load_config("150m").diloco, load_config("35m-data-parallel").diloco):
+        found = list(candidates(present, total_steps=5000))
+        assert len(set(found)) > 100
+        for one in found:
+            assert one.method == "streaming"
+            assert not list(diloco_mistakes(one))
+            assert not list(quantization_mistakes(one.quantization, workers))
+
+
+def test_settings_made_by_hand_are_left_as_they_are() -> None:
+    by_hand = Fragments(pattern="explicit", modules=(("blocks.0",), ("blocks.1",)))
+    assert {one.fragments for one in candidates(replace(PRESENT, fragments=by_hand), 5000)} == {by_hand}
+
+
+def test_the_present_settings_stay_where_the_links_are_fast() -> None:
+    present = replace(PRESENT, quantization=Quantization(codec="bf16"))
+    plan = choose(scenario(1e11, latency=0.0), present, 0.95)
+    assert plan.best is plan.present
+    assert plan.reached
+
+
+@pytest.mark.parametrize("bits_per_second", [1e7, 3e7, 1e8, 1e9])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_what_is_chosen_reaches_what_is_wanted_with_the_least_risk(bits_per_second: float, workers: int) -> None:
+    plan = choose(scenario(bits_per_second, workers=workers), replace(PRESENT, workers=workers), 0.9)
+    assert plan.reached
+    assert plan.best.prediction.utilisation >= 0.9
+    assert plan.best.needed_bits_per_second is not None
+    assert plan.best.needed_bits_per_second <= 1.005 * bits_per_second
+    for other in plan.alternatives:
+        assert other.prediction.utilisation >= 0.9
+        assert other.diloco.quantization.codec != plan.best.diloco.quantization.codec
+    if plan.present.prediction.utilisation >= 0.9:
+        assert plan.best.risk.percent <= plan.present.risk.percent
+    assert plan.data_parallel.diloco.method == "none"
+
+
+def test_slower_links_take_more_risk() -> None:
+    risks = [choose(scenario(rate), PRESENT, 0.95).best.risk.percent for rate in (1e9, 3e7, 5e6)]
+    assert risks == sorted(risks)
+    assert risks[0] < risks[-1]
+
+
+def test_where_nothing_reaches_it_the_closest_is_told() -> None:
+    plan = choose(scenario(2e4), PRESENT, 0.95)
+    assert not plan.reached
+    assert plan.best.prediction.utilisation > 10 * plan.present.prediction.utilisation
+
+
+def test_the_slowest_worker_of_many_decides() -> None:
+    even = scenario(1e8, workers=3)
+    one_slow = Links((1e8, 1e8, 1e7), (1e8,) * 3, 0.03)
+    uneven = replace(even, conditions=replace(even.conditions, links=one_slow))
+    all_slow = scenario(1e7, workers=3)
+    reached = [one.predict(replace(PRESENT, workers=3)).utilisation for one in (all_slow, uneven, even)]
+    assert reached[0] == pytest.approx(reached[1], rel=0.01), "but for slices of unequal size"
+    assert reached[1] < reached[2]
+
+
+def test_a_bound_is_one() -> None:
+    """But for the first rounds, in which nothing is behind yet."""
+    slow = scenario(3e6)
+    for diloco in list(candidates(PRESENT, 20_000))[::37]:
+        assert slow.predict(diloco).utilisation <= slow.most_utilisation(diloco) * 1.06
+
+
+def test_risks_are_those_that_are_documented() -> None:
+    def percent(diloco: DiLoCo, steps: int = 10**6) -> float:
+        return risk_of(diloco, steps, tuned_sync_every=diloco.sync_every).percent
+
+    plain = DiLoCo(sync_every=30, overlap=Overlap(delay=0))
+    assert percent(plain) == pytest.approx(0.6)
+    assert percent(replace(plain, sync_every=100)) == pytest.approx(1.4)
+    assert percent(replace(plain, sync_every=1)) == 0
+    assert percent(replace(plain, overlap=Overlap(delay=5))) - percent(plain) < 0.1
+    assert percent(replace(plain, overlap=Overlap(delay=10))) - percent(plain) <= 0.2 + 1e-9
+    assert percent(replace(plain, quantization=Quantization(codec="fp4_e3m0"))) - percent(plain) == pytest.approx(0.3)
+    assert percent(plain, steps=30 * 100) == percent(plain)
+    assert percent(plain, steps=30 * 50) == pytest.approx(percent(plain) + 1), "half as many rounds as are enough"
+    assert risk_of(plain, 10**6, tuned_sync_every=60).percent == pytest.approx(0.6 + 0.2)
+    assert risk_of(replace(plain, method="none"), 10, 30).percent == 0
+
+
+def test_every_format_has_a_risk_and_a_rate() -> None:
+    from torchtitan_diloco.diloco.codecs import CODECS
+
+    assert set(CODEC_COSTS) == set(HOST_CODING) == set(CODECS)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "sgd", "adam"])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_memory_is_that_of_the_real_outer_state(name: str, feedback: bool) -> None:
+    outer = OuterOptimizer(name=name)  # type: ignore[arg-type]
+    diloco = DiLoCo(outer_optimizer=outer, quantization=Quantization(codec="int8", error_feedback=feedback))
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 30))
+    whole = replace(diloco, fragments=Fragments(layers_per_fragment=0), quantization=Quantization())
+    (fragment,) = StreamingDiLoCo(model, None, whole).fragments
+    state = OuterState(fragment, outer, next(model.parameters()).device, error_feedback=feedback)
+    assert state.bytes == outer_bytes_per_parameter(diloco) * fragment.parameters
+
+
+def test_memory_on_the_host_leaves_what_is_in_flight_on_the_device() -> None:
+    """A, section on memory: the outer state of the fragments that wait is not on the accelerator."""
+    assert INNER_BYTES == BYTES_PER_PARAMETER
+    one = workload(ranks=2)
+    sizes = one.fragments(PRESENT.fragments)
+    device = memory_of(one, PRESENT, on_host=False, in_flight=1)
+    host = memory_of(one, PRESENT, on_host=True, in_flight=1)
+    inner = INNER_BYTES * one.parameters / 2
+    assert device.host_bytes == 0
+    assert host.device_bytes == pytest.approx(inner + 4 * max(sizes) / 2)
+    assert host.host_bytes == pytest.approx(device.device_bytes - inner)
+    assert host.host_bytes >= 12 * one.parameters / 2
+    assert memory_of(one, replace(PRESENT, method="none"), on_host=True, in_flight=1).device_bytes == inner
