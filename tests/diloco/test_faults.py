@@ -44,10 +44,17 @@ def train(world: World, at_step: dict[int, Callable[[StreamingDiLoCo], None]], d
     return "went on"
 
 
+def die(outer: StreamingDiLoCo) -> None:
+    """Between two exchanges. In the middle of one, a worker that has all it needs of the dead one would wait for a third, and
+    blame that."""
+    outer.drain()
+    os._exit(1)
+
+
 def _killed(workers: int, victim: int) -> tuple[str, float]:
     world = join(workers)
     started = time.monotonic()
-    death: dict[int, Callable[[StreamingDiLoCo], None]] = {13: lambda _: os._exit(1)}
+    death: dict[int, Callable[[StreamingDiLoCo], None]] = {13: die}
     return train(world, death if world.worker == victim else {}, seconds=0.01), time.monotonic() - started
 
 

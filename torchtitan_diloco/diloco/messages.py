@@ -123,16 +123,18 @@ class Messenger:
         return first
 
     def _post(self, operations: list[tuple[int, dist.P2POp]]) -> list[tuple[int, dist.Work]]:
+        """NCCL makes one work of a batch. Gloo's are posted one by one: the first that fails is the lost worker's."""
         if not operations:
             return []
-        workers = [worker for worker, _ in operations]
-        try:
-            works = dist.batch_isend_irecv([operation for _, operation in operations])
-        except RuntimeError as error:
-            raise WorkerLostError(sorted(set(workers)), _first_line(error)) from error
-        if len(works) == 1:  # NCCL makes one work of a batch
-            works = works * len(operations)
-        return list(zip(workers, works, strict=True))
+        batches = [operations] if self._is_nccl else [[operation] for operation in operations]
+        works: list[tuple[int, dist.Work]] = []
+        for batch in batches:
+            try:
+                posted = dist.batch_isend_irecv([operation for _, operation in batch])
+            except RuntimeError as error:
+                raise WorkerLostError(sorted({worker for worker, _ in batch}), _first_line(error)) from error
+            works += [(worker, posted[min(number, len(posted) - 1)]) for number, (worker, _) in enumerate(batch)]
+        return works
 
     def _room_for(self, message: Tensor) -> Tensor:
         """All of the message's buffer. A worker with another schedule may send a larger message than is expected:
