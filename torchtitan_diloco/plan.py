@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.planner.conditions import Conditions, Links
+from torchtitan_diloco.planner.observed import conditions_of_run, probe
 from torchtitan_diloco.planner.paper_model import PaperModel, paper_methods
 from torchtitan_diloco.planner.paper_table import paper_table, table_like_the_papers
 from torchtitan_diloco.planner.step_time import REMEDY, one_for_each, parse_step_times, step_seconds_from_flops
@@ -52,8 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--mfu", metavar="SHARE", help="instead of a step time: share of the peak that training reaches, such as 40%%")
     add("--device", metavar="NAME", help="accelerator whose peak is known, such as H100")
     add("--peak-tflops", metavar="N", type=float, help="bf16 peak of an accelerator, where it is not known")
-    add("--jitter", metavar="SHARE", default="0", help="standard deviation of step times, such as 5%% (default 0)")
+    add("--jitter", metavar="SHARE", help="standard deviation of step times, such as 5%% (default 0)")
     add("--coding", metavar="RATE", help="fp32 bytes a rank encodes or decodes in a second, such as 2GB/s")
+    add(
+        "--probe",
+        action="store_true",
+        help="measure links and steps first, by a short run of --config between the real workers",
+    )
+    add("--run", metavar="RUN", type=Path, help="take links and steps as a finished run has met them: its folder")
     add("--utilisation", metavar="SHARE", default="95%", help="that is wanted (default 95%%)")
     add("--table", action="store_true", help="print the paper's table: for the paper's models, or with --config for that one")
     add("--plot", metavar="FILE", type=Path, help="draw utilisation over bandwidth, as .png or .svg")
@@ -65,14 +72,16 @@ def main(words: Sequence[str] | None = None) -> int:
     options, settings = _parser().parse_known_args(words)
     try:
         _check_flags(settings)
-        if options.table and (options.plot or options.write):
-            raise ValueError("--table prints a table and plans nothing: leave it out, or leave out --plot and --write")
+        if options.table and (options.plot or options.write or options.probe or options.run):
+            raise ValueError(
+                "--table prints a table and plans nothing: leave it out, or leave out --plot, --write, --probe and --run"
+            )
         if options.table and options.config is None:
             print(f"{PAPER_LINE} of nominal size, H = 100; Gbit/s for a utilisation of\n\n{paper_table()}")
             return 0
         config = _config(options, settings)
         if config is not None:  # None: --print-config, which is answered
-            _answer(options, config)
+            _answer(options, config, settings)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -94,7 +103,7 @@ def _config(options: argparse.Namespace, settings: list[str]) -> Config | None:
     return from_command_line(["--config", options.config, *settings])
 
 
-def _answer(options: argparse.Namespace, config: Config) -> None:
+def _answer(options: argparse.Namespace, config: Config, settings: list[str]) -> None:
     if options.table:
         print(_table(options, config))
         return
@@ -104,7 +113,8 @@ def _answer(options: argparse.Namespace, config: Config) -> None:
     workers = config.diloco.workers
     if workers == 1:
         raise ValueError("diloco.workers = 1: nothing goes between workers; give another config, or --diloco.workers 2")
-    links = _links(options, workers)
+    if not (options.probe or options.run):
+        _links(options, workers)  # a mistake in them is told before anything takes long
     coding = None if options.coding is None else parse_byte_rate(options.coding, "--coding")
 
     # Imported here: they take seconds, which `--help`, `--table` and a mistake in a unit must not.
@@ -119,7 +129,18 @@ def _answer(options: argparse.Namespace, config: Config) -> None:
     if options.write is not None:
         check_variant_path(options.write)
     workload = _workload(config)
-    conditions, origin = _conditions(options, links, workload)
+    if options.probe and options.run:
+        raise ValueError("--probe and --run both say what was measured: give one of them")
+    measured = None
+    if options.probe:
+        measured = probe(["--config", options.config, *settings], config.diloco.overlap.delay)
+        if measured is None:
+            print("probed; the first node prints the plan")
+            return
+    elif options.run is not None:
+        measured = conditions_of_run(options.run)
+    conditions, origin = _conditions(options, workload, measured)
+    links = conditions.links
     on_cpu = config.run.device == "cpu"
     scenario = Scenario(workload, conditions, on_cpu=on_cpu, coding_bytes_per_second=coding)
     plan = choose(scenario, config.diloco, wanted)
@@ -139,7 +160,10 @@ def _answer(options: argparse.Namespace, config: Config) -> None:
 
 def _links(options: argparse.Namespace, workers: int) -> Links:
     if options.bandwidth is None:
-        raise ValueError("how fast are the links between workers? give --bandwidth, such as 2Gbit, 200Mbit/s or 25MB/s")
+        raise ValueError(
+            "how fast are the links between workers? give --bandwidth, such as 2Gbit, 200Mbit/s or 25MB/s, or --probe to "
+            "measure them, or --run RUN to take those that a run has met"
+        )
     down = _rates(options.bandwidth, workers, "--bandwidth")
     up = down if options.upload is None else _rates(options.upload, workers, "--upload")
     return Links(up, down, parse_duration(options.latency, "--latency"))
@@ -165,11 +189,22 @@ def _workload(config: Config) -> "Workload":
     return Workload(config.model, rows, length, plan.tokens_per_step, plan.total_steps, workers, ranks)
 
 
-def _conditions(options: argparse.Namespace, links: Links, workload: "Workload") -> tuple[Conditions, str]:
-    """Links and steps as the plan takes them to be, and where the step times come from. All numbers that could also be measured
-    come in here, and nowhere else."""
-    step_seconds, origin = _step_times(options, workload)
-    return Conditions(links, step_seconds, jitter=parse_share(options.jitter, "--jitter")), origin
+def _conditions(options: argparse.Namespace, workload: "Workload", measured: Conditions | None) -> tuple[Conditions, str]:
+    """Links and steps as the plan takes them to be, and where the step times come from. What is given goes before what was
+    measured."""
+    if measured is not None and measured.workers != workload.workers:
+        raise ValueError(
+            f"--run {options.run}: that run had {measured.workers} workers, and diloco.workers = {workload.workers}: give a "
+            "run of as many, or --diloco.workers"
+        )
+    links = _links(options, workload.workers) if measured is None or options.bandwidth is not None else measured.links
+    jitter = parse_share(options.jitter, "--jitter") if options.jitter is not None else 0.0
+    if measured is None or options.step_time is not None or options.mfu is not None:
+        step_seconds, origin = _step_times(options, workload)
+    else:
+        step_seconds, origin = measured.step_seconds, "measured"
+        jitter = measured.jitter if options.jitter is None else jitter
+    return Conditions(links, step_seconds, jitter=jitter), origin
 
 
 def _step_times(options: argparse.Namespace, workload: "Workload") -> tuple[tuple[float, ...], str]:

@@ -20,7 +20,8 @@ SAME_REQUEST_SECONDS = 1.0
 class StopRequest:
     """Ranks get a signal at different moments; one that left alone would keep the others waiting in a collective. So
     they ask each other, in the background: the answer to the question of one step is read `lag` steps later. Workers that
-    train on their own can be no further apart than that, and the question travels behind what they exchange: it is asked seldom."""
+    train on their own can be no further apart than that, and the question travels behind what they exchange: it is asked
+    seldom."""
 
     def __init__(self, world: World, lag: int = 1, every: int = 1) -> None:
         """`every`: steps between two questions."""

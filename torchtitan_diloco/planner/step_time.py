@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from torchtitan_diloco.planner.units import format_duration, parse_duration, parse_share
 
-REMEDY = "give --step-time (seconds of compute of one inner step), or --mfu with --device or --peak-tflops"
+REMEDY = (
+    "give --step-time (seconds of compute of one inner step), or --mfu with --device or --peak-tflops, or --probe to measure it"
+)
 
 
 def one_for_each(values: list[float], workers: int, flag: str) -> tuple[float, ...]:
