@@ -179,6 +179,17 @@ def _parity() -> Table:
     return _table(MANY_STEPS, 9000, runs, begins=begins, paper=paper)
 
 
+def _warm_up() -> Table:
+    """Steps of linear warm-up of the inner learning rate, each against data parallelism with as many."""
+    runs, controls = {}, {}
+    for steps in (100, 300, 600, 1000):
+        warm_up = {"lr_schedule.warmup_steps": str(steps)}
+        control, name = f"data parallel, warm-up {steps:,}", f"streaming, warm-up {steps:,}"
+        runs |= {control: ALONE | warm_up, name: streaming(10) | warm_up}
+        controls |= {control: control, name: control}
+    return _table(MANY_STEPS, 2000, runs, controls=controls)
+
+
 def _first_steps() -> Table:
     """How much of what a short run loses it loses at its beginning."""
     begins = {f"{steps:,} steps of data parallelism, then streaming": steps for steps in (125, 250, 500, 1000)}
@@ -240,8 +251,6 @@ def _tuning() -> Table:
         "alpha 0.25, lr 0.7, momentum 0.5": streaming(10, overlap__mixing="0.25", **LIGHT),
         "alpha 0, tau 0, lr 0.7, momentum 0.5": streaming(10, overlap__mixing="0", overlap__delay="0", **LIGHT),
         "whole model, alpha 0, tau 0, lr 0.7, momentum 0.5": streaming(10, **WHOLE_MODEL, **LIGHT),
-        "data parallel, warm-up of 300 steps": ALONE | {"lr_schedule.warmup_steps": "300"},
-        "alpha 0.5, lr 0.4, momentum 0.8, warm-up of 300 steps": streaming(10) | {"lr_schedule.warmup_steps": "300"},
         "alpha 0.5, lr 0.4, momentum 0.8, outer warm-up of 20 rounds": streaming(10, outer_optimizer__warmup_rounds="20"),
         "averaged every step": streaming(1, **average),
         "averaged every step, inner lr 5.6e-3": streaming(1, **average) | {"optimizer.lr": "5.6e-3"},
@@ -257,6 +266,7 @@ def _workers() -> Table:
 
 TABLES = {
     "parity": _parity(),
+    "warm-up": _warm_up(),
     "first-steps": _first_steps(),
     "robustness-drops": _drops(),
     "robustness-shards": _shards(),
