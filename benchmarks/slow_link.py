@@ -43,8 +43,8 @@ from benchmarks.slow_link_runs import (
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.pictures.files import write_picture
 from torchtitan_diloco.pictures.line_chart import Series, line_chart
-from torchtitan_diloco.pictures.png import write_png
 
 HEADER = [
     "Mbit/s",
@@ -241,7 +241,7 @@ def plot(table: Table, path: Path) -> None:
     title = f"{table.experiment.workers} workers, H = {table.experiment.sync_every}"
     x_label, y_label = "link of each worker, Mbit/s", "compute utilisation, %"
     chart = line_chart(series, title=title, x_label=x_label, y_label=y_label, x_log=True, y_range=(0.0, None))
-    write_png(chart, path)
+    write_picture(chart, path)
 
 
 def _named(rate: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_diloco.config import Config, from_command_line
+from torchtitan_diloco.pictures.files import check_picture_path
 from torchtitan_diloco.planner.conditions import Conditions, Links
 from torchtitan_diloco.planner.observed import conditions_of_run, probe
 from torchtitan_diloco.planner.paper_model import PaperModel, paper_methods
@@ -119,13 +120,13 @@ def _answer(options: argparse.Namespace, config: Config, settings: list[str]) ->
 
     # Imported here: they take seconds, which `--help`, `--table` and a mistake in a unit must not.
     from torchtitan_diloco.planner.choice import choose
-    from torchtitan_diloco.planner.curves import check_picture_path, write_curves
+    from torchtitan_diloco.planner.curves import write_curves
     from torchtitan_diloco.planner.plan_text import plan_text
     from torchtitan_diloco.planner.scenario import Scenario
     from torchtitan_diloco.planner.variant import check_variant_path, write_variant
 
     if options.plot is not None:
-        check_picture_path(options.plot)
+        check_picture_path(options.plot, "--plot")
     if options.write is not None:
         check_variant_path(options.write)
     workload = _workload(config)

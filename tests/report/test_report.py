@@ -85,6 +85,26 @@ def test_the_page_of_a_run(streaming: Path, capsys: pytest.CaptureFixture[str]) 
     assert (streaming / "again.html").read_text() == text, "the same records, the same page"
 
 
+def test_the_timeline_alone_is_a_picture(streaming: Path, tmp_path: Path) -> None:
+    for name in ("timeline.svg", "timeline.png"):
+        assert main([str(streaming), "--timeline", str(tmp_path / name)]) == 0
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_that_cannot_be_drawn(
+    streaming: Path, data_parallel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = str(tmp_path / "timeline.svg")
+    for words, told in (
+        ([str(streaming), "--timeline", str(tmp_path / "timeline.jpg")], "a picture ends in"),
+        ([str(streaming), str(data_parallel), "--timeline", picture], "of one run, and 2 are given"),
+        ([str(data_parallel), "--timeline", picture], "has no exchanges to draw"),
+    ):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_pictures_of_a_run(streaming: Path) -> None:
     assert titles(opened(streaming)) == [
         "Loss over tokens",

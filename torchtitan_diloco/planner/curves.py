@@ -7,23 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_diloco.config.diloco_schema import DiLoCo, Fragments, Quantization
+from torchtitan_diloco.pictures.files import write_picture
 from torchtitan_diloco.pictures.line_chart import Series, line_chart
-from torchtitan_diloco.pictures.png import write_png
-from torchtitan_diloco.pictures.svg import to_svg
 from torchtitan_diloco.planner.choice import Plan
 from torchtitan_diloco.planner.scenario import Scenario
 
-ENDINGS = (".png", ".svg")
 POINTS = 49
 LEAST_SHOWN, MOST_SHOWN = 0.02, 0.995
 """Utilisation of the first curve to rise and of the last: the picture goes from the one to the other."""
-
-
-def check_picture_path(path: Path) -> None:
-    if path.suffix not in ENDINGS:
-        raise ValueError(f'--plot "{path}": a picture ends in {" or ".join(ENDINGS)}; write {path.with_suffix(".png")}')
-    if not path.parent.is_dir():
-        raise ValueError(f'--plot "{path}": there is no folder {path.parent}; make it, or give another name')
 
 
 def write_curves(path: Path, name: str, scenario: Scenario, plan: Plan) -> None:
@@ -41,10 +32,7 @@ def write_curves(path: Path, name: str, scenario: Scenario, plan: Plan) -> None:
         x_log=True,
         y_range=(0.0, 100.0),
     )
-    if path.suffix == ".svg":
-        path.write_text(to_svg(scene, standalone=True), encoding="utf-8")
-    else:
-        write_png(scene, path)
+    write_picture(scene, path)
 
 
 def _settings(plan: Plan) -> dict[str, DiLoCo]:

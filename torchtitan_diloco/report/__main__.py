@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_diloco.pictures.files import check_picture_path, write_picture
+from torchtitan_diloco.pictures.timeline_chart import timeline_chart
 from torchtitan_diloco.report.markdown import markdown
 from torchtitan_diloco.report.page import html_page
 from torchtitan_diloco.report.run_records import open_runs
@@ -24,17 +26,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", choices=("html", "md"), default="html", help="html: a page with pictures (default); md: tables as text"
     )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="instead of a page: the last exchanges of one run as a picture, .svg or .png",
+    )
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
-        _write(options.runs, options.out, options.format)
+        if options.timeline is not None:
+            _draw_timeline(options.runs, options.timeline)
+        else:
+            _write(options.runs, options.out, options.format)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _draw_timeline(paths: Sequence[Path], target: Path) -> None:
+    check_picture_path(target, "--timeline")
+    if len(paths) > 1:
+        raise ValueError(f"--timeline is of one run, and {len(paths)} are given: name the one")
+    (run,) = open_runs(paths)
+    if not run.rounds:
+        raise ValueError(f"{run.folder} has no exchanges to draw: take a run of several workers with diloco.method streaming")
+    write_picture(timeline_chart(run.rounds), target)
+    print(target)
 
 
 def _write(paths: Sequence[Path], out: Path | None, form: str) -> None:
