@@ -35,7 +35,7 @@ def step_records(
                 "diloco/exposed_waiting_seconds_mean_over_ranks": 0.05,
                 "diloco/bandwidth_used_mbit_per_second_mean_over_workers": 2.4 + rng.random(),
                 "diloco/bandwidth_peak_mbit_per_second_max_over_workers": 18 + 3 * rng.random(),
-                "diloco/fragments_in_flight": 1,
+                "diloco/fragments_in_flight_mean_over_ranks": 1,
                 "time/share_compute_percent_mean_over_ranks": 94 - exposed,
                 "time/share_data_percent_mean_over_ranks": 2.0,
                 "time/share_exposed_communication_percent_mean_over_ranks": exposed,
