@@ -1,0 +1,75 @@
+"""Exchanges of many chunks: messages are posted ahead in slots that are used again, and every one has to meet its own."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.diloco.test_streaming import join
+from tests.processes import ProcessPool
+from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
+from torchtitan_diloco.diloco import exchange
+from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
+from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.header import Header
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK
+from torchtitan_diloco.distributed.world import WORKER
+
+SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
+"""Of the deltas of some rounds: chunks that fill the slots several times over, with an odd rest, and one that fills none."""
+
+
+def delta_of(worker: int, number: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * number + worker))
+
+
+def _exchange(codec: CodecName, workers: int, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
+    """With chunks of one block, `window` of them under way. The mean of each round, and the scalar product with it."""
+    world = join(workers)
+    group = world.group(WORKER)
+    assert group is not None
+    chosen = Quantization(codec=codec)
+    own, gather = build_codec(chosen), build_gather_codec(chosen)
+    with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
+        patch.setattr(exchange, "CHUNK", BLOCK)
+        patch.setattr(exchange, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
+        made = Exchange(group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=30)
+    found = []
+    for number, size in enumerate(SIZES):
+        delta = delta_of(world.worker, number, size)
+        header = Header(0, run=1, fragment=0, outer_round=number, step=number, weight=weights[world.worker], checksum=0)
+        headers, traffic = made.average(delta, header)
+        assert [one.weight for one in headers] == weights
+        assert sorted(traffic.heard) == [worker for worker in range(workers) if worker != world.worker]
+        found.append((delta, traffic.dot))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "codec", "window", "weights"),
+    [
+        (2, "fp32", 3, [1.0, 3.0]),
+        (2, "fp4_e3m0", 2, [1.0, 1.0]),
+        (3, "fp32", 4, [2.0, 0.0, 1.0]),
+        (3, "int8", 3, [1.0, 1.0, 1.0]),
+        (4, "fp32", 1, [1.0, 2.0, 3.0, 4.0]),
+        (4, "fp4_e3m0", 5, [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_every_chunk_is_its_own_mean(
+    processes: ProcessPool, workers: int, codec: CodecName, window: int, weights: list[float]
+) -> None:
+    results = processes.run(_exchange, workers, codec, workers, window, weights)
+    for number, size in enumerate(SIZES):
+        deltas = [delta_of(worker, number, size) for worker in range(workers)]
+        shares = torch.tensor(weights, dtype=torch.float64) / math.fsum(weights)
+        mean = shares @ torch.stack(deltas).double()
+        for worker, rounds in enumerate(results):
+            got, dot = rounds[number]
+            assert torch.equal(got, results[0][number][0]), "the same bits on every worker"
+            error = (got.double() - mean).abs().max().item()
+            assert error < (1e-5 if codec == "fp32" else 0.1 if codec == "int8" else 3.0)
+            if codec == "int8" and size > 1:
+                assert torch.nn.functional.cosine_similarity(got.double(), mean, dim=0) > 0.999
+            assert dot == pytest.approx(torch.dot(deltas[worker].double(), got.double()).item(), rel=1e-3, abs=1e-3)
