@@ -38,6 +38,7 @@ def test_every_exchange_is_told_by_all_workers(text: Path, processes: ProcessPoo
     assert len(trained) == 6
     for record in trained:
         assert sum(record[share] for share in SHARES) == pytest.approx(100, abs=1e-6)
+        assert min(record[share] for share in SHARES) >= 0
 
     (summary,) = records(folder, "summary")
     assert summary["step"] == 20
@@ -90,3 +91,8 @@ def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: Proces
         return [tuple(record[key] for key in keys) for record in records(folder, "round")]
 
     assert told(legs) == told(whole)
+    unknown = [record for record in records(legs, "round") if record["workers"][0]["exchange_seconds"] is None]
+    assert unknown, "some were in flight"
+    for record in unknown:  # what it took was seen by processes that are gone: not known is not nothing
+        for key in ("weight", "sent_bytes", "sent_bits_per_parameter", "cosine_to_mean", "encoding_seconds"):
+            assert record["workers"][0][key] is None, key

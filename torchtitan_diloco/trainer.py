@@ -1,6 +1,7 @@
 """Builds the parts of a run and holds its loop. The one place that sees the whole configuration."""
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -43,10 +44,10 @@ from torchtitan_diloco.tools.garbage import GarbageControl
 from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import create_run_folder
 
-STEPS_APART = 8
+STEPS_APART = 6
 """Workers that train on their own are not held together to print a number or to ask whether to stop: what they say is read so
 many steps later, or after the delay of an exchange where that is longer."""
-ASK_EVERY = 4
+ASK_EVERY = 2
 """Steps between two questions whether to stop."""
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
@@ -113,7 +114,7 @@ class Trainer:
         folder = self._make_run_folder()
         self._log_plan(folder)
         self._take_up()
-        together = config.diloco.method == "none"
+        together = config.diloco.method == "none" or self.world.workers == 1
         lag, ask_every = (1, 1) if together else (max(STEPS_APART, config.diloco.overlap.delay), ASK_EVERY)
         garbage = GarbageControl(config.run.garbage_collect_every)
         batches = TimedIterator(iter(self.loader))
@@ -137,7 +138,9 @@ class Trainer:
                 stopping = stopping and not finished
                 saving = saving or checkpointer.due(self.step) or (config.checkpoint.at_end and (stopping or finished))
                 if finished:
+                    started = time.perf_counter()
                     self.outer.drain()
+                    reports.drained(time.perf_counter() - started)
                 # What a run that goes on from a checkpoint would not write again is written before the save.
                 settled = stopping or finished or saving
                 if settled or self.step % config.metrics.log_every == 0 or self.step == 1:

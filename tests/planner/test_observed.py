@@ -44,7 +44,9 @@ def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
     ("lines", "told"),
     [
         (None, "no metrics.jsonl"),
-        (['{"step": 1}', '{"kind": "summ'], "not come to its end"),
+        (['{"step": 1}', '{"kind": "summ'], "has not ended"),
+        (['{"kind": "summary", "step": 1, "observed": {}}', '{"step": 2}', "[1, 2]"], "has not ended"),
+        (['{"kind": "summary", "step": 1, "observed": {"links": 3}}'], "cannot be read"),
         (['{"kind": "summary", "step": 1, "observed": null}'], "has met no links"),
     ],
 )

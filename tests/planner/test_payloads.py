@@ -31,7 +31,7 @@ def _sent_and_received(wire: Quantization) -> list[tuple[int, int]]:
     found = []
     for values in SIZES:
         _, traffic = exchange.average(torch.ones(values), header)
-        found.append((traffic.bytes_sent, traffic.bytes_received))
+        found.append((int(traffic.bytes_sent), int(traffic.bytes_received)))
     return found
 
 

@@ -96,6 +96,10 @@ class StepReports:
         self._interval.append(result)
         self._timer.step_done()
 
+    def drained(self, seconds: float) -> None:
+        """What the outer loop took after the last step is training as well."""
+        self._step_seconds += seconds
+
     def pause(self, seconds: float) -> None:
         self._timer.pause(seconds)
 
@@ -213,7 +217,7 @@ def peak_bits_per_second(record: RoundRecord) -> float:
         (
             8 * max(worker["sent_bytes"], worker["received_bytes"]) / worker["transfer_seconds"]
             for worker in record["workers"]
-            if worker["transfer_seconds"]
+            if worker["transfer_seconds"] and worker["sent_bytes"] is not None
         ),
         default=0.0,
     )

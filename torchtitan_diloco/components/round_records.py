@@ -22,6 +22,9 @@ ADDED = ("values", "sent_bytes", "received_bytes", "delta_square", "mean_square"
 BY_OTHER = ("heard_after", "link_bytes", "link_seconds")
 """Of the first rank of a worker, for every other worker."""
 
+LEAST_BYTES = 16_384
+"""Of a message whose way tells how fast a link is; with fewer it tells when a thread woke up."""
+
 
 class PendingRounds:
     """The same rounds of all ranks, on their way to become records. Every rank begins them at the same step."""
@@ -129,23 +132,24 @@ def ahead_of_last(waited: Sequence[float | None]) -> list[float | None]:
 def _worker_record(table: dict[str, Any], ahead: float | None) -> dict[str, Any]:
     moments = {name: _known(table[name]) for name in MOMENTS}
     norms = math.sqrt(table["delta_square"] * table["mean_square"]) if table["delta_square"] >= 0 else math.nan
-    rates = [8 * size / seconds if size and seconds > 0 else None for size, seconds in _pairs(table)]
+    rates = [8 * size / seconds if size >= LEAST_BYTES and seconds > 0 else None for size, seconds in _pairs(table)]
+    sent, received = _known(table["sent_bytes"]), _known(table["received_bytes"])
     taking, merging = _between(moments, "due", "taken"), _between(moments, "arrived", "applied")
     waited = _between(moments, "asked", "arrived")
     exposed = [seconds for seconds in (taking, waited, merging) if seconds is not None]
     return {
-        "weight": table["weight"],
+        "weight": _known(table["weight"]),
         **{f"{name}_at_seconds": moment for name, moment in moments.items()},
-        "encoding_seconds": table["encoding"],
-        "decoding_seconds": table["decoding"],
+        "encoding_seconds": _known(table["encoding"]),
+        "decoding_seconds": _known(table["decoding"]),
         "transfer_seconds": _between(moments, "heard", "received"),
         "exchange_seconds": _between(moments, "begun", "ready"),
         "waited_seconds": waited,
         "exposed_seconds": math.fsum(exposed) if exposed else None,
         "ahead_of_last_seconds": ahead,
-        "sent_bytes": round(table["sent_bytes"]),
-        "received_bytes": round(table["received_bytes"]),
-        "sent_bits_per_parameter": 8 * table["sent_bytes"] / table["values"] if table["values"] else None,
+        "sent_bytes": None if sent is None else round(sent),
+        "received_bytes": None if received is None else round(received),
+        "sent_bits_per_parameter": 8 * sent / table["values"] if sent is not None and table["values"] else None,
         "outer_gradient_norm": _root(table["delta_square"]),
         "cosine_to_mean": _known(table["dot"] / norms) if norms > 0 else None,
         "drift_norm": _root(table["drift_square"]),
@@ -159,7 +163,7 @@ def _pairs(table: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def _between(moments: dict[str, float | None], start: str, end: str) -> float | None:
-    """Which may be a little below zero: what was there before all headers had been heard needed no transfer after it."""
+    """At least 0: what was there before all headers had been heard needed no transfer after it."""
     first, last = moments[start], moments[end]
     return None if first is None or last is None else max(0.0, last - first)
 

@@ -67,9 +67,14 @@ class Observed:
         )
 
     def _median_rate(self, to: int, source: int) -> float:
-        rates = (record["workers"][to]["received_bits_per_second_from"][source] for record in self._rounds)
+        rates = (record["workers"][to]["received_bits_per_second_from"][source] for record in self._large_rounds())
         known: list[float] = [rate for rate in rates if rate is not None]
         return statistics.median(known or [0.0])
+
+    def _large_rounds(self) -> list[RoundRecord]:
+        """A small fragment is over before a link has shown what it can carry."""
+        largest = max(self._sizes.values())
+        return [record for record in self._rounds if 2 * record["parameters"] > largest]
 
     def _of_workers(self, key: str) -> list[Any]:
         return [value for record in self._rounds for worker in record["workers"] for value in worker[key]]
@@ -80,7 +85,7 @@ class Observed:
         for record in self._rounds:
             (payload,) = payloads_of([record["parameters"]], config.quantization, self._workers, self._ranks)
             for worker in record["workers"]:
-                seconds = worker["encoding_seconds"] + worker["decoding_seconds"]
+                seconds = (worker["encoding_seconds"] or 0.0) + (worker["decoding_seconds"] or 0.0)
                 if seconds > 0:
                     coding.append(payload.coded_bytes / seconds)
                 done, received = worker["ready_at_seconds"], worker["received_at_seconds"]

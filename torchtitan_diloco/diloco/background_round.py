@@ -52,6 +52,10 @@ class BackgroundRound:
         self._warn(headers)
         return Outcome(facts.participants, flags)
 
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+
     def _average(self, state: OuterState, header: Header, facts: Round) -> list[Header]:
         assert self._exchange is not None
         shard = 0 if self._shard_group is None else self._shard_group.rank()

@@ -54,7 +54,7 @@ class Exchange:
         timeout_seconds: float,
     ) -> None:
         """`gather_codec` encodes the means that go back with more than two workers; `largest`: values of a fragment."""
-        self._messenger = Messenger(group, timeout_seconds)
+        self._messenger = Messenger(group, timeout_seconds, device)
         self.workers, self.me, self._others = self._messenger.workers, self._messenger.me, self._messenger.others
         assert self.workers > 1
         self._failure: Exception | None = None
@@ -139,6 +139,9 @@ class Exchange:
                     second_hop[free] = self._expect_means(free, chunks[free])
         return headers
 
+    def close(self) -> None:
+        self._messenger.close()
+
     @property
     def _traffic(self) -> Traffic:
         return self._messenger.traffic
@@ -201,7 +204,10 @@ class Exchange:
         return self._means[slot][worker][: self._gather_codec.wire_bytes(end - start)]
 
     def _pieces(self, codec: Codec, values: Tensor, payload: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor, Place]]:
-        """Values and bytes of what is worked on at once, one after the other."""
+        """Values and bytes of what is worked on at once, one after the other; nothing of an empty slice, whose place in the
+        fragment may be any."""
+        if not values.numel():
+            return
         cuts = zip(values.split(self._piece), payload.split(codec.wire_bytes(self._piece)), strict=True)
         for number, (piece, encoded) in enumerate(cuts):
             yield piece, encoded, place.after(number * self._piece)

@@ -4,10 +4,12 @@ import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,13 +55,15 @@ class Messenger:
     one operation, as either alone would keep the other side's stream waiting.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, device: torch.device) -> None:
         self.workers, self.me = group.size(), group.rank()
         self.others = [worker for worker in range(self.workers) if worker != self.me]
         self.traffic = Traffic()
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
         self._waiters = {worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self.others}
         self._is_nccl = dist.get_backend(group) == "nccl"
+        # To wait for NCCL is to make the current stream wait, too: of another thread that is the one that trains.
+        self._streams = {worker: torch.cuda.Stream(device) for worker in self.others} if self._is_nccl else {}
 
     def expect(self, parts: Parts, tag: int = 0) -> Messages:
         """Where messages go when they come; an empty one is not sent."""
@@ -94,7 +98,7 @@ class Messenger:
         """From now on threads wait for these, one thread for each worker, so that the moments are known."""
         if not messages.arrivals:
             for worker in self.others:
-                waiting = partial(self._wait_for, worker, messages.of(worker))
+                waiting = partial(self._wait_aside, worker, messages.of(worker))
                 messages.arrivals[worker] = self._waiters[worker].submit(waiting)
 
     def wait(self, messages: Messages) -> dict[int, float]:
@@ -109,6 +113,15 @@ class Messenger:
         self.traffic.received = time.perf_counter()
         self.traffic.waiting_seconds += self.traffic.received - started
         return moments
+
+    def close(self) -> None:
+        """Ends the threads that wait for nothing."""
+        for waiter in self._waiters.values():
+            waiter.close(timeout=0.0)
+
+    def _wait_aside(self, worker: int, works: list[dist.Work]) -> float:
+        with torch.cuda.stream(self._streams[worker]) if worker in self._streams else nullcontext():
+            return self._wait_for(worker, works)
 
     def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
         """When the first of these was there."""

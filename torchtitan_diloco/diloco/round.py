@@ -14,8 +14,8 @@ class Traffic:
     """One exchange over the group between workers: bytes as the buffers that were really sent and received add up to, seconds,
     and moments on this process's own clock (time.perf_counter)."""
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    bytes_sent: float = 0
+    bytes_received: float = 0
     encoding_seconds: float = 0.0
     decoding_seconds: float = 0.0
     """The mean included."""
@@ -94,3 +94,9 @@ class Round:
     @property
     def exchange_seconds(self) -> float:
         return self.ready - self.begun
+
+
+def unknown_round(fragment: int, outer_round: int, sent_step: int, values: int, participants: int) -> Round:
+    """One whose result came out of a checkpoint: what it took was seen by a process that is gone."""
+    traffic = Traffic(bytes_sent=NEVER, bytes_received=NEVER, encoding_seconds=NEVER, decoding_seconds=NEVER)
+    return Round(fragment, outer_round, sent_step, values, weight=NEVER, participants=participants, traffic=traffic)

@@ -45,7 +45,7 @@ from torchtitan_diloco.diloco.restart import (
     layout_of,
     saved_records,
 )
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.round import Round, unknown_round
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.diloco.shared_model import drop_gathered, lend_shared_parameters, shared_state_dict
 from torchtitan_diloco.diloco.startup import agree_on_run, broadcast_from_first, check_settings, pick_state_device
@@ -137,6 +137,7 @@ class StreamingDiLoCo:
         """Ends the background thread once it has finished what is in flight. Called by itself when Python exits: a thread
         that is still in torch then would take the process down."""
         self._background.close(timeout)
+        self._round.close()
 
     def _send(self, index: int) -> None:
         state = self._states[index]
@@ -295,7 +296,7 @@ class StreamingDiLoCo:
             future: Future[Outcome] = Future()
             future.set_result(_outcome(record))
             outer_round = self.schedule.outer_round(index, record["step"])
-            facts = Round(index, outer_round, record["step"], self._states[index].values, participants=record["participants"])
+            facts = unknown_round(index, outer_round, record["step"], self._states[index].values, record["participants"])
             self._in_flight[index] = _InFlight(facts, future)
         return notes
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.tools.logging import logger
 
 SAME_REQUEST_SECONDS = 1.0
 """Schedulers and launchers pass a signal on, so one request may arrive more than once."""
@@ -28,7 +29,7 @@ class StopRequest:
         self._world, self._lag, self._every = world, lag, every
         self.waited_seconds = 0.0
         """For answers, so far."""
-        self._save = False
+        self._save, self._told = False, False
         self._received: float | None = None
         """When the first signal came."""
         self._questions: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
@@ -63,6 +64,9 @@ class StopRequest:
                 work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
             self._questions.append((step, asked, work))
             self._save = False
+            if self._received is not None and not self._told:
+                logger.info(f"signal received: stops after step {step + self._lag}")
+                self._told = True
         return stop, saving
 
     def __enter__(self) -> Self:

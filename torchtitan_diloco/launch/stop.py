@@ -149,4 +149,6 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"{text}\n".encode())
+    """Where nobody reads any more, there are still processes to be told."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())

@@ -35,15 +35,20 @@ def conditions_of_run(run: Path) -> Conditions:
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(f"{run} is no folder of a run, as it has no metrics.jsonl: give one, such as outputs/NAME-DATE-TIME")
-    summaries = [record for record in _records(path) if record.get("kind") == "summary"]
-    if not summaries:
-        raise ValueError(f"{path} has no summary, so its run has not come to its end: wait for it, or give another run")
-    observed = summaries[-1].get("observed")
+    records = _records(path)
+    if not records or records[-1].get("kind") != "summary":  # one before the last is that of a run that was taken up again
+        raise ValueError(f"{path} does not end with a summary, so its run has not ended: wait for it, or give another run")
+    observed = records[-1].get("observed")
     if observed is None:
         raise ValueError(
             f"the run of {path} has met no links: a run of several workers in which every fragment had its turn tells of them"
         )
-    return conditions_from(observed)
+    try:
+        return conditions_from(observed)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: what its summary says of links and steps cannot be read ({error!r}): give another run"
+        ) from None
 
 
 def conditions_from(observed: dict[str, Any]) -> Conditions:
@@ -78,7 +83,9 @@ def _records(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:  # a line that was cut off
             continue
+        if isinstance(record, dict):
+            found.append(record)
     return found
