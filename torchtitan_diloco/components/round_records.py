@@ -61,7 +61,7 @@ class PendingRounds:
             tables = []
             for worker in range(self._workers):
                 start = (number * self._workers + worker) * self._width
-                tables.append(_named(values[start : start + self._width], self._workers))
+                tables.append(named(values[start : start + self._width], self._workers))
             found.append(round_record(facts, self._names[facts.fragment], tables))
         return found
 
@@ -90,7 +90,7 @@ def link_facts(facts: Round, workers: int) -> list[float]:
     ]
 
 
-def _named(values: Sequence[float], workers: int) -> dict[str, Any]:
+def named(values: Sequence[float], workers: int) -> dict[str, Any]:
     table: dict[str, Any] = dict(zip((*ADDED, *ALONE), values, strict=False))
     for number, name in enumerate(BY_OTHER):
         start = len(ADDED) + len(ALONE) + number * workers
