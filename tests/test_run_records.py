@@ -59,8 +59,10 @@ def test_the_timeline_is_a_trace_and_an_image(text: Path, processes: ProcessPool
     tags = board.Tags()
     assert tags["images"] == ["timeline/last_rounds"]
     assert "custom_scalars__config__" in tags["tensors"]
+    for tag in ("round_sent_bytes_mean_over_workers", "round_participants", "round_hidden_percent_mean_over_workers"):
+        assert f"{tag}/fragment_0" in tags["scalars"], tag
     told = len([record for record in records(folder, "round") if record["fragment"] == 2])
-    assert len(board.Scalars("round_cosine_to_mean/fragment_2")) == told
+    assert len(board.Scalars("round_cosine_to_mean_mean_over_workers/fragment_2")) == told
 
 
 def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(text: Path, processes: ProcessPool) -> None:

@@ -16,8 +16,8 @@ DRAWN = 12
 OVERVIEW: dict[str, dict[str, list[Any]]] = {
     "1. Is the communication hidden?": {
         "share of time, percent": ["Multiline", [r"time/share_.*_percent"]],
-        "hidden share of each round, percent": ["Multiline", [r"round_hidden_percent/.*"]],
-        "exposed seconds of each round": ["Multiline", [r"round_exposed_seconds/.*"]],
+        "hidden share of each round, percent": ["Multiline", [r"round_hidden_percent_mean_over_workers/.*"]],
+        "exposed seconds of each round": ["Multiline", [r"round_exposed_seconds_mean_over_workers/.*"]],
     },
     "2. Does it learn?": {
         "loss, nats per token": ["Multiline", [r"train/loss.*", r"validation/loss.*"]],
@@ -25,24 +25,32 @@ OVERVIEW: dict[str, dict[str, list[Any]]] = {
     },
     "3. What goes over the links?": {
         "Mbit/s": ["Multiline", [r"diloco/bandwidth_.*"]],
-        "transfer seconds of each round": ["Multiline", [r"round_transfer_seconds/.*"]],
+        "transfer seconds of each round": ["Multiline", [r"round_transfer_seconds_mean_over_workers/.*"]],
     },
     "4. Do the workers agree?": {
-        "cosine of each worker's change to the mean": ["Multiline", [r"round_cosine_to_mean/.*"]],
-        "norm of the outer gradient": ["Multiline", [r"round_outer_gradient_norm/.*"]],
-        "drift from the shared parameters": ["Multiline", [r"round_drift_norm/.*"]],
+        "cosine of each worker's change to the mean": ["Multiline", [r"round_cosine_to_mean_mean_over_workers/.*"]],
+        "norm of the outer gradient": ["Multiline", [r"round_outer_gradient_norm_mean_over_workers/.*"]],
+        "drift from the shared parameters": ["Multiline", [r"round_drift_norm_mean_over_workers/.*"]],
         "who came last, seconds": ["Multiline", [r"round_late_by_seconds/.*"]],
     },
 }
 
-MEANS = {
-    "round_outer_gradient_norm": "outer_gradient_norm",
-    "round_cosine_to_mean": "cosine_to_mean",
-    "round_drift_norm": "drift_norm",
-    "round_exposed_seconds": "exposed_seconds",
-    "round_transfer_seconds": "transfer_seconds",
-}
-"""Tag -> key of a worker's part of a round record, of which the mean over workers is shown."""
+MEANS = (
+    "outer_gradient_norm",
+    "cosine_to_mean",
+    "drift_norm",
+    "exposed_seconds",
+    "transfer_seconds",
+    "encoding_seconds",
+    "decoding_seconds",
+    "sent_bytes",
+    "received_bytes",
+    "sent_bits_per_parameter",
+    "weight",
+)
+"""Keys of a worker's part of a round record, of which the mean over workers is shown."""
+SHARED = ("update_norm", "late_by_seconds", "participants")
+"""Keys of a round record that are of all workers together."""
 
 
 class RoundBoard:
@@ -65,12 +73,12 @@ class RoundBoard:
 
 
 def round_scalars(record: RoundRecord) -> dict[str, float]:
-    """What is known of a round, one number each: means over workers."""
-    found = {tag: mean_over_workers(record, key) for tag, key in MEANS.items()}
+    """What is known of a round, one number each, by the group of its tag."""
+    found = {f"round_{key}_mean_over_workers": mean_over_workers(record, key) for key in MEANS}
     waited, exchange = mean_over_workers(record, "waited_seconds"), mean_over_workers(record, "exchange_seconds")
     if waited is not None and exchange:
-        found["round_hidden_percent"] = 100 * max(0.0, 1 - waited / exchange)
-    found["round_update_norm"], found["round_late_by_seconds"] = record["update_norm"], record["late_by_seconds"]
+        found["round_hidden_percent_mean_over_workers"] = 100 * max(0.0, 1 - waited / exchange)
+    found |= {f"round_{key}": record[key] for key in SHARED}
     return {tag: value for tag, value in found.items() if value is not None}
 
 
