@@ -14,6 +14,10 @@ MARK = "BENCHMARK_IN_OWN_NETWORK"
 INTERFACE = "lo"
 
 
+PROGRAMS = os.environ | {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])}
+"""An environment for tc, which lies where not every PATH looks."""
+
+
 class NoNetworkError(RuntimeError):
     """The kernel or the machine does not give this user a network of its own."""
 
@@ -29,7 +33,7 @@ def enter_own_network(module: str, rate: str) -> None:
         _set_up(rate)
         return
     commands = ["unshare", "ip", *(["tc"] if rate else [])]
-    missing = [command for command in commands if shutil.which(command) is None]
+    missing = [command for command in commands if shutil.which(command, path=PROGRAMS["PATH"]) is None]
     if missing:
         raise NoNetworkError(f"a network of its own needs {' and '.join(missing)}: install util-linux and iproute2")
     unshare = ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--net", "--uts"]
@@ -48,7 +52,7 @@ def _set_up(rate: str) -> None:
         bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
         commands.append(["tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *bucket])
     for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=PROGRAMS)
         if done.returncode:
             raise NoNetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from benchmarks.link import NoNetworkError
+from benchmarks.link import PROGRAMS, NoNetworkError
 
 INTERFACE = "eth0"
 PORT = 29500
@@ -125,7 +125,8 @@ class Network:
     # --- how it is made -----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        missing = [command for command in ("unshare", "nsenter", "ip", "tc") if shutil.which(command) is None]
+        needed, path = ("unshare", "nsenter", "ip", "tc"), PROGRAMS["PATH"]
+        missing = [command for command in needed if shutil.which(command, path=path) is None]
         if missing:
             raise NoNetworkError(f"a network of its own needs {', '.join(missing)}: install util-linux and iproute2")
         own_user = ["--map-root-user"] if self._user else []
@@ -168,7 +169,7 @@ class Network:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
     def _run(self, namespace: subprocess.Popen[str], command: str) -> None:
-        done = subprocess.run([*self.inside(namespace), *command.split()], capture_output=True, text=True)
+        done = subprocess.run([*self.inside(namespace), *command.split()], capture_output=True, text=True, env=PROGRAMS)
         if done.returncode:
             raise NoNetworkError(f"{command}: {done.stderr.strip()}")
 

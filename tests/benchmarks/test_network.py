@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.link import NoNetworkError
+from benchmarks.link import PROGRAMS, NoNetworkError
 from benchmarks.network import INTERFACE, Network
 
 SENT = 200_000
@@ -91,7 +91,11 @@ def rates_of(network: Network, worker: int) -> tuple[str, str]:
 
     def rate(namespace: subprocess.Popen[str], device: str) -> str:
         shown = subprocess.run(
-            [*network.inside(namespace), "tc", "qdisc", "show", "dev", device], capture_output=True, text=True, check=True
+            [*network.inside(namespace), "tc", "qdisc", "show", "dev", device],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=PROGRAMS,
         )
         words = shown.stdout.split()
         return words[words.index("rate") + 1] if "tbf" in words else ""
