@@ -80,7 +80,7 @@ class Messenger:
         return messages
 
     def send(self, messages: Messages, parts: Parts, tag: int = 0) -> None:
-        """The same number of messages are expected and sent, or one of the two is empty."""
+        """What goes to the others in return for `messages`; an empty part is not sent."""
         operations = []
         for worker, buffer in parts:
             if buffer.numel():
