@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.components.round_records import RoundRecord, added_facts, alone_facts, link_facts, named, round_record
+from torchtitan_diloco.components.round_records import RoundRecord, named, own_values, round_record
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Round, Traffic
@@ -44,7 +44,7 @@ def some_round(workers: int) -> Round:
 
 
 def record_of(facts: Round, workers: int) -> RoundRecord:
-    values = [*added_facts(facts), *alone_facts(facts, 0.0), *link_facts(facts, workers)]
+    values = own_values(facts, 0.0, workers)
     return round_record(facts, "blocks", [named(values, workers) for _ in range(workers)])
 
 

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.diloco.test_streaming import join
@@ -11,7 +13,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
 from torchtitan_diloco.diloco import exchange
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
-from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.exchange import Exchange, Task, programme
 from torchtitan_diloco.diloco.header import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.distributed.world import WORKER
@@ -74,3 +76,16 @@ def test_every_chunk_is_its_own_mean(
             if codec == "int8" and size > 1:
                 assert torch.nn.functional.cosine_similarity(got.double(), mean, dim=0) > 0.999
             assert dot == pytest.approx(torch.dot(deltas[worker].double(), got.double()).item(), rel=1e-3, abs=1e-3)
+
+
+@given(chunks=st.integers(0, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
+def test_every_chunk_goes_its_way_in_order_and_within_the_window(chunks: int, window: int, workers: int) -> None:
+    ways = [Task.SEND, Task.AVERAGE] + [Task.COLLECT] * (workers > 2)
+    done = dict.fromkeys(ways, 0)
+    for task, number in programme(chunks, window, workers):
+        assert number == done[task], "in order, none left out"
+        done[task] += 1
+        counts = list(done.values())
+        assert counts == sorted(counts, reverse=True), "nothing is done before what it follows from"
+        assert counts[0] - counts[-1] <= window, "its slot of the window is free again"
+    assert set(done.values()) == {chunks}

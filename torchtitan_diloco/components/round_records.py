@@ -5,7 +5,7 @@ to arrive at an exchange waits the shortest for the others' headers, so by how m
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan_diloco.diloco.round import Round
@@ -45,9 +45,9 @@ class PendingRounds:
         speaks = world.rank % world.ranks_per_worker == 0
         values: list[float] = []
         for facts in self._rounds:
-            added = added_facts(facts)
-            alone = [*alone_facts(facts, clock_start), *link_facts(facts, self._workers)]
-            mine = added + (alone if speaks else [0.0] * len(alone))
+            mine = own_values(facts, clock_start, self._workers)
+            if not speaks:
+                mine[len(ADDED) :] = [0.0] * (self._width - len(ADDED))
             for worker in range(self._workers):
                 values += mine if worker == world.worker else [0.0] * self._width
         return values
@@ -66,34 +66,50 @@ class PendingRounds:
         return found
 
 
-def added_facts(facts: Round) -> list[float]:
+def own_values(facts: Round, clock_start: float, workers: int) -> list[float]:
+    """What a rank knows of a round, in the order of ADDED, ALONE and BY_OTHER."""
     traffic = facts.traffic
-    drift_square = float(facts.drift) ** 2
-    sums = [traffic.bytes_sent, traffic.bytes_received, facts.delta_square, facts.mean_square, traffic.dot, drift_square]
-    return [facts.values, *sums, facts.update_square]
-
-
-def alone_facts(facts: Round, clock_start: float) -> list[float]:
-    traffic = facts.traffic
-    heard = max(traffic.heard.values(), default=math.nan)
-    sent = [facts.due, facts.taken, facts.begun, traffic.encoded, heard, traffic.received, facts.ready]
-    moments = [moment - clock_start for moment in (*sent, facts.asked, facts.fetched, facts.applied)]
-    return [*moments, facts.weight, traffic.encoding_seconds, traffic.decoding_seconds]
-
-
-def link_facts(facts: Round, workers: int) -> list[float]:
-    traffic, everybody = facts.traffic, range(workers)
-    return [
-        *(traffic.heard_after(worker) for worker in everybody),
-        *(traffic.link_bytes.get(worker, 0) for worker in everybody),
-        *(traffic.link_seconds(worker) for worker in everybody),
-    ]
+    known = {
+        "values": float(facts.values),
+        "sent_bytes": float(traffic.bytes_sent),
+        "received_bytes": float(traffic.bytes_received),
+        "delta_square": facts.delta_square,
+        "mean_square": facts.mean_square,
+        "dot": traffic.dot,
+        "drift_square": float(facts.drift) ** 2,
+        "update_square": facts.update_square,
+        "weight": facts.weight,
+        "encoding": traffic.encoding_seconds,
+        "decoding": traffic.decoding_seconds,
+    }
+    moments = {
+        "due": facts.due,
+        "taken": facts.taken,
+        "begun": facts.begun,
+        "encoded": traffic.encoded,
+        "heard": max(traffic.heard.values(), default=math.nan),
+        "received": traffic.received,
+        "ready": facts.ready,
+        "asked": facts.asked,
+        "arrived": facts.fetched,
+        "applied": facts.applied,
+    }
+    known |= {name: moment - clock_start for name, moment in moments.items()}
+    by_other: dict[str, Callable[[int], float]] = {
+        "heard_after": traffic.heard_after,
+        "link_bytes": lambda worker: traffic.link_bytes.get(worker, 0),
+        "link_seconds": traffic.link_seconds,
+    }
+    alone = [known[name] for name in (*ADDED, *ALONE)]
+    return alone + [by_other[name](worker) for name in BY_OTHER for worker in range(workers)]
 
 
 def named(values: Sequence[float], workers: int) -> dict[str, Any]:
-    table: dict[str, Any] = dict(zip((*ADDED, *ALONE), values, strict=False))
+    """The same, by name."""
+    names = (*ADDED, *ALONE)
+    table: dict[str, Any] = dict(zip(names, values[: len(names)], strict=True))
     for number, name in enumerate(BY_OTHER):
-        start = len(ADDED) + len(ALONE) + number * workers
+        start = len(names) + number * workers
         table[name] = values[start : start + workers]
     return table
 

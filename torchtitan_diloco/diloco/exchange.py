@@ -13,6 +13,7 @@ on in pieces that stay in cache, and fp32 is sent from where it lies: the passes
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from itertools import repeat
 
 import torch
@@ -38,6 +39,34 @@ MEANS = 1
 """Tag of the second hop's messages: receives of both hops are posted ahead, and each is to meet its own."""
 
 assert BLOCK % UNIT == 0, "codecs can be fed in blocks"
+
+
+class Task(Enum):
+    """What is done with a chunk, in this order."""
+
+    SEND = "send"
+    AVERAGE = "average"
+    """What has come of the first hop; with more than two workers the mean is sent on."""
+    COLLECT = "collect"
+    """The means of the second hop."""
+
+
+def lead_of_sends(window: int, workers: int) -> int:
+    """By how many chunks sending is ahead of averaging. A second hop has the other half of the window."""
+    return window - 1 if workers == 2 else window // 2
+
+
+def programme(chunks: int, window: int, workers: int) -> Iterator[tuple[Task, int]]:
+    """Tasks and numbers of chunks, at most `window` of which are under way. Every worker runs the same, so that messages meet
+    their receivers."""
+    last, lead = window - 1, lead_of_sends(window, workers)
+    for step in range(chunks + last):
+        if step < chunks:
+            yield Task.SEND, step
+        if 0 <= step - lead < chunks:
+            yield Task.AVERAGE, step - lead
+        if workers > 2 and 0 <= step - last < chunks:
+            yield Task.COLLECT, step - last
 
 
 class Exchange:
@@ -112,30 +141,27 @@ class Exchange:
         ahead = range(min(self._window, len(chunks)))
         first_hop = {number: self._expect_parts(number, chunks[number]) for number in ahead}
         second_hop = {number: self._expect_means(number, chunks[number]) for number in ahead if self.workers > 2}
-        last = self._window - 1
-        middle = last if self.workers == 2 else self._window // 2
-        for step in range(len(chunks) + last):  # every worker runs the same programme, so messages meet their receivers
-            if step < len(chunks):
-                self._send(step, chunks[step], residuals[step], mine.after(step * self._chunk), first_hop[step])
-            if 0 <= step - middle < len(chunks):
-                number = step - middle
+        lead = lead_of_sends(self._window, self.workers)
+        for task, number in programme(len(chunks), self._window, self.workers):
+            chunk, start, free = chunks[number], number * self._chunk, number + self._window
+            if task is Task.SEND:
+                self._send(number, chunk, residuals[number], mine.after(start), first_hop[number])
+            elif task is Task.AVERAGE:
                 headers = headers or self._read_headers(greetings, header)
                 messages = first_hop.pop(number)
                 moments = self._messenger.wait(messages)
-                if number <= middle:  # later ones wait for what has to be worked on before
+                if number <= lead:  # later ones wait for what has to be worked on before
                     self._traffic.note_arrivals(messages.sizes, moments)
                 if self.workers == 2:
-                    self._average_slice(number, headers, chunks[number], out=chunks[number])
+                    self._average_slice(number, headers, chunk, out=chunk)
                 else:
-                    place = means.after(number * self._chunk)
-                    self._send_mean(number, headers, chunks[number], place, second_hop[number])
-                if (free := number + self._window) < len(chunks):
+                    self._send_mean(number, headers, chunk, means.after(start), second_hop[number])
+                if free < len(chunks):
                     first_hop[free] = self._expect_parts(free, chunks[free])
-            if self.workers > 2 and 0 <= step - last < len(chunks):
-                number = step - last
+            else:
                 self._messenger.wait(second_hop.pop(number))
-                self._collect_means(number, chunks[number])
-                if (free := number + self._window) < len(chunks):
+                self._collect_means(number, chunk)
+                if free < len(chunks):
                     second_hop[free] = self._expect_means(free, chunks[free])
         return headers
 

@@ -1,6 +1,5 @@
 """Which fragment is sent and which is applied after which inner step: arithmetic on (step, H, offsets, tau), no torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -44,15 +43,6 @@ class Schedule:
     def outer_round(self, fragment: int, step: int) -> int:
         """How often the fragment has been sent after this step."""
         return max(0, (step - self.first_send(fragment)) // self.sync_every + 1)
-
-    def in_flight(self, step: int) -> list[tuple[int, int]]:
-        """(fragment, step it was sent after) of all that have been sent and not applied, oldest first."""
-        return list(self._turns(max(1, step - self.delay + 1), step))
-
-    def _turns(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        for step in range(first, last + 1):
-            for fragment in self.sent_at(step):
-                yield fragment, step
 
     def _is_turn(self, fragment: int, step: int) -> bool:
         first = self.first_send(fragment)

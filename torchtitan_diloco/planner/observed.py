@@ -1,6 +1,5 @@
 """Links, steps and coding as a run has met them: its summary record, or a short run that is made for the purpose."""
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.planner.conditions import Conditions, Links
+from torchtitan_diloco.tools.json_lines import read_json_lines
 
 PROBE_SYNC_EVERY = 4
 PROBE_STEPS = 5 * PROBE_SYNC_EVERY
@@ -35,7 +35,7 @@ def conditions_of_run(run: Path) -> Conditions:
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(f"{run} is no folder of a run, as it has no metrics.jsonl: give one, such as outputs/NAME-DATE-TIME")
-    records = _records(path)
+    records, _ = read_json_lines(path)
     if not records or records[-1].get("kind") != "summary":  # one before the last is that of a run that was taken up again
         raise ValueError(f"{path} does not end with a summary, so its run has not ended: wait for it, or give another run")
     observed = records[-1].get("observed")
@@ -77,15 +77,3 @@ def probe(words: Sequence[str], delay: int) -> Conditions | None:
             raise ValueError(f"the probe's run ended with {outcome.returncode}; mend what it says, and probe again:\n  {last}")
         run = Path(folder) / "run"
         return conditions_of_run(run) if (run / "metrics.jsonl").exists() else None
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line that was cut off
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found

@@ -4,7 +4,6 @@ A run may be going on, so the last line may be cut; it may be old and lack keys;
 """
 
 import difflib
-import json
 import math
 import tomllib
 from bisect import bisect_left
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.config.toml_writer import format_value
+from torchtitan_diloco.tools.json_lines import read_json_lines
 
 METRICS = "metrics.jsonl"
 Record = Mapping[str, Any]
@@ -125,17 +125,14 @@ def _read_run(file: Path, name: str) -> Run:
     steps: dict[int, dict[str, Any]] = {}
     rounds: list[Record] = []
     summary: Record = {}
-    text = file.read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.split("\n") if line.strip()]
-    unreadable = 0
-    for place, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is None:
-            unreadable += place < len(lines) or text.endswith("\n")
+    records, unreadable = read_json_lines(file)
+    for record in records:
+        if record.get("kind") == "summary":
+            summary = record
+        elif not isinstance(record.get("step"), int):
+            unreadable += 1
         elif record.get("kind") == "round":
             rounds.append(record)
-        elif record.get("kind") == "summary":
-            summary = record
         elif "kind" not in record:
             steps.setdefault(record["step"], {}).update(record)
     if unreadable and not (steps or rounds or summary):
@@ -144,16 +141,6 @@ def _read_run(file: Path, name: str) -> Run:
     if steps and (number(summary.get("step")) or 0) < max(steps):
         summary = {}
     return Run(name, file.parent, ordered, rounds, summary, _settings(file.parent / "config.toml"), unreadable)
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict):
-        return None
-    return record if isinstance(record.get("step"), int) or record.get("kind") == "summary" else None
 
 
 def _settings(path: Path) -> dict[str, str]:
