@@ -190,13 +190,15 @@ class Trainer:
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         norm = clip_gradients(self.parameters, config.max_gradient_norm, self.world.group(FSDP))
+        # Read where the norm has been waited for: behind the optimizer an accelerator would be empty before the next step begins.
+        loss = cross_entropy.item()
         skipped = not math.isfinite(norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.outer.step(weight=0.0 if skipped else plan.tokens_per_step * self.worker_shards.shares[self.world.worker])
         self._guard(skipped, norm)
-        return StepResult(cross_entropy.item(), norm, skipped)
+        return StepResult(loss, norm, skipped)
 
     @property
     def lr(self) -> float:
