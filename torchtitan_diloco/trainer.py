@@ -190,7 +190,7 @@ class Trainer:
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         norm = clip_gradients(self.parameters, config.max_gradient_norm, self.world.group(FSDP))
-        # Read where the norm has been waited for: behind the optimizer an accelerator would be empty before the next step begins.
+        # Read where the norm has been waited for: behind the optimizer an accelerator would run empty before the next step.
         loss = cross_entropy.item()
         skipped = not math.isfinite(norm)
         if not skipped:

@@ -74,7 +74,7 @@ class Quantization:
     error_feedback: bool = False
     """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
     threads: Positive = 1
-    """CPU threads that encode and decode. More of them take cores from training."""
+    """CPU threads that encode and decode. More of them take cores from training. Outer state on a GPU is encoded there."""
 
 
 @dataclass(frozen=True)
