@@ -3,172 +3,198 @@
     OMP_NUM_THREADS=1 python -m benchmarks.contention [--rounds 9] [--steps 10] [--codecs fp32,fp4_e3m0] [--megabytes 6.3]
                                                       [--section.key value ...]
 
-The trainer's step (as in benchmarks/train_step.py) takes turns beside: nothing; a thread that does all the work of an exchange
-but its transfer, without a pause (delta, encode, average, outer step); a process that does the same. A process shares cores,
-caches and memory with training, a thread shares Python's lock as well: what lies between the two rows is the lock. The last row
-is a thread of pure Python, which holds the lock all the time: it shows that the measurement would find it.
+The trainer's step (as in benchmarks/train_step.py) takes turns beside: nothing; a thread that exchanges a fragment over
+and over, without a transfer (delta, encode, average, norms, outer step, checksum, merge); a process that does the same. A
+process shares cores, caches and memory with training, a thread shares Python's lock as well. What training lost is
+divided by the exchanges that were done meanwhile: what a thread's exchange costs more than a process's is the lock. The
+last row is a thread of pure Python, which gives the lock up as seldom as it can: it shows that the measurement would find
+it.
 
-A real exchange works for a small part of the time. "Of a step at H": what is left of the thread's row when it works only as
-long as it takes to exchange the whole model once in H steps.
+"Of a step at H": of the exchanges that the whole model takes in H steps.
 """
 
 import argparse
+import ctypes
 import multiprocessing as mp
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.synchronize import Event as ProcessEvent
+from typing import Any
 
 import torch
+from torch import nn
 
+from benchmarks.arguments import config_of, positive, positive_number
 from benchmarks.table import print_table, summary
-from benchmarks.train_step import Turn, own_loop, turn
+from benchmarks.train_step import own_loop, turn
 from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.config import from_command_line
-from torchtitan_diloco.config.diloco_schema import CodecName, OuterOptimizer, Quantization
+from torchtitan_diloco.config.diloco_schema import CodecName, Fragments, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco.background_round import BackgroundRound
 from torchtitan_diloco.diloco.codecs import CODECS, build_codec
 from torchtitan_diloco.diloco.exchange import CHUNK, CODED_PIECE
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_update
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.header import Header
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.tools.device import describe_device
+
+Count = Callable[[], int]
+"""Exchanges done so far."""
 
 
 class Work:
-    """An exchange of two workers without its transfer: what one worker does with a fragment of so many values."""
+    """A fragment of so many values and its rounds, as a worker's, but that nothing is sent and its own delta is the mean."""
 
     def __init__(self, codec: CodecName, values: int) -> None:
-        torch.manual_seed(0)
         self._codec = build_codec(Quantization(codec=codec))
-        self._outer, self._momentum = torch.randn(values), torch.zeros(values)
-        self._local, self._delta = self._outer + 1e-3 * torch.randn(values), torch.empty(values)
+        self.state = OuterState(
+            build_fragments(nn.Linear(values, 1, bias=False), Fragments(layers_per_fragment=0))[0],
+            OuterOptimizer(),
+            torch.device("cpu"),
+        )
+        self._round = BackgroundRound(None, 0, 0, None)
         self._payload = torch.empty(self._codec.wire_bytes(min(CHUNK, values)), dtype=torch.uint8)
         self._piece = BLOCK if self._codec.is_fp32 else CODED_PIECE
 
     def once(self) -> None:
-        torch.sub(self._outer, self._local, out=self._delta)
-        for chunk in self._delta.split(CHUNK):
+        state, now = self.state, time.perf_counter()
+        state.take_delta()
+        for chunk in state.delta.split(CHUNK):
+            pieces = chunk.split(self._piece)
             payload = self._payload[: self._codec.wire_bytes(chunk.numel())].split(self._codec.wire_bytes(self._piece))
-            for values, encoded in zip(chunk.split(self._piece), payload, strict=True):
+            for values, encoded in zip(pieces, payload, strict=True):
                 self._codec.encode(values, encoded)
-            for values, encoded in zip(chunk.split(self._piece), payload, strict=True):
+            for values, encoded in zip(pieces, payload, strict=True):
+                before = values.clone()
                 self._codec.average([encoded, encoded], [1.0, 1.0], values)
-        outer_update(OuterOptimizer(), self._outer, self._delta, [self._momentum], 1)
+                torch.dot(before, values)
+        header = Header(0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=state.checksum)
+        self._round(state, header, Round(0, 1, 1, state.values, due=now))
+        state.apply(0.5)
 
 
-def work_until(ended: Callable[[], bool], begun: Callable[[], None], codec: CodecName, values: int) -> None:
+def work_until(ended: Callable[[], bool], done: Any, codec: CodecName, values: int) -> None:
+    """`done.value` counts; 0 is the first one, which touches memory and code for the first time."""
     torch.set_num_threads(1)  # of this thread alone
     work = Work(codec, values)
-    work.once()
-    begun()
     while not ended():
         work.once()
+        done.value += 1
 
 
-def _process(ended: ProcessEvent, begun: ProcessEvent, codec: CodecName, values: int) -> None:
-    work_until(ended.is_set, begun.set, codec, values)
-
-
-@contextmanager
-def beside_thread(codec: CodecName, values: int) -> Iterator[None]:
-    ended, begun = threading.Event(), threading.Event()
-    thread = threading.Thread(target=work_until, args=(ended.is_set, begun.set, codec, values))
-    thread.start()
-    begun.wait()
-    yield
-    ended.set()
-    thread.join()
+def _process(ended: Any, done: Any, codec: CodecName, values: int) -> None:
+    work_until(ended.is_set, done, codec, values)
 
 
 @contextmanager
-def beside_process(codec: CodecName, values: int) -> Iterator[None]:
+def beside(worker: Any, ended: Any, done: Any) -> Iterator[Count]:
+    worker.start()
+    try:
+        while done.value < 0:
+            if not worker.is_alive():
+                raise RuntimeError("what was to work beside training has ended; its error stands above")
+            time.sleep(0.01)
+        yield lambda: int(done.value)
+    finally:
+        ended.set()
+        worker.join()
+
+
+def a_thread(codec: CodecName, values: int) -> AbstractContextManager[Count]:
+    ended, done = threading.Event(), ctypes.c_long(-1)
+    arguments = ended.is_set, done, codec, values
+    return beside(threading.Thread(target=work_until, args=arguments, daemon=True), ended, done)
+
+
+def a_process(codec: CodecName, values: int) -> AbstractContextManager[Count]:
     context = mp.get_context("spawn")
-    ended, begun = context.Event(), context.Event()
-    process = context.Process(target=_process, args=(ended, begun, codec, values))
-    process.start()
-    begun.wait()
-    yield
-    ended.set()
-    process.join()
+    ended, done = context.Event(), context.RawValue(ctypes.c_long, -1)
+    return beside(context.Process(target=_process, args=(ended, done, codec, values), daemon=True), ended, done)
 
 
-@contextmanager
-def beside_python() -> Iterator[None]:
-    ended = threading.Event()
+def pure_python() -> AbstractContextManager[Count]:
+    ended, done = threading.Event(), ctypes.c_long(0)
 
     def spin() -> None:
         while not ended.is_set():
             sum(range(100))
 
-    thread = threading.Thread(target=spin)
-    thread.start()
-    yield
-    ended.set()
-    thread.join()
+    return beside(threading.Thread(target=spin, daemon=True), ended, done)
 
 
-def seconds_of_work(codec: CodecName, values: int, rounds: int) -> list[float]:
-    """Alone, on a core of its own."""
-    work, found = Work(codec, values), []
-    for _ in range(rounds + 1):
-        started = time.perf_counter()
-        work.once()
-        found.append(time.perf_counter() - started)
-    return found[1:]
+@contextmanager
+def nothing() -> Iterator[Count]:
+    yield lambda: 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: float
+    """Of a step."""
+    exchanges: float
+    """Done meanwhile, for each step."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10, help="steps in one turn")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--steps", type=positive, default=10, help="steps in one turn")
     parser.add_argument("--codecs", type=lambda text: text.split(","), default=["fp32", "fp4_e3m0"])
-    parser.add_argument("--megabytes", type=float, default=6.3, help="of the fragment in fp32")
+    parser.add_argument("--megabytes", type=positive_number, default=6.3, help="of the fragment in fp32")
     own, words = parser.parse_known_args()
     unknown = [name for name in own.codecs if name not in CODECS]
     if unknown:
         parser.error(f"--codecs {','.join(unknown)} is unknown: choose from {', '.join(CODECS)}")
     if (os.cpu_count() or 1) < 2:
         parser.exit(1, "on one core a thread takes the core before it takes a lock: this needs two\n")
-    config = from_command_line([*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
-    assert config is not None
-    values = round(own.megabytes * 1e6 / 4)
+    config = config_of(parser, [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
+    torch.set_num_threads(1)  # of training: the other core is for what works beside it
+    values = max(1, round(own.megabytes * 1e6 / 4))
 
-    conditions: dict[str, Callable[[], AbstractContextManager[None]]] = {"nothing": nullcontext}
-    working: dict[str, CodecName] = {}
+    conditions: dict[str, Callable[[], AbstractContextManager[Count]]] = {"nothing": nothing}
     for codec in own.codecs:
-        conditions[f"a thread, {codec}"] = partial(beside_thread, codec, values)
-        conditions[f"a process, {codec}"] = partial(beside_process, codec, values)
-        working[f"a thread, {codec}"] = codec
-    conditions["a thread of pure Python"] = beside_python
-    found: dict[str, list[Turn]] = {name: [] for name in conditions}
+        conditions[f"a thread, {codec}"] = partial(a_thread, codec, values)
+        conditions[f"a process, {codec}"] = partial(a_process, codec, values)
+    conditions["a thread of pure Python"] = pure_python
+    found: dict[str, list[Measured]] = {name: [] for name in conditions}
     with MetricsWriter(None, config.metrics) as metrics:
         trainer, _, loop = own_loop(config, metrics)
         device = trainer.world.device
         turn(loop, own.steps, device)
         for _ in range(own.rounds):
-            for name, beside in conditions.items():
-                with beside():
-                    found[name].append(turn(loop, own.steps, device))
-    alone = found["nothing"]
-    sync_every, exchanged = config.diloco.sync_every, trainer.plan.parameters / values
-
-    rows = []
-    for name, turns in found.items():
-        longer = [100 * (one.seconds / by_itself.seconds - 1) for one, by_itself in zip(turns, alone, strict=True)]
-        of_a_step = "-"
-        if name in working:
-            busy = [exchanged * seconds / sync_every for seconds in seconds_of_work(working[name], values, own.rounds)]
-            shares = [share * seconds / one.seconds for share, seconds, one in zip(longer, busy, alone, strict=True)]
-            of_a_step = f"{summary(shares, 3)} %"
-        beside_text = "-" if name == "nothing" else f"{summary(longer, 1)} %"
-        rows.append([name, summary([1e3 * one.seconds for one in turns], 1), beside_text, of_a_step])
+            for name, condition in conditions.items():
+                with condition() as count:
+                    before = count()
+                    seconds = turn(loop, own.steps, device).seconds
+                    found[name].append(Measured(seconds, (count() - before) / own.steps))
+    sync_every, exchanges = config.diloco.sync_every, trainer.plan.parameters / values
+    rows = [row(name, measured, found["nothing"], exchanges / sync_every) for name, measured in found.items()]
     title = (
         f"{trainer.plan.parameters / 1e6:.1f}M parameters, {trainer.plan.tokens_per_step:,} tokens a step; "
         f"{describe_device(device)}; torch {torch.__version__}; fragments of {own.megabytes:g} MB; n = {own.rounds} turns of "
         f"{own.steps} steps; median (min ... max)"
     )
-    print_table(title, ["beside", "ms a step", "longer than alone", f"of a step at H = {sync_every}"], rows)
+    header = ["beside", "ms a step", "longer than alone", "ms lost to an exchange", f"of a step at H = {sync_every}"]
+    print_table(title, header, rows)
+
+
+def row(name: str, measured: list[Measured], alone: list[Measured], exchanges_a_step: float) -> list[str]:
+    """`exchanges_a_step`: of a real run."""
+    pairs = list(zip(measured, alone, strict=True))
+    cells = [name, summary([1e3 * one.seconds for one in measured], 1)]
+    if measured is alone:
+        return [*cells, "-", "-", "-"]
+    cells.append(f"{summary([100 * (one.seconds / by_itself.seconds - 1) for one, by_itself in pairs], 1)} %")
+    if not all(one.exchanges for one in measured):
+        return [*cells, "-", "-"]
+    lost = [(one.seconds - by_itself.seconds) / one.exchanges for one, by_itself in pairs]
+    shares = [100 * seconds * exchanges_a_step / by_itself.seconds for seconds, by_itself in zip(lost, alone, strict=True)]
+    return [*cells, summary([1e3 * seconds for seconds in lost], 2), f"{summary(shares, 3)} %"]
 
 
 if __name__ == "__main__":

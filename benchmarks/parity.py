@@ -4,7 +4,7 @@
                                 [--steps N] [--runs 'NAME;...'] [--out outputs/parity] [--section.key value ...]
 
 The tables are those of `benchmarks/parity_tables.py`. At full length `parity` takes hours on 2 CPU cores and the others about
-an hour each; `--short` is one seed of a tenth of the steps, in minutes.
+an hour each; `--short` is one seed of a tenth of the steps, warm-ups and beginnings included, in minutes.
 
 Every run is a real one (`python -m torchtitan_diloco.launch`, gloo processes on the CPU), and is kept in --out. The same
 command again goes on where it was interrupted; a run that another table has too is not repeated. The table of the seeds that
@@ -22,7 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.parity_tables import TABLES, Settings, Table
+from benchmarks.arguments import further_settings, positive
+from benchmarks.parity_tables import SET_BY_THE_TABLE, TABLES, Settings, Table
 from benchmarks.table import print_table
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.fields import flat_settings
@@ -94,22 +95,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", choices=TABLES, default="parity")
     parser.add_argument("--corpus", default="stdlib")
-    parser.add_argument("--steps", type=int, default=0, help="length of a run (default: the table's)")
+    parser.add_argument("--steps", type=positive, help="length of a run (default: the table's); warm-ups and the like with it")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--short", action="store_true", help="one seed, a tenth of the steps")
     parser.add_argument("--runs", default="", help="names in the table, separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     own, words = parser.parse_known_args()
-    if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
-        parser.error("further settings look like --section.key value")
-    extra = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    extra = further_settings(parser, words, SET_BY_THE_TABLE)
     table = TABLES[own.table]
     names = [name.strip() for name in own.runs.split(";") if name.strip()] or list(table.runs)
     for name in names:
         if name not in table.runs:
             parser.error(f"no run {name!r} in the table; there are: {'; '.join(table.runs)}")
     names = list(dict.fromkeys([*map(table.control_of, names), *names]))
-    steps = own.steps or (table.steps // 10 if own.short else table.steps)
+    table = table.of_length(own.steps or (table.steps // 10 if own.short else table.steps))
+    steps = table.steps
     seeds = [0] if own.short else [int(seed) for seed in own.seeds.split(",")]
 
     common = {"data.corpus": own.corpus, "training.steps": str(steps)}

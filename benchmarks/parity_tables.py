@@ -1,6 +1,6 @@
 """What `benchmarks.parity` compares: each table is a set of runs at equal tokens, and the run that each is held against."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Settings = dict[str, str]
 """--section.key -> value"""
@@ -17,6 +17,20 @@ SHARED: Settings = {
     "metrics.log_every": "100",
     "metrics.tensorboard": "false",
     "run.device": "cpu",
+}
+
+
+GROWS_WITH_STEPS = ("lr_schedule.warmup_steps", "checkpoint.every", "checkpoint.keep_every")
+SET_BY_THE_TABLE = {
+    "run.folder",
+    "run.seed",
+    "data.corpus",
+    "training.steps",
+    "training.batch_size",
+    "training.sequence_length",
+    "diloco.method",
+    "diloco.workers",
+    "diloco.sync_every",
 }
 
 
@@ -59,6 +73,21 @@ class Table:
     """Of runs that take over from the control after so many of its steps: one whose checkpoints are kept."""
     paper: dict[str, str] = field(default_factory=dict)
     """What the papers have for the same comparison."""
+
+    def of_length(self, steps: int) -> "Table":
+        """The same in miniature, or at length: what is counted in steps becomes shorter or longer with the run."""
+
+        def scaled(count: int) -> int:
+            return max(1, round(count * steps / self.steps))
+
+        def run(settings: Settings) -> Settings:
+            return settings | {key: str(scaled(int(settings[key]))) for key in GROWS_WITH_STEPS if key in settings}
+
+        begins = {}
+        for name, first in self.begins.items():  # at a checkpoint that the control keeps
+            every = int(self.runs[self.control_of(name)]["checkpoint.keep_every"])
+            begins[name] = first // every * scaled(every)
+        return replace(self, steps=steps, begins=begins, runs={name: run(settings) for name, settings in self.runs.items()})
 
     def control_of(self, name: str) -> str:
         return self.controls.get(name, next(iter(self.runs)))

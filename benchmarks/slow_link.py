@@ -27,11 +27,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import further_settings, positive
 from benchmarks.link import NoNetworkError
 from benchmarks.slow_link_runs import (
     DATA_PARALLEL,
     METHODS,
     OURS,
+    SET_BY_THE_TABLE,
     TORCHFT,
     Experiment,
     Measured,
@@ -195,7 +197,9 @@ def cells(row: Row, references: list[float]) -> list[str]:
 
 def conclusions(table: Table) -> list[str]:
     """What the table says to the aims."""
-    found = [f"data parallelism has 10 % utilisation left at about {_named(_rate_at(table, 10))}"]
+    found = []
+    if (tenth := _rate_at(table, 10)) is not None:
+        found.append(f"data parallelism has 10 % utilisation left at about {_named(tenth)}")
     if OURS in table.methods:
         slow = [rate for rate in table.rates if table.utilisation(DATA_PARALLEL, rate) <= 12.5]
         if slow:
@@ -216,20 +220,28 @@ def conclusions(table: Table) -> list[str]:
         )
     for method in table.methods if TORCHFT in table.methods else ():
         if method not in (TORCHFT, DATA_PARALLEL):
-            ahead = [table.utilisation(method, rate) > table.utilisation(TORCHFT, rate) for rate in table.rates]
-            found.append(f"{method} is ahead of torchft at {sum(ahead)} of {len(ahead)} rates")
+            found.append(f"{method} beside torchft, at {len(table.rates)} rates: {_beside_torchft(table, method)}")
     return found
 
 
-def _rate_at(table: Table, wanted: float) -> float:
-    """Where data parallelism's utilisation crosses a value, between two measured rates on logarithmic scales; the nearest
-    measured rate where it crosses nowhere."""
+def _beside_torchft(table: Table, method: str) -> str:
+    """Ahead or behind only where the spreads do not touch."""
+    ahead = behind = 0
+    for rate in table.rates:
+        own, other = (table.row(name, rate).utilisations(table.references()) for name in (method, TORCHFT))
+        ahead += min(own) > max(other)
+        behind += max(own) < min(other)
+    return f"ahead at {ahead}, behind at {behind}, no difference beyond the spread at {len(table.rates) - ahead - behind}"
+
+
+def _rate_at(table: Table, wanted: float) -> float | None:
+    """Where data parallelism's utilisation crosses a value, between two measured rates on logarithmic scales."""
     points = [(rate, table.utilisation(DATA_PARALLEL, rate)) for rate in table.rates if rate < math.inf]
     for (fast, more), (slow, less) in itertools.pairwise(points):
         if less <= wanted <= more and more > less:
             share = math.log(wanted / less) / math.log(more / less)
             return math.exp(math.log(slow) + share * math.log(fast / slow))
-    return min(points, key=lambda point: abs(point[1] - wanted))[0] if points else math.inf
+    return None
 
 
 def plot(table: Table, path: Path) -> None:
@@ -258,18 +270,18 @@ def _summary(values: Sequence[float], digits: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--sync-every", type=int, default=100, help="H")
-    parser.add_argument("--cycles", type=int, default=1, help="whole cycles of H steps that are measured, after the first")
+    parser.add_argument("--workers", type=positive, default=2)
+    parser.add_argument("--sync-every", type=positive, default=100, help="H")
+    parser.add_argument("--cycles", type=positive, default=1, help="whole cycles of H steps that are measured, after the first")
     parser.add_argument("--delay", type=int, default=5, help="tau, where communication overlaps")
     parser.add_argument("--rates", type=lambda text: text.split(","), default=["inf", "1x", "0.05x"])
     parser.add_argument("--methods", default="", help="names, separated by ';' (default: all): " + "; ".join(METHODS))
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
     parser.add_argument("--plot", type=Path, help="a PNG of utilisation over rate")
     own, words = parser.parse_known_args()
-    if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
-        parser.error("further settings look like --section.key value")
+    if own.workers == 1:
+        parser.error("--workers 1 sends nothing: give 2 or more")
     if own.sync_every % 2:
         parser.error(
             f"--sync-every {own.sync_every} is odd, and half a cycle is measured before anything is sent: make it even"
@@ -277,7 +289,7 @@ def main() -> None:
     for rate in own.rates:
         if not _is_rate(rate):
             parser.error(f"--rates {rate}: a rate is a number of Mbit/s above 0, inf, or a multiple such as 0.1x")
-    extra = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    extra = further_settings(parser, words, SET_BY_THE_TABLE)
     asked = [name.strip() for name in own.methods.split(";") if name.strip()]
     for name in asked:
         if name not in METHODS or not is_installed(name):

@@ -40,6 +40,18 @@ WHOLE_MODEL = {"diloco.fragments.layers_per_fragment": "0"}
 AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
 FP32, FP4 = {"diloco.quantization.codec": "fp32"}, {"diloco.quantization.codec": "fp4_e3m0"}
 
+SET_BY_THE_TABLE = {
+    "run.folder",
+    "training.steps",
+    "metrics.log_every",
+    "diloco.method",
+    "diloco.workers",
+    "diloco.sync_every",
+    "diloco.overlap.delay",
+    "diloco.overlap.mixing",
+    "diloco.quantization.codec",
+}
+
 LATE = 5
 """Steps after which our trainer writes the record of a step, at least (`STEPS_APART` of trainer.py and one to spare)."""
 SAMPLE_SECONDS, PEAK_SECONDS = 0.05, 0.5

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.arguments import config_of, positive
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.components.metrics import MetricsWriter
 from torchtitan_diloco.components.reports import StepReports
 from torchtitan_diloco.components.step_time import TimedIterator
-from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world
@@ -83,14 +83,14 @@ def bare_loop(name: str, model: nn.Module, blocks: list[nn.Module], trainer: Tra
 
     def step() -> None:
         for _ in range(trainer.plan.accumulation):
-            inputs, targets = (tensor.to(device) for tensor in next(batches))
+            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
             with trainer.precision:
                 loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
             (loss / trainer.plan.accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_gradient_norm)
+        loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()
 
     return Loop(name, step, sum(parameter.numel() for parameter in model.parameters()))
 
@@ -135,15 +135,12 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def warmed_up(build: Callable[[], Loop], steps: int, device: torch.device) -> Loop:
-    before = 0
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    loop = build()
+def warmed_up(loop: Loop, steps: int, device: torch.device, before: int) -> Loop:
+    """`before`: bytes that were in use on the device before the loop was built."""
     turn(loop, steps, device)
     if device.type == "cuda":
         loop.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
     return loop
 
 
@@ -179,18 +176,18 @@ def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each loop in one round")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, default=10, help="steps of each loop in one round")
     own, words = parser.parse_known_args()
-    config = from_command_line([*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
-    assert config is not None
+    config = config_of(parser, [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
     with MetricsWriter(None, config.metrics) as metrics:
         trainer, batches, ours = own_loop(config, metrics)
         device = trainer.world.device
-        loops = [warmed_up(lambda: ours, own.steps, device)]
-        loops.append(warmed_up(lambda: bare_pytorch(trainer, batches), own.steps, device))
-        if importlib.util.find_spec("torchtitan") is not None:
-            loops.append(warmed_up(lambda: titan(trainer, batches), own.steps, device))
+        loops = [warmed_up(ours, own.steps, device, before=0)]
+        others = [bare_pytorch] + [titan] * (importlib.util.find_spec("torchtitan") is not None)
+        for build in others:
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            loops.append(warmed_up(build(trainer, batches), own.steps, device, before))
         rounds = [[turn(loop, own.steps, device) for loop in loops] for _ in range(own.rounds)]
         outer = outer_loop_seconds(trainer, own.rounds)
 

@@ -51,7 +51,12 @@ def test_there_is_something_to_run() -> None:
     assert [name for name, _ in blocks() if name.startswith("README.md")]
 
 
-@pytest.mark.parametrize(("name", "block"), blocks(), ids=[name for name, _ in blocks()])
+def one_after_the_other(name: str, block: str) -> object:
+    """The blocks of a page, where tests run on several cores."""
+    return pytest.param(name, block, id=name, marks=pytest.mark.xdist_group(name.rpartition("-")[0]))
+
+
+@pytest.mark.parametrize(("name", "block"), [one_after_the_other(*found) for found in blocks()])
 def test_block_runs_as_written(name: str, block: str, folders: defaultdict[str, Path], tmp_path: Path) -> None:
     script = "set -euo pipefail\n" + shortened(block, tmp_path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -38,12 +38,24 @@ def test_no_run_of_a_table_is_another_one_by_another_name(table: Table) -> None:
     assert len(runs) == len(table.runs)
 
 
+@pytest.mark.parametrize("share", [1, 7, 10])
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_the_control_keeps_the_checkpoints_that_others_begin_from(table: Table) -> None:
+def test_the_control_keeps_the_checkpoints_that_others_begin_from(table: Table, share: int) -> None:
+    table = table.of_length(table.steps // share)
     for name, step in table.begins.items():
         every = int(table.runs[table.control_of(name)]["checkpoint.keep_every"])
         assert step % every == 0
-        assert step < table.steps
+        assert 0 < step < table.steps
+
+
+def test_a_short_table_is_the_long_one_in_miniature() -> None:
+    table = TABLES["parity"]
+    short = table.of_length(table.steps // 10)
+    for name, settings in table.runs.items():
+        changed = {key for key, value in settings.items() if short.runs[name][key] != value}
+        assert changed <= {"lr_schedule.warmup_steps", "checkpoint.every", "checkpoint.keep_every"}
+        assert int(short.runs[name]["lr_schedule.warmup_steps"]) * 10 == int(settings["lr_schedule.warmup_steps"])
+    assert table.of_length(table.steps) == table
 
 
 def test_tables_share_their_runs() -> None:

@@ -4,12 +4,13 @@ import math
 
 import pytest
 
-from benchmarks.slow_link import Row, Table, expected_seconds, rate_of, rate_of_a_tenth
+from benchmarks.slow_link import Row, Table, conclusions, expected_seconds, rate_of, rate_of_a_tenth
 from benchmarks.slow_link_runs import (
     DATA_PARALLEL,
     LATE,
     OURS,
     SAMPLE_SECONDS,
+    TORCHFT,
     Experiment,
     Measured,
     Seen,
@@ -71,3 +72,17 @@ def test_at_the_rate_of_a_tenth_a_step_of_data_parallelism_takes_ten_times_as_lo
     assert (rate_of("inf", table), rate_of("2.5", table)) == (math.inf, 2.5)
     assert table.references() == [TOKENS / 0.1], "the fastest"
     assert table.utilisation(DATA_PARALLEL, math.inf) == pytest.approx(100 * 0.1 / 0.15)
+
+
+def test_nothing_is_concluded_that_was_not_measured() -> None:
+    def row(method: str, rate: float, *seconds: float) -> Row:
+        return Row(method, rate, [Measured([Window(10, one, TOKENS / one, None)], None, 1e5, 0.0) for one in seconds])
+
+    free = [row(DATA_PARALLEL, math.inf, 0.15, 0.15), row(OURS, math.inf, 0.1, 0.11), row(TORCHFT, math.inf, 0.105, 0.105)]
+    text = "\n".join(conclusions(Table(Experiment(2, 100, 1, 5, {}), free)))
+    assert "10 % utilisation" not in text
+    assert "ahead at 0, behind at 0, no difference beyond the spread at 1" in text
+    slow = [row(DATA_PARALLEL, 100.0, 1.5, 1.5), row(OURS, 100.0, 0.1, 0.11), row(TORCHFT, 100.0, 0.2, 0.2)]
+    text = "\n".join(conclusions(Table(Experiment(2, 100, 1, 5, {}), free + slow)))
+    assert "ahead at 1, behind at 0, no difference beyond the spread at 1" in text
+    assert "at 100 Mbit/s, where it has" in text

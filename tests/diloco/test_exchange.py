@@ -89,3 +89,12 @@ def test_every_chunk_goes_its_way_in_order_and_within_the_window(chunks: int, wi
         assert counts == sorted(counts, reverse=True), "nothing is done before what it follows from"
         assert counts[0] - counts[-1] <= window, "its slot of the window is free again"
     assert set(done.values()) == {chunks}
+
+
+@given(chunks=st.integers(1, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
+def test_as_much_as_the_window_allows_is_under_way(chunks: int, window: int, workers: int) -> None:
+    tasks = [task for task, _ in programme(chunks, window, workers)]
+    hop = window if workers == 2 else window // 2 + 1  # of two hops, each has half of it
+    assert tasks.index(Task.AVERAGE) == min(chunks, hop), "sent before the first is waited for"
+    if workers > 2:
+        assert tasks[: tasks.index(Task.COLLECT)].count(Task.SEND) == min(chunks, window)
