@@ -54,15 +54,17 @@ HEADER = [
     "tokens/s",
     "utilisation %",
     "of own start %",
+    "not exposed %",
     "exposed ms a step",
     "sent kB a step",
     "peak Mbit/s",
     "n (steps)",
 ]
 LEGEND = """\
-utilisation: tokens/s against the fastest method without a limit, in the same repeat; own start: the same run before anything is
-sent; exposed: of the training thread, by its own clock (data parallelism: its step less the reference's); sent: by one worker,
-counted by its interface; peak: the most in half a second, of the worker that sent most. Median (min ... max) of n windows."""
+utilisation: tokens/s against the fastest method without a limit, in the same repeat; own start: the same run before anything
+is sent; exposed: of the training thread, by its own clock (data parallelism: its step less the reference's); not exposed: the
+rest of a step, which a machine whose speed changes between two runs leaves alone; sent: by one worker, counted by its
+interface; peak: the most in half a second, of the worker that sent most. Median (min ... max) of n windows."""
 
 
 @dataclass
@@ -188,6 +190,7 @@ def cells(row: Row, references: list[float]) -> list[str]:
         _summary([window.tokens_per_second for window in windows], 0),
         _summary(row.utilisations(references), 1),
         _summary(starts, 1) if starts else "-",
+        _summary([100 * (1 - lost / window.seconds_per_step) for lost, window in zip(exposed, windows, strict=True)], 1),
         _summary([1e3 * seconds for seconds in exposed], 1),
         _summary([measured.sent_per_step / 1e3 for measured in row.repeats], 1),
         _summary([measured.peak_mbit for measured in row.repeats], 1),
