@@ -44,8 +44,7 @@ class BackgroundRound:
             facts.participants, facts.weight = sum(one.weight > 0 for one in headers), header.weight
             if facts.participants:
                 facts.mean_square = state.norm_of_delta() ** 2
-                state.advance()
-                facts.update_square = state.change_square()
+                facts.update_square = state.advance()
             else:
                 state.keep()
         facts.ready = time.perf_counter()

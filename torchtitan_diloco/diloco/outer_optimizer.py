@@ -16,6 +16,8 @@ from torchtitan_diloco.config.diloco_schema import OuterOptimizer
 BLOCK = 32_768
 """Elements worked on at once on the CPU: small enough that the passes of one step stay in cache, and that torch keeps to
 the thread that calls it instead of taking the cores from the training."""
+MEASURED = 2**24
+"""Values whose change is measured at once: room for so many is taken for a moment."""
 
 STATE_BUFFERS = {"nesterov": 1, "momentum": 1, "sgd": 0, "adam": 2, "sign_momentum": 1}
 """fp32 values kept per parameter besides the shared parameters."""
@@ -77,14 +79,20 @@ UPDATES: dict[str, Update] = {
 }
 
 
-def outer_update(config: OuterOptimizer, theta: Tensor, delta: Tensor, state: list[Tensor], outer_round: int) -> None:
-    """Turns `delta` into the next shared parameters and advances `state`; `theta` is only read."""
+def outer_update(config: OuterOptimizer, theta: Tensor, delta: Tensor, state: list[Tensor], outer_round: int) -> Tensor:
+    """Turns `delta` into the next shared parameters and advances `state`; `theta` is only read. Returns the square of the norm
+    of the change (fp64), which costs little while a block is in cache."""
     step = OuterStep(outer_lr(config, outer_round), config.momentum, config.beta2, config.epsilon, outer_round)
     update = UPDATES[config.name]
     size = BLOCK if theta.device.type == "cpu" else max(1, theta.numel())
+    change = torch.zeros((), dtype=torch.float64, device=theta.device)
     for start in range(0, theta.numel(), size):
         block = slice(start, start + size)
         update(theta[block], delta[block], [buffer[block] for buffer in state], step)
+        for now, before in zip(delta[block].split(MEASURED), theta[block].split(MEASURED), strict=True):
+            moved = now - before
+            change += torch.dot(moved, moved)
+    return change
 
 
 def outer_lr(config: OuterOptimizer, outer_round: int) -> float:

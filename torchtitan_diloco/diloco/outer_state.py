@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan_diloco.config.diloco_schema import OuterOptimizer
 from torchtitan_diloco.diloco.checksum import checksum
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, outer_update
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS, outer_update
 
 
 class OuterState:
@@ -131,11 +131,13 @@ class OuterState:
             torch.sub(_as_held(outer, part.parameter.dtype), delta, out=delta)
 
     @torch.no_grad()
-    def advance(self) -> None:
-        """The mean in `delta` becomes the next shared copy, on its way to the model's device."""
+    def advance(self) -> float:
+        """The mean in `delta` becomes the next shared copy, on its way to the model's device. Returns the square of the norm of
+        what has changed."""
         self.rounds += 1
-        outer_update(self._config, self.outer, self.delta, self.slots, self.rounds)
+        change = outer_update(self._config, self.outer, self.delta, self.slots, self.rounds)
         self._ready()
+        return float(change)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -156,13 +158,6 @@ class OuterState:
         self.rounds = rounds
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
-
-    def change_square(self) -> float:
-        """Square of the norm of what the outer step has changed."""
-        total = torch.zeros((), dtype=torch.float64, device=self.outer.device)
-        for now, before in zip(self.delta.split(BLOCK), self.outer.split(BLOCK), strict=True):
-            total += torch.dist(now, before).square()
-        return float(total)
 
     @property
     def bytes(self) -> int:
