@@ -66,7 +66,7 @@ def main() -> None:
     def distance() -> None:
         total = torch.zeros((), dtype=torch.float64)
         for one, other in zip(delta.split(BLOCK), shared.split(BLOCK), strict=True):
-            moved = one - other
+            moved = torch.sub(one, other, out=before[: one.numel()])
             total += torch.dot(moved, moved)
 
     facts = some_round(own.workers)

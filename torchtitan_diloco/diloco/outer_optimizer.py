@@ -79,19 +79,20 @@ UPDATES: dict[str, Update] = {
 }
 
 
-def outer_update(config: OuterOptimizer, theta: Tensor, delta: Tensor, state: list[Tensor], outer_round: int) -> Tensor:
+def outer_update(config: OuterOptimizer, theta: Tensor, delta: Tensor, state: list[Tensor], outer_round: int) -> float:
     """Turns `delta` into the next shared parameters and advances `state`; `theta` is only read. Returns the square of the norm
-    of the change (fp64), which costs little while a block is in cache."""
+    of the change, measured while a block is in cache."""
     step = OuterStep(outer_lr(config, outer_round), config.momentum, config.beta2, config.epsilon, outer_round)
     update = UPDATES[config.name]
     size = BLOCK if theta.device.type == "cpu" else max(1, theta.numel())
-    change = torch.zeros((), dtype=torch.float64, device=theta.device)
+    change = 0.0
+    room = torch.empty(min(size, MEASURED, theta.numel()), device=theta.device)
     for start in range(0, theta.numel(), size):
         block = slice(start, start + size)
         update(theta[block], delta[block], [buffer[block] for buffer in state], step)
         for now, before in zip(delta[block].split(MEASURED), theta[block].split(MEASURED), strict=True):
-            moved = now - before
-            change += torch.dot(moved, moved)
+            moved = torch.sub(now, before, out=room[: now.numel()])
+            change += torch.dot(moved, moved).item()
     return change
 
 

@@ -137,7 +137,7 @@ class OuterState:
         self.rounds += 1
         change = outer_update(self._config, self.outer, self.delta, self.slots, self.rounds)
         self._ready()
-        return float(change)
+        return change
 
     @torch.no_grad()
     def keep(self) -> None:
