@@ -209,6 +209,31 @@ def _parity() -> Table:
     return _table(MANY_STEPS, 9000, {name: run | warm_up for name, run in runs.items()}, begins=begins, paper=paper)
 
 
+def _parity_tuning() -> Table:
+    """Outer steps at the length of `parity`."""
+    chosen = {"lr 0.4, momentum 0.8": ("0.4", "0.8"), "lr 0.4, momentum 0.9": ("0.4", "0.9")}
+    chosen |= {"lr 0.7, momentum 0.9": ("0.7", "0.9"), "lr 0.7, momentum 0.5": ("0.7", "0.5")}
+    runs = {
+        f"streaming, {name}": streaming(30, outer_optimizer__lr=lr, outer_optimizer__momentum=momentum)
+        for name, (lr, momentum) in chosen.items()
+    }
+    warm_up = {"lr_schedule.warmup_steps": "1000"}
+    named = {CONTROL: ALONE | kept(1000)} | runs
+    return _table(MANY_STEPS, 9000, {name: run | warm_up for name, run in named.items()})
+
+
+def _larger_batch() -> Table:
+    """Four times the tokens a step for a third of the steps, with a warm-up of a ninth and of a third of the run."""
+    runs: dict[str, Settings] = {}
+    controls: dict[str, str] = {}
+    for steps in (333, 1000):
+        warm_up = {"lr_schedule.warmup_steps": str(steps)}
+        control, name = f"data parallel, warm-up {steps:,}", f"streaming, warm-up {steps:,}"
+        runs |= {control: ALONE | warm_up, name: streaming(10) | warm_up}
+        controls |= {control: control, name: control}
+    return _table(Shape(MANY_STEPS.settings, sequences=32, sequence_length=64), 3000, runs, controls=controls)
+
+
 def _warm_up() -> Table:
     """Steps of linear warm-up of the inner learning rate, each against data parallelism with as many."""
     runs: dict[str, Settings] = {}
@@ -297,6 +322,8 @@ def _workers() -> Table:
 
 TABLES = {
     "parity": _parity(),
+    "parity-tuning": _parity_tuning(),
+    "larger-batch": _larger_batch(),
     "warm-up": _warm_up(),
     "first-steps": _first_steps(),
     "robustness-drops": _drops(),
