@@ -8,6 +8,6 @@ prepare_environment test
 
 cd "$REPOSITORY"
 if [ $# -eq 0 ]; then # four at most: a test may start as many processes itself
-    set -- -n auto --maxprocesses 4 --dist loadgroup
+    set -- -n auto --maxprocesses 4 --dist worksteal
 fi
 exec "$ENVIRONMENT_PYTHON" -m pytest "$@"

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHORT = "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 --training.batch_size 2"
 
 
-def blocks() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        for number, block in enumerate(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S), start=1):
-            found.append((f"{page.relative_to(REPOSITORY)}-{number}", block))
-    return found
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
 def shortened(block: str, out: Path) -> str:
@@ -41,26 +36,22 @@ def shortened(block: str, out: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> defaultdict[str, Path]:
-    """A page's blocks follow on each other, so they share a folder."""
-    return defaultdict(lambda: tmp_path_factory.mktemp("page"))
-
-
 def test_there_is_something_to_run() -> None:
-    assert [name for name, _ in blocks() if name.startswith("README.md")]
+    assert blocks(REPOSITORY / "README.md")
 
 
-def one_after_the_other(name: str, block: str) -> object:
-    """The blocks of a page, where tests run on several cores."""
-    return pytest.param(name, block, id=name, marks=pytest.mark.xdist_group(name.rpartition("-")[0]))
+@pytest.mark.timeout(900)  # a page has several runs
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_blocks_run_as_written(page: Path, tmp_path: Path) -> None:
+    """One after the other, as they follow on each other: they share a folder."""
+    (tmp_path / "out").mkdir()
+    for number, block in enumerate(blocks(page), start=1):
+        run_block(f"{page.name}, block {number}", block, tmp_path / "out", tmp_path / f"block{number}")
 
 
-@pytest.mark.parametrize(("name", "block"), [one_after_the_other(*found) for found in blocks()])
-def test_block_runs_as_written(name: str, block: str, folders: defaultdict[str, Path], tmp_path: Path) -> None:
-    script = "set -euo pipefail\n" + shortened(block, tmp_path)
+def run_block(name: str, block: str, out: Path, runs: Path) -> None:
+    script = "set -euo pipefail\n" + shortened(block, runs)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    out = folders[name.rpartition("-")[0]]
     hub = {"HF_HOME": f"{out}/hub", "HF_MODULES_CACHE": f"{out}/hub/modules", "HF_HUB_OFFLINE": "1"}
     outcome = subprocess.run(
         ["bash", "-c", script],
