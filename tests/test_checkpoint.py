@@ -114,6 +114,21 @@ def same_end(one: Path, other: Path) -> None:
         assert curve(mine, key) == curve(theirs, key), key
 
 
+def test_a_run_that_stops_in_between_ends_as_one_that_does_not(text: Path, processes: ProcessPool) -> None:
+    whole = Path(processes.run(run, 2, chosen(text, "whole", **FP32))[0])
+    first = chosen(text, "parts", **FP32, **{"training.stop_after": 10, "validation.every": 10})
+    begun = Path(processes.run(run, 2, first)[0])
+    assert step_of(last(begun)) == 10
+    assert [record["step"] for record in records(begun) if "validation/loss_nats_per_token_global" in record] == [10]
+    assert Path(processes.run(run, 2, first)[0]) == begun  # it has stopped: there is nothing to do
+    assert step_of(last(begun)) == 10
+    processes.run(run, 2, chosen(text, "parts", **FP32))
+    left, right = tensors(last(whole)), tensors(last(begun))
+    assert step_of(last(begun)) == STEPS
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
 @pytest.mark.parametrize(
     ("base", "size", "kills"),
     [(FP32, 2, (7, 16)), (FP4, 4, (13,))],

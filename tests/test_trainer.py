@@ -220,6 +220,17 @@ def test_a_warm_up_longer_than_the_run_is_pointed_out(text: Path, capsys: pytest
     assert "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in capsys.readouterr().out
 
 
+def test_a_start_that_is_to_stop_says_how_the_run_goes_on(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(settings(text, training__stop_after=3, checkpoint__at_end="true"))) == 0
+    said = capsys.readouterr().out
+    assert "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one or none, the same command" in said
+
+
+def test_a_stop_at_the_end_or_behind_is_pointed_out(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(settings(text, training__stop_after=8))) == 0
+    assert "training.stop_after = 8 does nothing: the run ends after step 8" in capsys.readouterr().out
+
+
 def test_a_signal_ends_the_run_after_a_whole_step(text: Path) -> None:
     command = [sys.executable, "-m", "torchtitan_diloco.train", *words(settings(text, training__steps=1_000_000))]
     process = subprocess.Popen(

@@ -109,8 +109,9 @@ class Trainer:
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Path:
-        """Trains to the last step, or to the step after which a signal asked to stop. Returns the folder of the run."""
+        """Trains to the last step, or to the one after which `stop_after` or a signal ends it. Returns the run's folder."""
         config, total_steps = self.config, self.plan.total_steps
+        until = min(total_steps, config.training.stop_after or total_steps)
         folder = self._make_run_folder()
         self._log_plan(folder)
         self._take_up()
@@ -128,14 +129,14 @@ class Trainer:
             checkpointer = Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer)
             if self.start.checkpoint and self.validator.missed(self.step):
                 reports.pause(self.validator.validate(self.step, metrics))
-            while self.step < total_steps:
+            while self.step < until:
                 reports.step_begins()
                 reports.step_done(self.train_step(batches), batches.take_seconds())
                 profiler.step()
                 garbage.after_step(self.step)
-                stopping, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
+                asked, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
                 finished = self.step == total_steps
-                stopping = stopping and not finished
+                stopping = (asked or self.step == until) and not finished
                 saving = saving or checkpointer.due(self.step) or (config.checkpoint.at_end and (stopping or finished))
                 if finished:
                     started = time.perf_counter()
@@ -147,7 +148,7 @@ class Trainer:
                     reports.open(self.step, self.lr, stop.waited_seconds)
                 validating = self.validator.due(self.step)
                 reports.publish(self.step, all=settled or validating)
-                if validating and not stopping:  # whoever sent the signal is waiting
+                if validating and not asked:  # whoever sent the signal is waiting
                     reports.pause(self.validator.validate(self.step, metrics))
                 if saving:
                     self._save(checkpointer, reports)
@@ -162,8 +163,12 @@ class Trainer:
             metrics.draw(self.step)
         garbage.close()
         if self.step < total_steps:
-            hint = f"; the same command with --run.folder {folder} goes on" if config.checkpoint.at_end else ""
-            logger.info(f"stopped after step {self.step} of {total_steps}, as asked by a signal{hint}")
+            asker, again = "a signal", "the same command"
+            if self.step >= until:
+                asker = f"training.stop_after = {config.training.stop_after}"
+                again = "with a later one or none, the same command"
+            hint = f"; {again} with --run.folder {folder} goes on" if config.checkpoint.at_end else ""
+            logger.info(f"stopped after step {self.step} of {total_steps}, as asked by {asker}{hint}")
         log_summary(summary)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
@@ -347,6 +352,9 @@ class Trainer:
                 f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {self.plan.total_steps} steps, so the "
                 "peak learning rate is never reached: shorten it"
             )
+        stop_after = self.config.training.stop_after
+        if stop_after >= self.plan.total_steps:
+            found.append(f"training.stop_after = {stop_after} does nothing: the run ends after step {self.plan.total_steps}")
         return found
 
     def _make_run_folder(self) -> Path:

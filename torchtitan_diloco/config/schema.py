@@ -127,6 +127,9 @@ class Training:
     """Length of the run in tokens of all workers together."""
     tokens_per_parameter: Annotated[float, Range(min=0.0)] = 0.0
     """Length of the run in tokens per model parameter; 20 is Chinchilla's."""
+    stop_after: NotNegative = 0
+    """Step after which this start saves and ends, while the rest of the run, and of its learning rates, is still to come: for a
+    beginning in one place, or for short jobs. 0: trains to the end."""
     max_gradient_norm: Annotated[float, Range(min=0.0)] = 1.0
     """Gradients are scaled down to this global norm. 0 turns clipping off."""
     max_skipped_steps: NotNegative = 10
