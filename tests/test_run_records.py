@@ -10,6 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, settings, streaming, train
+from torchtitan_diloco.report.facts import data_parallel_bytes
+from torchtitan_diloco.report.run_records import open_runs
 
 SHARES = [f"time/share_{name}_percent_mean_over_ranks" for name in ("compute", "data", "exposed_communication", "other")]
 
@@ -75,6 +77,21 @@ def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(text: Pat
     assert summary["sent_bytes_mean_over_workers"] is None
     assert summary["data_parallel_bytes_per_worker"] > 0
     assert all(record[SHARES[2]] is None for record in records(folder) if SHARES[0] in record)
+
+
+def test_streaming_after_data_parallelism_counts_its_own_steps(text: Path, processes: ProcessPool) -> None:
+    first = {"diloco__method": "none", "training__stop_after": 8, "checkpoint__at_end": "true"}
+    begun = run_two_workers(text, processes, run__folder=text.parent / "one-place", **first)
+    takes_over = {"checkpoint__resume": begun, "checkpoint__new_workers": "copy", "run__folder": text.parent / "several"}
+    folder = run_two_workers(text, processes, **takes_over)
+    (before,), (summary,) = records(begun, "summary"), records(folder, "summary")
+    assert (before["step"], before["counted_after_step"]) == (8, 0)
+    assert (summary["step"], summary["counted_after_step"]) == (20, 8)
+    a_step = before["data_parallel_bytes_per_worker"] / 8
+    assert summary["data_parallel_bytes_per_worker"] == pytest.approx(12 * a_step)
+    assert summary["sent_bytes_mean_over_workers"] == sum(curve(records(folder), "diloco/sent_bytes_sum_over_ranks")) / 2
+    (run,) = open_runs([folder])
+    assert [data_parallel_bytes(run, step) for step in (8, 20)] == pytest.approx([0, 12 * a_step])
 
 
 def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:

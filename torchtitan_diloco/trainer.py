@@ -103,6 +103,8 @@ class Trainer:
         self.step = self.start.step
         self.behind = {} if self.start.manifest is None else self.start.manifest.run
         """What a run that goes on has behind it."""
+        if self.start.manifest is not None and self.start.manifest.settings.get("diloco.method") != config.diloco.method:
+            self.behind |= {"totals": {}, "totals_after": self.start.step}  # those of another method
         self.skipped_in_a_row: int = self.behind.get("skipped_in_a_row", 0)
         self.validator = self._validator()
 
@@ -157,7 +159,7 @@ class Trainer:
                     break
             checkpointer.wait()
             checkpointer.close()
-            facts = self.step, self.validator.validated, reports.totals, reports.observed
+            facts = self.step, self.validator.validated, reports.totals, self.behind.get("totals_after", 0), reports.observed
             summary = summary_record(self.plan, config.diloco, self.world.size, *facts)
             metrics.write_summary(summary)
             metrics.draw(self.step)
@@ -236,6 +238,7 @@ class Trainer:
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "validated": self.validator.validated,
                 "totals": reports.totals,
+                "totals_after": self.behind.get("totals_after", 0),
                 "elapsed_seconds": reports.elapsed_seconds,
             },
             settings={key: str(value) for key, value in flat_settings(self.config).items()},

@@ -143,6 +143,7 @@ def summary_record(steps: int) -> dict[str, Any]:
     return {
         "kind": "summary",
         "step": steps,
+        "counted_after_step": 0,
         "data_parallel_bytes_per_worker": 2 * 2 / 3 * 2 * sum(PARAMETERS) * steps,
         "measured_utilisation_percent": 97.1,
         "predicted_utilisation_percent": 95.0,

@@ -37,22 +37,24 @@ def summary_record(
     steps: int,
     validated: tuple[int, float] | None,
     totals: dict[str, float],
+    since: int,
     observed: Observed,
 ) -> dict[str, Any]:
     """The run in a few numbers, for metrics.jsonl and the table at its end. `totals`: the outer loop's metrics, summed over the
-    run and over ranks. What is not known, or does not exist in such a run, is None."""
+    steps after `since` and over ranks. What is not known, or does not exist in such a run, is None."""
     apart = config.workers > 1
     streaming = apart and "diloco/sent_bytes" in totals
     exchange, waited = totals.get("diloco/exchange_seconds", 0.0), totals.get("diloco/exposed_waiting_seconds", 0.0)
     measured = measured_utilisation(totals) if streaming else None
-    predicted = observed.predicted_utilisation(config, totals, steps) if streaming else None
+    predicted = observed.predicted_utilisation(config, totals, steps - since) if streaming else None
     conditions = observed.conditions(config, totals) if streaming else None
     return {
         "step": steps,
+        "counted_after_step": since,
         "validation/step": None if validated is None else validated[0],
         "validation/loss_nats_per_token_global": None if validated is None else validated[1],
         "sent_bytes_mean_over_workers": totals["diloco/sent_bytes"] / config.workers if streaming else None,
-        "data_parallel_bytes_per_worker": data_parallel_bytes(plan, config.workers, steps) if apart else None,
+        "data_parallel_bytes_per_worker": data_parallel_bytes(plan, config.workers, steps - since) if apart else None,
         "exchange_seconds_mean_over_ranks": exchange / ranks if streaming else None,
         "exposed_waiting_seconds_mean_over_ranks": waited / ranks if streaming else None,
         "hidden_percent": 100 * max(0.0, 1 - waited / exchange) if streaming and exchange else None,
@@ -67,10 +69,11 @@ def log_summary(record: dict[str, Any]) -> None:
     loss, sent = record["validation/loss_nats_per_token_global"], record["sent_bytes_mean_over_workers"]
     expected, hidden = record["data_parallel_bytes_per_worker"], record["hidden_percent"]
     measured, predicted = record["measured_utilisation_percent"], record["predicted_utilisation_percent"]
+    since = f" after step {record['counted_after_step']}" if record["counted_after_step"] else ""
     if loss is not None:
         rows.append(("loss of the shared model", f"{loss:.4f} nats per held-out token, after step {record['validation/step']}"))
     if sent is not None and expected is not None:
-        rows.append(("sent between workers", f"{sent / 1e6:,.1f} MB by each worker, counted in the buffers sent"))
+        rows.append(("sent between workers", f"{sent / 1e6:,.1f} MB by each worker{since}, counted in the buffers sent"))
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows.append(("data parallelism would send", f"{expected / 1e6:,.1f} MB (bf16 gradients, every step){ratio}"))
     elif expected is not None:

@@ -18,6 +18,7 @@ PROBE_SETTINGS = {
     "training.steps": PROBE_STEPS,
     "training.tokens": 0,
     "training.tokens_per_parameter": 0,
+    "training.stop_after": 0,
     "diloco.method": "streaming",
     "diloco.sync_every": PROBE_SYNC_EVERY,
     "validation.every": 0,

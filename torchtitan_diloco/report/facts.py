@@ -50,8 +50,9 @@ def data_parallel_bytes(run: Run, step: float | None = None) -> float | None:
     """What one worker would have sent up to a step, or to the last, with a ring all-reduce of all gradients at every step."""
     step = run.last_step if step is None else step
     told, told_at = (number(run.summary.get(key)) for key in ("data_parallel_bytes_per_worker", "step"))
-    if told is not None and told_at:
-        return told * step / told_at
+    since = number(run.summary.get("counted_after_step")) or 0.0
+    if told is not None and told_at is not None and told_at > since:
+        return told * (step - since) / (told_at - since)
     workers, parameters = run.workers, run.parameters
     if workers is None or parameters is None or workers < 2:
         return None
