@@ -15,6 +15,8 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import Traffic
+from torchtitan_diloco.distributed.causes import cause_of
+from torchtitan_diloco.distributed.transport import transports
 
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, what it gets, or where what it sends goes)."""
@@ -61,7 +63,7 @@ class Messenger:
         self.traffic = Traffic()
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
         self._waiters = {worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self.others}
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._is_nccl = transports(group).get(device.type) == "nccl"
         # To wait for NCCL is to make the current stream wait, too: of another thread that is the one that trains.
         self._streams = {worker: torch.cuda.Stream(device) for worker in self.others} if self._is_nccl else {}
 
@@ -130,7 +132,7 @@ class Messenger:
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                raise WorkerLostError([worker], _first_line(error)) from error
+                raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
                 first = time.perf_counter()
         return first
@@ -145,7 +147,7 @@ class Messenger:
             try:
                 posted = dist.batch_isend_irecv([operation for _, operation in batch])
             except RuntimeError as error:
-                raise WorkerLostError(sorted({worker for worker, _ in batch}), _first_line(error)) from error
+                raise WorkerLostError(sorted({worker for worker, _ in batch}), cause_of(error)) from error
             works += [(worker, posted[min(number, len(posted) - 1)]) for number, (worker, _) in enumerate(batch)]
         return works
 
@@ -154,8 +156,5 @@ class Messenger:
         gloo aborts the process over one that does not fit, before its header could be read and told."""
         if self._is_nccl:
             return message
+        assert message.storage_offset() == 0, "or it would be written elsewhere"
         return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.distributed.causes import cause_of
 from torchtitan_diloco.distributed.world import World
 
 ANSWER_SECONDS = 5.0
@@ -25,8 +26,7 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
     except RuntimeError as error:
         lost = missing_ranks(world)
         names = " and ".join(f"rank {rank} (worker {rank // world.ranks_per_worker})" for rank in lost) or "some rank"
-        reason = str(error).strip().splitlines()[0]
-        raise RanksLostError(f"{names} left or did not answer in time {where} ({reason})") from error
+        raise RanksLostError(f"{names} left or did not answer in time {where} ({cause_of(error)})") from error
 
 
 def missing_ranks(world: World) -> list[int]:
@@ -39,9 +39,11 @@ def missing_ranks(world: World) -> list[int]:
     dead: list[int] = []
     silent: list[int] = []
     works: dict[int, dist.Work] = {}
+    words: list[dist.Work | None] = []
+    """Kept: a word whose work is gone never reaches one that listens later."""
     for rank in others:
         try:
-            dist.isend(word, group_dst=rank, group=world.roll_call)
+            words.append(dist.isend(word, group_dst=rank, group=world.roll_call))
             work = dist.irecv(answers[rank], group_src=rank, group=world.roll_call)
             assert work is not None
             works[rank] = work
@@ -55,4 +57,8 @@ def missing_ranks(world: World) -> list[int]:
             work.wait(timedelta(seconds=left))
         except RuntimeError:
             (dead if time.monotonic() - started < 0.9 * left else silent).append(rank)
+    for said in words:  # who leaves before it is heard would be taken for dead
+        with suppress(RuntimeError):
+            if said is not None:
+                said.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
     return sorted(dead or silent)
