@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.processes import ProcessPool
+from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
 from torchtitan_diloco.distributed.reductions import start_max, start_sum, sum_over_ranks
+from torchtitan_diloco.distributed.roll_call import missing_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World, join_world, leave_world, split_world
+from torchtitan_diloco.launch.stop import STOP_SIGNALS as LAUNCHER_PASSES_ON
 
 
 def join(workers: int, **timeouts: int) -> World:
@@ -135,6 +137,39 @@ def test_a_signal_stops_a_single_process_and_handlers_are_given_back() -> None:
         os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
         assert stop.agreed(2, save=True) == (True, True)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_all_that_a_launcher_passes_on_stops(number: signal.Signals) -> None:
+    assert number in LAUNCHER_PASSES_ON
+    with StopRequest(join(1)) as stop:
+        os.kill(os.getpid(), number)
+        assert stop.agreed(1) == (True, False)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest(join(1)) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.agreed(1) == (False, False)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _notice_one_after_the_other(apart: float) -> list[int]:
+    world = join(1)
+    dist.barrier(group=world.control)
+    if world.rank == 2:
+        os._exit(1)
+    time.sleep(apart * world.rank)
+    return missing_ranks(world)
+
+
+def test_who_is_missing_is_the_same_for_all_who_ask_though_not_at_once(processes: ProcessPool) -> None:
+    """Rank 0 is dead for nobody, though its word came before rank 1 listened."""
+    assert processes.run(_notice_one_after_the_other, 3, 0.5, dying={2}) == [[2], [2], DIED]
 
 
 def _one_rank_is_silent() -> str:

@@ -67,8 +67,8 @@ def wait_for_signal() -> None:
     def take(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    signal.signal(signal.SIGINT, take)
-    signal.signal(signal.SIGTERM, take)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, take)
     say("waiting")
     while not received:
         time.sleep(0.02)

@@ -105,7 +105,7 @@ def test_ctrl_c_while_waiting_for_other_nodes_ends_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(("stop_signal", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("stop_signal", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stop_signal_lets_every_rank_finish(tmp_path: Path, workers: int, stop_signal: signal.Signals, code: int) -> None:
     with launcher(tmp_path / "console", "started,wait", workers=workers) as running:
         running.wait_for("waiting", times=workers)

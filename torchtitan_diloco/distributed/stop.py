@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end the run after a whole step, the same step on every rank."""
+"""SIGINT, SIGTERM and SIGHUP end the run after a whole step, the same step on every rank."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.logging import logger
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 1.0
 """Schedulers and launchers pass a signal on, so one request may arrive more than once."""
 
@@ -34,7 +35,9 @@ class StopRequest:
         """When the first signal came."""
         self._questions: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         """The step of each, and what comes back."""
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        # nohup and background jobs of scripts ignore some signals on purpose.
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in heard}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
