@@ -1,10 +1,14 @@
 """StreamingDiLoCo in anybody's loop: identities, weights, drops, restart, memory, any kind of parameter."""
 
+import gc
 import resource
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -280,9 +284,65 @@ def test_bytes_are_those_of_both_hops(processes: ProcessPool, delay: int) -> Non
         assert metrics["diloco/fragments_applied"] == 6
         assert metrics["diloco/participants"] == 18
         everything += metrics["diloco/sent_bytes"]
-        assert metrics["diloco/exposed_seconds"] >= metrics["diloco/exposed_waiting_seconds"] >= 0
     values = sum(sizes) + sizes[0]
     assert everything == 6 * 3 * 2 * HEADER_BYTES + 4 * 2 * 2 * values
+
+
+def _over_the_groups_own_backend() -> list[Tensor]:
+    dist.init_process_group()
+    model = Net()
+    chosen = replace(AVERAGE_EVERY_STEP, link=Link(backend="gloo"))
+    outer = StreamingDiLoCo(model, dist.group.WORLD, chosen)
+    inner_step(model, sgd(model), outer.worker, 1)
+    outer.step()
+    return list(outer.global_state_dict().values())
+
+
+def test_a_group_whose_backend_nobody_named_is_one_of_gloo_on_the_cpu(processes: ProcessPool) -> None:
+    one, other = processes.run(_over_the_groups_own_backend, 2)
+    assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def alone(**settings: Any) -> tuple[Net, StreamingDiLoCo]:
+    model = Net()
+    return model, StreamingDiLoCo(model, None, DiLoCoConfig(fragments=Fragments(layers_per_fragment=0), **settings))
+
+
+def test_a_restart_from_the_model_forgets_what_is_in_flight_and_what_was_learned() -> None:
+    model, outer = alone(sync_every=2, overlap=Overlap(delay=1))
+    optimizer = sgd(model)
+    for step in range(1, 5):
+        inner_step(model, optimizer, 0, step)
+        outer.step()
+    nn.init.constant_(next(model.parameters()), 7.0)
+    wanted = {name: value.clone() for name, value in parameters(model).items()}
+    outer.restart_from_model(100)
+    outer.drain()
+    torch.testing.assert_close(outer.global_state_dict(), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(parameters(model), wanted, rtol=0, atol=0)
+    saved = outer.state_dict()
+    assert saved["step"] == 100
+    assert not any(value.any() for slot in saved["slots"] for value in slot.values())
+
+
+def test_a_closed_one_says_so_instead_of_waiting_for_ever() -> None:
+    _, outer = alone(sync_every=1, overlap=Overlap(delay=0))
+    outer.close()
+    with pytest.raises(RuntimeError, match="diloco-exchange has been closed"):
+        outer.step()
+
+
+def test_threads_end_with_what_they_serve_and_leave_torchs_threads_alone() -> None:
+    before, threads = set(threading.enumerate()), torch.get_num_threads()
+    for _ in range(3):
+        alone()
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+    seen: list[int] = []
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert seen == [threads] == [torch.get_num_threads()]
 
 
 def _many_syncs() -> tuple[int, int]:

@@ -15,17 +15,21 @@ Result = TypeVar("Result")
 class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Tasks run in the order of submission; a failed one leaves its error in its future."""
+        if self._closed:
+            raise RuntimeError(f"the thread {self._thread.name} has been closed: nothing would ever be done")
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         return future
 
     def close(self, timeout: float) -> None:
         """Ends the thread when it has done what was submitted; waits for that so long at most."""
+        self._closed = True
         self._tasks.put(None)
         self._thread.join(timeout)
 

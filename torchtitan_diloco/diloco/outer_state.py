@@ -57,6 +57,13 @@ class OuterState:
             outer.copy_(local)
         self.checksum = checksum(self.outer)
 
+    def restart(self) -> None:
+        """Begins anew from the model, with nothing remembered."""
+        for buffer in (*self.slots, *([] if self.residual is None else [self.residual])):
+            buffer.zero_()
+        self.rounds, self._staging = 0, None
+        self.read_model()
+
     @torch.no_grad()
     def write_model(self) -> None:
         """The model takes the shared copy."""

@@ -15,6 +15,7 @@ from torchtitan_diloco.config.fields import flat_settings, section_mistakes
 from torchtitan_diloco.diloco.codecs.fused import kernels_name
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.distributed.agreement import code_fingerprint, find_differences
+from torchtitan_diloco.distributed.transport import transports
 
 PER_WORKER = {"diloco.link.interface", "diloco.link.outer_state"}
 """Settings in which workers may differ."""
@@ -29,9 +30,9 @@ def check_settings(config: DiLoCo, group: dist.ProcessGroup | None) -> None:
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out, and average gradients instead'))
     if config.workers not in (1, workers):
         mistakes.append(("diloco.workers", f"is {config.workers}, but the group joins {workers}: leave it out"))
-    backend = "" if group is None else str(dist.get_backend(group))
-    if workers > 1 and config.link.backend != "auto" and config.link.backend != backend:
-        mistakes.append(("diloco.link.backend", f'is "{config.link.backend}", but the group is of {backend}'))
+    present = sorted(set(transports(group).values()))
+    if workers > 1 and config.link.backend != "auto" and config.link.backend not in present:
+        mistakes.append(("diloco.link.backend", f'is "{config.link.backend}", but the group is of {" and ".join(present)}'))
     if mistakes:
         raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
 
@@ -69,13 +70,13 @@ def _layout(fragments: tuple[Fragment, ...]) -> str:
 @torch.no_grad()
 def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
     """Worker 0's parameters (frozen ones included) and buffers, each rank the shard it keeps."""
-    on_host = dist.get_backend(group) == "gloo"
+    carriers = transports(group)
     for tensor in [*model.parameters(), *model.buffers()]:
         whole = tensor.detach()
         local = whole.to_local() if isinstance(whole, DTensor) else whole
         if not local.numel():
             continue
-        sent: Tensor = local.cpu() if on_host else local
+        sent: Tensor = local if carriers.get(local.device.type) == "nccl" else local.cpu()
         sent = sent.contiguous()
         dist.broadcast(sent, group_src=0, group=group)
         if sent is not local:
@@ -87,14 +88,18 @@ def pick_state_device(group: dist.ProcessGroup | None, fragments: tuple[Fragment
     device = fragments[0].parts[0].local().device
     if device.type == "cpu":
         return device
-    transport = "none" if group is None or group.size() == 1 else dist.get_backend(group)
-    host = link.outer_state == "cpu" or (link.outer_state == "auto" and transport == "gloo")
-    if host and transport == "nccl":
+    if group is None or group.size() == 1:
+        return torch.device("cpu") if link.outer_state == "cpu" else device
+    carriers = transports(group)
+    reaches_host = carriers.get("cpu") == "gloo" and link.backend != "nccl"
+    reaches_device = carriers.get(device.type) == "nccl" and link.backend != "gloo"
+    host = link.outer_state == "cpu" or (link.outer_state == "auto" and not reaches_device)
+    if host and not reaches_host:
         raise ValueError(
             'diloco.link.outer_state = "cpu" needs a gloo group between workers, as NCCL only reaches the GPU: set '
             'diloco.link.backend = "gloo", or outer_state = "device"'
         )
-    if not host and transport == "gloo":
+    if not host and not reaches_device:
         raise ValueError(
             'diloco.link.outer_state = "device" needs an NCCL group between workers, as gloo only reaches host memory: '
             'set diloco.link.backend = "nccl", or outer_state = "cpu"'

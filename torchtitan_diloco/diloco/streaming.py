@@ -7,7 +7,6 @@ for batch in loader:
 outer.drain()
 """
 
-import atexit
 import math
 import time
 import weakref
@@ -104,9 +103,11 @@ class StreamingDiLoCo:
         self._round = BackgroundRound(exchange, self.worker, seed, shard_group)
         self._in_flight: dict[int, _InFlight] = {}
         self._background = BackgroundThread("diloco-exchange")
-        self._background.submit(partial(torch.set_num_threads, config.quantization.threads))  # of that thread alone
+        threads = torch.get_num_threads()
+        self._background.submit(partial(torch.set_num_threads, config.quantization.threads)).result()
+        torch.set_num_threads(threads)  # or all that begin later had that thread's number
         self._meter = Meter()
-        atexit.register(_close, weakref.ref(self))
+        weakref.finalize(self, _close, self._background, self._round)  # when it is dropped, or Python exits
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -136,8 +137,7 @@ class StreamingDiLoCo:
     def close(self, timeout: float = 5.0) -> None:
         """Ends the background thread once it has finished what is in flight. Called by itself when Python exits: a thread
         that is still in torch then would take the process down."""
-        self._background.close(timeout)
-        self._round.close()
+        _close(self._background, self._round, timeout)
 
     def _send(self, index: int) -> None:
         state = self._states[index]
@@ -260,10 +260,7 @@ class StreamingDiLoCo:
         fragments, another schedule, codec or outer optimizer are taken over as far as they can be: returns, one line each, what
         could not. Load the model first: fragments whose turn has changed are applied to it."""
         check_same_model(self._states, saved["outer"])
-        for flight in self._in_flight.values():
-            flight.outcome.exception()
-        self._in_flight.clear()
-        self._wait_for_background()
+        self._give_up_flights()
         drop_gathered(self._model)
         notes, before, now = [], saved["settings"], self._restart_settings()
         turns = ("diloco.sync_every", "diloco.overlap.delay")
@@ -301,14 +298,18 @@ class StreamingDiLoCo:
         return notes
 
     def restart_from_model(self, step: int) -> None:
-        """Goes on after so many steps with what the model holds now, which is the same on every worker, as shared copy."""
-        self._wait_for_background()
+        """Begins anew after so many steps, with what the model holds now, which is the same on every worker, as shared copy."""
+        self._give_up_flights()
         self.step_count = step
+        self._weights = [0.0] * len(self.fragments)
         for state in self._states:
-            state.read_model()
+            state.restart()
 
-    def _wait_for_background(self) -> None:
-        """A state that is still being copied is that of before."""
+    def _give_up_flights(self) -> None:
+        """What is in flight is waited for and forgotten. A state that is still being copied is that of before."""
+        for flight in self._in_flight.values():
+            flight.outcome.exception()
+        self._in_flight.clear()
         self._background.submit(lambda: None).result()
 
     def _restart_settings(self) -> dict[str, Any]:
@@ -352,7 +353,6 @@ def _outcome(record: dict[str, Any]) -> Outcome:
     return Outcome(record["participants"], record["flags"])
 
 
-def _close(reference: "weakref.ref[StreamingDiLoCo]") -> None:
-    outer = reference()
-    if outer is not None:
-        outer.close()
+def _close(background: BackgroundThread, round_: BackgroundRound, timeout: float = 5.0) -> None:
+    background.close(timeout)
+    round_.close()
