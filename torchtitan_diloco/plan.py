@@ -205,7 +205,9 @@ def _conditions(options: argparse.Namespace, workload: "Workload", measured: Con
     else:
         step_seconds, origin = measured.step_seconds, "measured"
         jitter = measured.jitter if options.jitter is None else jitter
-    return Conditions(links, step_seconds, jitter=jitter), origin
+    if measured is None:
+        return Conditions(links, step_seconds, jitter=jitter), origin
+    return replace(measured, links=links, step_seconds=step_seconds, jitter=jitter), origin
 
 
 def _step_times(options: argparse.Namespace, workload: "Workload") -> tuple[tuple[float, ...], str]:

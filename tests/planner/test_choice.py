@@ -1,5 +1,6 @@
 """Which settings are chosen, and what is said of them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,19 @@ def workload(*, workers: int = 2, ranks: int = 1, preset: str = "35m") -> Worklo
 
 def scenario(bits_per_second: float, latency: float = 0.03, step: float = 0.2, workers: int = 2) -> Scenario:
     return Scenario(workload(workers=workers), Conditions(even_links(workers, bits_per_second, latency), (step,) * workers))
+
+
+def test_what_a_run_has_met_goes_before_the_table() -> None:
+    met = Conditions(even_links(2, 1e9), (0.2, 0.2), coding_bytes_per_second=1e8, outer_bytes_per_second=5e8, codec="int8")
+    for on_cpu in (True, False):
+        one = Scenario(workload(), met, on_cpu=on_cpu)
+        same = one.conditions_for(replace(PRESENT, quantization=Quantization(codec="int8")))
+        other = one.conditions_for(replace(PRESENT, quantization=Quantization(codec="fp4_e3m0")))
+        assert (same.coding_bytes_per_second, same.outer_bytes_per_second) == pytest.approx((1e8, 5e8))
+        expected = 1e8 * HOST_CODING["fp4_e3m0"] / HOST_CODING["int8"] if on_cpu else math.inf
+        assert other.coding_bytes_per_second == pytest.approx(expected)
+    given = Scenario(workload(), met, on_cpu=True, coding_bytes_per_second=3e9).conditions_for(PRESENT)
+    assert given.coding_bytes_per_second == pytest.approx(3e9)
 
 
 def test_fragments_and_buckets_hold_every_parameter_once() -> None:

@@ -26,7 +26,9 @@ def test_conditions_survive_the_way_through_a_record(
     up: tuple[float, float], down: tuple[float, float], step: float, coding: float
 ) -> None:
     links = Links(up, down, latency_seconds=0.01)
-    known = Conditions(links, (step, 2 * step), jitter=0.1, coding_bytes_per_second=coding, outer_bytes_per_second=math.inf)
+    known = Conditions(
+        links, (step, 2 * step), 0.1, coding_bytes_per_second=coding, outer_bytes_per_second=math.inf, codec="int8"
+    )
     record = json.loads(json.dumps(asdict(known)).replace("Infinity", '"inf"'))
     assert conditions_from(record) == known
 

@@ -53,7 +53,7 @@ class Observed:
         if self._workers < 2 or not self._rounds or not means:
             return None
         coding, outer = self._coding(config)
-        return Conditions(self.links(), means, jitter=jitter, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
+        return Conditions(self.links(), means, jitter, coding, outer, config.quantization.codec)
 
     def links(self) -> Links:
         """A worker sends to all others at once, so the rates at which they receive from it add up."""

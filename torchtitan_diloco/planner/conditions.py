@@ -47,6 +47,8 @@ class Conditions:
     """fp32 bytes of a worker that are encoded or decoded in a second, all its ranks together."""
     outer_bytes_per_second: float = math.inf
     """fp32 bytes of a fragment whose outer step, check and checksum take a second, all ranks of a worker together."""
+    codec: str = ""
+    """Format with which a run has met both speeds; empty where none has."""
     seed: int = field(default=0)
     """Of the jitter."""
 

@@ -61,6 +61,7 @@ def conditions_from(observed: dict[str, Any]) -> Conditions:
         jitter=float(observed["jitter"]),
         coding_bytes_per_second=float(observed["coding_bytes_per_second"]),
         outer_bytes_per_second=float(observed["outer_bytes_per_second"]),
+        codec=str(observed.get("codec", "")),
     )
 
 

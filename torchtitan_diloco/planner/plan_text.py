@@ -51,6 +51,10 @@ def _each(values: tuple[float, ...], show: Callable[[float], str]) -> str:
 def _coding_line(scenario: Scenario) -> str:
     if scenario.coding_bytes_per_second is not None:
         return f"{format_bytes(scenario.coding_bytes_per_second)}/s of fp32 a rank (given)"
+    met = scenario.conditions
+    if math.isfinite(met.coding_bytes_per_second):
+        speed = f"{format_bytes(met.coding_bytes_per_second)}/s of fp32 a worker with {met.codec}"
+        return f"{speed}, as the run has met it; other formats in proportion"
     if scenario.on_cpu:
         return "on one core a rank, as docs/performance.md has it; what it takes from training is not counted"
     return "no time on the accelerator (--coding gives a rate); as docs/performance.md has it with outer state on the host"
@@ -78,7 +82,7 @@ def _rows(wanted: float) -> list[Row]:
         ("memory of the device, a rank", "GiB", lambda one: _number(one.memory.device_bytes / GIB)),
         ("memory of the host, a rank", "GiB", lambda one: _number(one.memory.host_bytes / GIB)),
         ("whole run", "hours", lambda one: _number(one.hours)),
-        ("risk to the loss, up to about", "%", lambda one: f"{one.risk.percent:.2f}"),
+        ("risk to the loss, as an order", "%", lambda one: f"{one.risk.percent:.2f}"),
     ]
 
 
@@ -111,7 +115,7 @@ def _reasons(plan: Plan) -> list[str]:
     lines.append(
         "Risks add up bounds from single comparisons (docs/planning.md; H: the papers' +0.6 % at 30, +1.4 % at 100): they"
     )
-    lines.append("put settings in an order, and predict no loss.")
+    lines.append("put settings in an order, and predict no loss: short runs from scratch lose more (docs/algorithm.md).")
     lines.append("Memory: parameters, gradients, AdamW, outer state and buffers of the exchange; activations come on top.")
     return lines
 

@@ -1,6 +1,7 @@
 """What a setting of the outer loop may cost in loss, by what is documented: the papers, and docs/algorithm.md.
 
-The percentages are sums of upper bounds from single comparisons. They put settings in an order; they predict no loss.
+The percentages are sums of what single comparisons have shown, at other sizes. They put settings in an order, and predict no
+loss.
 """
 
 import math

@@ -30,12 +30,12 @@ HOST_OUTER_STEP = 3.4e9
 class Scenario:
     workload: Workload
     conditions: Conditions
-    """Without coding and outer step, whose speed depends on the format."""
+    """Of coding and outer step those that a run has met, if one has: `conditions_for` has them for every format."""
     on_cpu: bool = False
     """The run has no accelerator."""
     coding_bytes_per_second: float | None = None
-    """Of one rank. None: what one core was measured with where the state is in host memory, and no time where it is on an
-    accelerator."""
+    """Of one rank. None: as the run has met it, or else what one core was measured with where the state is in host memory, and
+    no time where it is on an accelerator."""
 
     def predict(self, diloco: DiLoCo) -> Prediction:
         """The steady state."""
@@ -71,11 +71,17 @@ class Scenario:
 
     def conditions_for(self, diloco: DiLoCo) -> Conditions:
         on_host, ranks = self.state_is_on_host(diloco), self.workload.ranks
-        cores = ranks * diloco.quantization.threads
-        coding = cores * HOST_CODING[diloco.quantization.codec] if on_host else math.inf
+        cores, codec, met = ranks * diloco.quantization.threads, diloco.quantization.codec, self.conditions
+        coding = cores * HOST_CODING[codec] if on_host else math.inf
         if self.coding_bytes_per_second is not None:
             coding = ranks * self.coding_bytes_per_second
+        elif math.isfinite(met.coding_bytes_per_second) and (
+            on_host or met.codec == codec
+        ):  # others: in the table's proportions
+            coding = met.coding_bytes_per_second * HOST_CODING[codec] / HOST_CODING[met.codec]
         outer = cores * HOST_OUTER_STEP if on_host else math.inf
+        if math.isfinite(met.outer_bytes_per_second):
+            outer = met.outer_bytes_per_second
         return replace(self.conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
 
     def _predict_at(self, bandwidth_factor: float, diloco: DiLoCo) -> Prediction:
