@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.config.schema import Profiling
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.logging import logger
 
 
@@ -20,8 +21,12 @@ class _NoProfiler:
         pass
 
 
-def build_profiler(config: Profiling, folder: Path, rank: int) -> AbstractContextManager[Profiler]:
+def build_profiler(config: Profiling, folder: Path, world: World) -> AbstractContextManager[Profiler]:
     """Records `steps` steps after `start` (and again every `every` steps) into folder/traces."""
+    absent = [rank for rank in config.ranks if rank >= world.size]
+    if config.enable and absent:
+        raise ValueError(f"profiling.ranks has {absent[0]}, and the run's ranks are 0 to {world.size - 1}: choose among them")
+    rank = world.rank
     if not config.enable or rank not in config.ranks:
         return nullcontext(_NoProfiler())
     traces = folder / "traces"

@@ -17,8 +17,9 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     yield from _horizon(config)
     yield from _batch(config)
     yield from _worker_shards(config)
-    yield from diloco_mistakes(config.diloco)
-    yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
+    if config.diloco.method != "none":  # which reads none of this
+        yield from diloco_mistakes(config.diloco)
+        yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
     if config.optimizer.beta1 >= config.optimizer.beta2:
         yield (
             "optimizer.beta1",

@@ -97,7 +97,7 @@ def find_config(name_or_path: str) -> Path:
     names = shipped_configs()
     nearest = difflib.get_close_matches(given.name.removesuffix(".toml"), names, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    reason = f"no such file; {hint}train_configs/ has {', '.join(names)}"
+    reason = f"no such file; {hint}train_configs/ has {', '.join(names) or 'nothing here: it is in the repository'}"
     raise ConfigError([Mistake(COMMAND_LINE, "--config", name_or_path, reason)])
 
 
