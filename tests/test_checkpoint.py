@@ -382,9 +382,50 @@ def test_minutes_are_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with hold_run_folder(tmp_path / "run"), pytest.raises(ValueError, match=r"in use by another run \(process \d+ on "):
+    with (
+        hold_run_folder(tmp_path / "run"),
+        pytest.raises(ValueError, match=r"in use by another run \(process \d+ on [^)]*\): wait"),
+    ):
         run(chosen(text, "run"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"], "nothing of the first is touched"
     run(chosen(text, "run"))
+
+
+def _run_in_folders_of_their_own(wanted: dict[str, str], parent: Path) -> str:
+    """Relative folders of nodes that share no disk."""
+    before, own = Path.cwd(), parent / f"node-{os.environ['RANK']}"
+    own.mkdir()
+    os.chdir(own)
+    try:
+        return run(wanted)
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+
+
+def test_nodes_without_a_common_disk_are_told_before_anything_is_trained(text: Path, processes: ProcessPool) -> None:
+    wanted = chosen(text, "run", **FP32) | {"run.folder": "run", "training.steps": "2"}
+    (text.parent / "saves").mkdir()
+    for told in processes.run(_run_in_folders_of_their_own, 2, wanted, text.parent / "saves"):
+        assert "run.folder = run of rank 0 is not seen by the nodes of ranks 1, so no checkpoint could be saved" in told
+    saves_nothing = wanted | {"checkpoint.every": "0", "checkpoint.every_minutes": "0", "checkpoint.at_end": "false"}
+    (text.parent / "does-not").mkdir()
+    assert processes.run(_run_in_folders_of_their_own, 2, saves_nothing, text.parent / "does-not") == ["run", "run"]
+
+
+def test_a_save_under_way_is_finished_though_the_run_ends_with_an_error(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, batches: Any) -> Any:
+        if self.step == 5:  # a checkpoint was begun after it
+            raise ValueError("no further")
+        return original(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    with pytest.raises(ValueError, match="no further"):
+        run(chosen(text, "run"))
+    assert step_of(last(text.parent / "run")) == 5
 
 
 def test_prune_takes_what_was_never_finished(tmp_path: Path) -> None:

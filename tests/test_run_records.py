@@ -115,3 +115,12 @@ def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: Proces
     for record in unknown:  # what it took was seen by processes that are gone: not known is not nothing
         for key in ("weight", "sent_bytes", "sent_bits_per_parameter", "cosine_to_mean", "encoding_seconds"):
             assert record["workers"][0][key] is None, key
+
+
+def test_no_round_is_lost_however_seldom_one_reports(text: Path, processes: ProcessPool) -> None:
+    changes = {"diloco__sync_every": 1, "diloco__overlap__delay": 0, "training__steps": 120, "validation__every": 0}
+    chosen = streaming(text, **changes, metrics__log_every=1000)
+    processes.run(train, 2, chosen)
+    told = records(Path(chosen["run.folder"]), "round")
+    fragments = {record["fragment"] for record in told}
+    assert len(told) == 120 * len(fragments) > 256

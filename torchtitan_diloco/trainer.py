@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -22,19 +21,20 @@ from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore
+from torchtitan_diloco.components.run_claim import claim_run_folder
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.step_time import TimedIterator
 from torchtitan_diloco.components.summary import log_summary, outer_line, summary_record, wire_line
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.config.toml_writer import to_toml
+from torchtitan_diloco.config.unused import unused_settings
 from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split, open_tokenizer
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.advice import advice
 from torchtitan_diloco.diloco.data_parallel import DataParallel
-from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
+from torchtitan_diloco.distributed.agreement import assert_agreement, code_fingerprint
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.initial_weights import load_initial_weights
@@ -42,7 +42,6 @@ from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.tools.device import GIB
 from torchtitan_diloco.tools.garbage import GarbageControl
 from torchtitan_diloco.tools.logging import logger
-from torchtitan_diloco.tools.run_folder import create_run_folder
 
 STEPS_APART = 6
 """Workers that train on their own are not held together to print a number or to ask whether to stop: what they say is read so
@@ -99,6 +98,7 @@ class Trainer:
             processes=config.data.loader_processes,
             start=self._position(),
             worker_shards=self.worker_shards,
+            pin_memory=world.device.type == "cuda",
         )
         self.step = self.start.step
         self.behind = {} if self.start.manifest is None else self.start.manifest.run
@@ -114,7 +114,7 @@ class Trainer:
         """Trains to the last step, or to the one after which `stop_after` or a signal ends it. Returns the run's folder."""
         config, total_steps = self.config, self.plan.total_steps
         until = min(total_steps, config.training.stop_after or total_steps)
-        folder = self._make_run_folder()
+        folder, held = claim_run_folder(self.world, config, self.start)
         self._log_plan(folder)
         self._take_up()
         together = config.diloco.method == "none" or self.world.workers == 1
@@ -123,12 +123,14 @@ class Trainer:
         batches = TimedIterator(iter(self.loader))
         with (
             StopRequest(self.world, lag, ask_every) as stop,
-            MetricsWriter(folder if self.world.is_first else None, config.metrics, self.step, self.world.workers) as metrics,
-            build_profiler(config.profiling, folder, self.world.rank) as profiler,
+            MetricsWriter(
+                folder if self.world.is_first else None, config.metrics, self.step, self.world.workers, held
+            ) as metrics,
+            build_profiler(config.profiling, folder, self.world) as profiler,
+            Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer) as checkpointer,
         ):
             flops = self.model.flops_per_token(config.training.sequence_length)
             reports = StepReports(self.world, self.plan, flops, metrics, lag, self.outer, self.behind)
-            checkpointer = Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer)
             if self.start.checkpoint and self.validator.missed(self.step):
                 reports.pause(self.validator.validate(self.step, metrics))
             while self.step < until:
@@ -158,7 +160,6 @@ class Trainer:
                     self.outer.drain()
                     break
             checkpointer.wait()
-            checkpointer.close()
             facts = self.step, self.validator.validated, reports.totals, self.behind.get("totals_after", 0), reports.observed
             summary = summary_record(self.plan, config.diloco, self.world.size, *facts)
             metrics.write_summary(summary)
@@ -176,7 +177,7 @@ class Trainer:
         if checkpointer.failure:
             raise ValueError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; free what is missing and start the same "
-                "command again, which goes on from the checkpoint before"
+                f"command again with --run.folder {folder}, which goes on from the checkpoint before, if there is one"
             )
         return folder
 
@@ -292,8 +293,11 @@ class Trainer:
 
     def _compute_dtype(self) -> torch.dtype:
         chosen = self.config.parallel.compute_dtype
+        on_gpu = self.world.device.type == "cuda"
         if chosen == "auto":
-            chosen = "bfloat16" if self.world.device.type == "cuda" else "float32"
+            chosen = "bfloat16" if on_gpu else "float32"
+        if chosen == "bfloat16" and not on_gpu:
+            raise ValueError('parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use "auto" or "float32"')
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[chosen]
 
     def _precision(self, compute_dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -344,11 +348,13 @@ class Trainer:
             held = f"shared parameters, momentum, one delta{residual}"
             logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for {held}")
             logger.info(self.outer.table())
+        elif self.world.workers > 1:
+            logger.info(f"{'outer':<10} none: gradients are averaged at every step; of [diloco] only workers and link are read")
         for warning in self._warnings() if self.world.is_first else ():
             logger.warning(warning)
 
     def _warnings(self) -> list[str]:
-        found = advice(self.config.diloco, self.plan.total_steps)
+        found = [*advice(self.config.diloco, self.plan.total_steps), *unused_settings(self.config)]
         warmup_steps = self.config.lr_schedule.warmup_steps
         if warmup_steps > self.plan.total_steps:
             found.append(
@@ -359,24 +365,6 @@ class Trainer:
         if stop_after >= self.plan.total_steps:
             found.append(f"training.stop_after = {stop_after} does nothing: the run ends after step {self.plan.total_steps}")
         return found
-
-    def _make_run_folder(self) -> Path:
-        """Rank 0 makes it and tells all ranks; its config.toml starts the same run again, in a folder of its own."""
-        made, failure = "", ""
-        if self.world.is_first:
-            resolved = replace(self.config, run=replace(self.config.run, folder=""))
-            try:
-                going_on = bool(self.start.folder)
-                path = create_run_folder(self.start.folder or self.config.run.folder, self.config.run.name, goes_on=going_on)
-                name = f"config-from-step-{self.step}.toml" if self.start.folder and self.step else "config.toml"
-                (path / name).write_text(to_toml(resolved), encoding="utf-8")
-                made = str(path)
-            except (ValueError, OSError) as error:  # the others wait to be told
-                failure = str(error)
-        failure = broadcast_text(self.world, failure)
-        if failure:
-            raise ValueError(f"cannot make the folder of the run: {failure}; set run.folder to a folder that can be written")
-        return Path(broadcast_text(self.world, made))
 
     def _assert_agreement(self) -> None:
         settings = {key: str(value) for key, value in flat_settings(self.config).items() if key not in OWN_SETTINGS}

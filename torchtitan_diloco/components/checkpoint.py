@@ -5,10 +5,12 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,6 +38,8 @@ from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.logging import logger
 
+LAST_SECONDS = 20.0
+"""That a save under way is given when a run ends with an error."""
 TENSORS = ("outer", "next", "slots", "residual")
 """Of the outer state: what is no plain fact."""
 
@@ -93,7 +97,14 @@ class Checkpointer:
             self.failure = self._saving.result()
             self._saving = None
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """A run that ends with an error leaves a save some time, but does not wait for ranks that are gone."""
+        if self._saving is not None:
+            with suppress(TimeoutError):
+                self._saving.result(LAST_SECONDS)
         self._thread.close(timeout=5.0)
 
     @property

@@ -26,15 +26,15 @@ def on_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
 def inner_state(model: nn.Module, optimizer: AdamW, mesh: DeviceMesh | None, rank: int) -> dict[str, Tensor]:
     """Copies; `rank` is that within the worker."""
     state = {f"{MODEL}{name}": on_host(parameter, mesh) for name, parameter in model.named_parameters()}
-    steps = []
+    steps: list[Tensor] = []
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
-        steps.append(float(moments["step"]) if moments else 0.0)
+        steps.append(moments["step"].detach() if moments else torch.zeros(()))
         for moment in MOMENTS:
-            state[f"{OPTIMIZER}{moment}/{name}"] = on_host(moments.get(moment, torch.zeros_like(parameter)), mesh)
-    state[STEPS] = torch.tensor(steps)
+            state[f"{OPTIMIZER}{moment}/{name}"] = on_host(moments[moment] if moments else torch.zeros_like(parameter), mesh)
+    state[STEPS] = torch.stack([step.to(steps[0].device) for step in steps]).cpu()  # one wait for a GPU, not one a parameter
     state |= {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if next(model.parameters()).is_cuda:
         state[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
     return state
 
@@ -47,7 +47,8 @@ def inner_template(model: nn.Module, optimizer: AdamW, *, parameters: bool = Tru
             template[f"{MODEL}{name}"] = parameter.detach()
         state = optimizer.state[parameter]
         for moment in MOMENTS:
-            state.setdefault(moment, torch.zeros_like(parameter.detach()))
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter.detach())
             template[f"{OPTIMIZER}{moment}/{name}"] = state[moment]
     template[STEPS] = torch.zeros(len(list(model.parameters())))
     return template

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.components.round_trace import RoundTrace
@@ -21,9 +21,12 @@ Record = dict[str, float | None]
 class MetricsWriter:
     """Writes records on the rank that owns the run folder; everywhere else it does nothing."""
 
-    def __init__(self, folder: Path | None, config: Metrics, start_step: int = 0, workers: int = 1) -> None:
-        """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back."""
-        self._held = None if folder is None else hold_run_folder(folder)
+    def __init__(
+        self, folder: Path | None, config: Metrics, start_step: int = 0, workers: int = 1, held: TextIO | None = None
+    ) -> None:
+        """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back. `held`:
+        what keeps the folder for this run, if it has been taken already; closed with the rest."""
+        self._held = held or (None if folder is None else hold_run_folder(folder))
         self._told = False
         if folder is not None:
             drop_records_after(folder / "metrics.jsonl", start_step)

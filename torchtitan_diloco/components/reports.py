@@ -69,6 +69,8 @@ class StepReports:
         self._timer = StepTimer(behind.get("elapsed_seconds", 0.0))
         self._clock_start = time.perf_counter()
         self._interval: list[StepResult] = []
+        self._rounds: list[Round] = []
+        """Applied since the last report: asked for after every step, as the outer loop keeps the latest only."""
         self._step_began, self._exposed_before = 0.0, 0.0
         self._step_seconds, self._data_seconds = 0.0, 0.0
         self._read_seconds, self._agreement_before = 0.0, 0.0
@@ -94,6 +96,7 @@ class StepReports:
         self._data_seconds += data_seconds
         self._computed.append(seconds - data_seconds - (self._outer.exposed_seconds - self._exposed_before))
         self._interval.append(result)
+        self._rounds += self._outer.rounds()
         self._timer.step_done()
 
     def drained(self, seconds: float) -> None:
@@ -145,9 +148,10 @@ class StepReports:
         maxima = start_max(self._world, [peak_memory_bytes(self._world.device)], f"up to step {step}")
         names = self._outer.fragment_names
         where = f"up to step {step}"
-        rounds = PendingRounds(self._world, self._outer.rounds(), names, clock_start=self._clock_start, where=where)
+        self._rounds += self._outer.rounds()
+        rounds = PendingRounds(self._world, self._rounds, names, clock_start=self._clock_start, where=where)
         self._waiting.append(_Open(step, record, tuple(outer), sums, maxima, rounds))
-        self._interval = []
+        self._interval, self._rounds = [], []
 
     def _own_steps(self) -> dict[str, float]:
         """Of each worker's first rank: zeros but for this one's, so that the sum over ranks is a table of all."""

@@ -204,7 +204,7 @@ class _Loader:
         same_ranks = parameters and self._world.ranks_per_worker == self._manifest.ranks_per_worker
         setters = {f"{RANDOM}cpu/{rank}": torch.set_rng_state, f"{RANDOM}cuda/{rank}": torch.cuda.set_rng_state}
         random = {name: setter for name, setter in setters.items() if same_ranks and name in known}
-        if not torch.cuda.is_available():
+        if not next(model.parameters()).is_cuda:
             random.pop(f"{RANDOM}cuda/{rank}", None)
         template |= {name: torch.zeros(known[name].size, dtype=torch.uint8) for name in random}
         self._load(folder, template)

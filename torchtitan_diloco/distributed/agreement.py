@@ -53,5 +53,14 @@ def broadcast_text(world: World, text: str) -> str:
     return box[0]
 
 
+def gather_texts(world: World, text: str) -> list[str]:
+    """Every rank's, on every rank."""
+    found = [text]
+    if world.control is not None:
+        found = found * world.size
+        dist.all_gather_object(found, text, group=world.control)
+    return found
+
+
 def _shorten(value: str | None) -> str:
     return "nothing" if value is None else value if len(value) <= 60 else value[:57] + "..."

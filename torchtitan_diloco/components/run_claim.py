@@ -1,0 +1,54 @@
+"""The folder of a run: made, taken for this run alone, and seen by every node that is to write there."""
+
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.config.toml_writer import to_toml
+from torchtitan_diloco.distributed.agreement import broadcast_text, gather_texts
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.tools.run_folder import create_run_folder, hold_run_folder, lock_text
+
+SEEN_WITHIN_SECONDS = 10.0
+"""Some network file systems show a new file a little later."""
+
+
+def claim_run_folder(world: World, config: Config, start: Start) -> tuple[Path, TextIO | None]:
+    """Rank 0 makes it, holds it (by the file it returns) and tells all ranks; its config.toml starts the same run again, in a
+    folder of its own."""
+    made, held, failure, token = "", None, "", secrets.token_hex(8)
+    if world.is_first:
+        try:
+            path = create_run_folder(start.folder or config.run.folder, config.run.name, goes_on=bool(start.folder))
+            held = hold_run_folder(path, token)  # first: another run's files are not to be touched
+            name = f"config-from-step-{start.step}.toml" if start.folder and start.step else "config.toml"
+            resolved = replace(config, run=replace(config.run, folder=""))
+            (path / name).write_text(to_toml(resolved), encoding="utf-8")
+            made = str(path)
+        except (ValueError, OSError) as error:  # the others wait to be told
+            failure = str(error)
+    failure = broadcast_text(world, failure)
+    if failure:
+        raise ValueError(f"cannot make the folder of the run: {failure}; set run.folder to a folder that can be written")
+    path, token = Path(broadcast_text(world, made)), broadcast_text(world, token)
+    if config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.at_end:
+        _check_that_all_see(world, path, token)
+    return path, held
+
+
+def _check_that_all_see(world: World, path: Path, token: str) -> None:
+    """A save into folders that only look alike would be found out when it is too late."""
+    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+    while not (seen := token in lock_text(path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    blind = [rank for rank, answer in enumerate(gather_texts(world, "" if seen else "not seen")) if answer]
+    if blind:
+        ranks = ", ".join(map(str, blind))
+        raise ValueError(
+            f"run.folder = {path} of rank 0 is not seen by the nodes of ranks {ranks}, so no checkpoint could be saved: give a "
+            "folder on a disk that all nodes share, or train without (checkpoint.every = 0, every_minutes = 0, at_end = false)"
+        )
