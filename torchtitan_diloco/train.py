@@ -63,7 +63,7 @@ def _report(error: ValueError) -> int:
     if not _is_ours(error):
         raise error
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(2)
+        time.sleep(10)
     print(f"{_rank()}error: {error}", file=sys.stderr, flush=True)
     return USER_ERROR
 

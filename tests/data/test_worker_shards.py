@@ -3,7 +3,7 @@ import itertools
 import json
 import pickle
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def of_worker(shards: WorkerShards, worker: int) -> list[int]:
 
 
 def loader(tokens: TokenShards, shards: WorkerShards, *, rank: int, ranks: int, start: int = 0, **more: int) -> TrainLoader:
-    settings = {"batch_size": 2, "accumulation": 1, "processes": 0} | more
+    settings: dict[str, Any] = {"batch_size": 2, "accumulation": 1, "processes": 0} | more
     return build_train_loader(
         tokens,
         sequence_length=LENGTH,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.data.text_files import PIECE_CHARACTERS, Piece, split_into_pieces
+from torchtitan_diloco.tools.extras import install_command
 
 _SAVED_MARKS = ("dataset_dict.json", "state.json")  # what Dataset.save_to_disk leaves in its folder
 
@@ -60,9 +61,7 @@ class HuggingFaceDataset:
         try:
             import datasets
         except ImportError as error:
-            raise ValueError(
-                f"the corpus {self.spec!r} needs the package datasets: pip install 'torchtitan_diloco[hf]'"
-            ) from error
+            raise ValueError(f"the corpus {self.spec!r} needs the package datasets: {install_command('hf')}") from error
         try:
             if self._folder is None:
                 return datasets.load_dataset(self._dataset_name, self._subset, split=self._split, streaming=True)

@@ -79,6 +79,7 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
         processes: int,
         place: Place,
         streams: int = 1,
+        pin_memory: bool = False,
     ) -> None:
         self._stream = stream
         self._place = place
@@ -92,7 +93,7 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
                 batch_size=None,  # the reader makes whole batches
                 sampler=self._micro_batches,
                 num_workers=processes,
-                pin_memory=torch.cuda.is_available(),
+                pin_memory=pin_memory,
                 generator=torch.Generator(),  # its own, so that reading draws nothing from the run's random numbers
                 snapshot_every_n_steps=None,
             )
@@ -144,6 +145,7 @@ def build_train_loader(
     processes: int,
     start: int = 0,
     worker_shards: WorkerShards | None = None,
+    pin_memory: bool = False,
 ) -> TrainLoader:
     """An endless stream of this rank's micro-batches, epoch after epoch.
 
@@ -151,6 +153,7 @@ def build_train_loader(
     are in it does not depend on how many ranks share it. `start` is the global position of the first step.
 
     Where the workers have shards of their own, each has an order of its own, which its ranks share in the same way.
+    `pin_memory` is for training on a GPU.
     """
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     assert start >= 0, start
@@ -170,7 +173,7 @@ def build_train_loader(
         seed=seed,
         shuffle=shuffle,
     )
-    return TrainLoader(readers[worker], stream, rank, processes, Place(start // streams), streams)
+    return TrainLoader(readers[worker], stream, rank, processes, Place(start // streams), streams, pin_memory)
 
 
 class ValidationBatches:

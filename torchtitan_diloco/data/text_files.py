@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from torchtitan_diloco.tools.extras import install_command
+
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
@@ -93,7 +95,7 @@ def _decompressed(path: Path, raw: Iterable[bytes]) -> Iterator[bytes]:
         try:
             import zstandard
         except ImportError as error:
-            raise ValueError(f"reading {path} needs the package zstandard: pip install 'torchtitan_diloco[zstd]'") from error
+            raise ValueError(f"reading {path} needs the package zstandard: {install_command('zstd')}") from error
         return _decompress(path, raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
     return iter(raw)
 

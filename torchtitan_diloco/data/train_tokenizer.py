@@ -15,6 +15,7 @@ from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.data.progress import Progress
 from torchtitan_diloco.data.quantities import parse_quantity
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, build_tokenizer, format_ranks
+from torchtitan_diloco.tools.extras import install_command
 
 DEFAULT_MAX_BYTES = 10**9
 SMALLEST_VOCABULARY = 257  # every byte, and the end-of-document token
@@ -41,9 +42,7 @@ def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise ValueError(
-            "learning a tokenizer needs the package tokenizers: pip install 'torchtitan_diloco[tokenizer]'"
-        ) from error
+        raise ValueError(f"learning a tokenizer needs the package tokenizers: {install_command('tokenizer')}") from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from torchtitan_diloco.data.train_tokenizer import byte_characters
+from torchtitan_diloco.tools.extras import install_command
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -47,9 +48,7 @@ def convert_tokenizer(tokenizer: Tokenizer) -> Any:
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
     except ImportError as error:
-        raise ValueError(
-            "exporting a tokenizer needs the package tokenizers: pip install 'torchtitan_diloco[export]'"
-        ) from error
+        raise ValueError(f"exporting a tokenizer needs the package tokenizers: {install_command('export')}") from error
     characters = byte_characters()
 
     def written(token: bytes) -> str:
