@@ -1,5 +1,6 @@
 """What `benchmarks.parity` compares: each table is a set of runs at equal tokens, and the run that each is held against."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 Settings = dict[str, str]
@@ -173,6 +174,14 @@ def _codecs() -> Table:
     return _table(WIDE_BATCH, 600, runs, controls=controls)
 
 
+def _block_sizes() -> Table:
+    """More values to a scale are fewer bits on the wire."""
+    runs = {"fp32": streaming(10, quantization__codec="fp32")}
+    for codec, size in itertools.product(("fp4_e3m0", "fp4_e2m1"), ("64", "256", "1024")):
+        runs[f"{codec}, blocks of {size}"] = streaming(10, quantization__codec=codec, quantization__block_size=size)
+    return _table(WIDE_BATCH, 600, runs)
+
+
 # --- the fair bar, and paper B's robustness ------------------------------------------------------------------------------
 
 ALONE = {"diloco.method": "none", "diloco.workers": "1"}
@@ -333,5 +342,6 @@ TABLES = {
     "workers": _workers(),
     "tuning": _tuning(),
     "codecs": _codecs(),
+    "block-size": _block_sizes(),
     "settings": _settings(),
 }
