@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from itertools import product
+from typing import get_args
 
 import torch
 
@@ -21,6 +22,7 @@ from benchmarks import link, torchft_sync
 from benchmarks.sync_measure import TIMEOUT, WORKERS, Case, Measured, measure
 from benchmarks.table import print_table, summary
 from tests.processes import ProcessPool
+from torchtitan_diloco.config.diloco_schema import CodecName
 
 HEADER = [
     "loop",
@@ -91,6 +93,9 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of the link, as tc writes it (200mbit); both directions share it")
     parser.add_argument("--inner-seconds", type=float, default=0.4, help="of one inner step, with delays above 0")
     own = parser.parse_args()
+    for codec in own.codecs:
+        if codec not in get_args(CodecName):
+            parser.error(f"--codecs {codec} is no format: give some of {', '.join(get_args(CodecName))}")
     if own.megabytes < SMALLEST:
         parser.error(f"--megabytes {own.megabytes:g} is less than one block, an embedding and a head take: give {SMALLEST}")
     try:

@@ -322,9 +322,11 @@ def test_another_model_is_refused(text: Path, finished: Path) -> None:
         run(chosen(text, "run", model__feed_forward=64, training__steps=30))
 
 
-@pytest.mark.parametrize("wanted", ["nowhere", "text.txt"])
-def test_nothing_to_start_from(text: Path, wanted: str) -> None:
-    with pytest.raises(ValueError, match=r'checkpoint.resume = ".*" is neither "auto" nor "never", and no folder'):
+@pytest.mark.parametrize(
+    ("wanted", "told"), [("nowhere", "does not exist"), ("text.txt", 'is neither "auto" nor "never", and no folder')]
+)
+def test_nothing_to_start_from(text: Path, wanted: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f'checkpoint.resume = ".*" {told}'):
         run(chosen(text, "run", checkpoint__resume=text.parent / wanted))
 
 

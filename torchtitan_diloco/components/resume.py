@@ -86,6 +86,10 @@ def find_start(resume: str, run_folder: str) -> tuple[str, str]:
     if found:
         own = not run_folder or Path(run_folder).expanduser().resolve() == path.resolve()
         return str(path) if own else "", str(found[-1])
+    if not path.exists():
+        raise ValueError(
+            f'checkpoint.resume = "{resume}" does not exist: give "auto", "never", or the folder of a run or of a checkpoint'
+        )
     raise ValueError(
         f'checkpoint.resume = "{resume}" is neither "auto" nor "never", and no folder of a checkpoint or of a run with a '
         "complete one: look into the run's folder, below checkpoints/"
@@ -133,8 +137,8 @@ def restore(
             notes.append("the saved run had no outer loop: the shared parameters start as its model, outer momentum from zero")
         if saved_workers > world.workers:
             notes.append(
-                f"{saved_workers} workers are now {world.workers}: what workers {world.workers} to {saved_workers - 1} had of "
-                "their own, not sent yet, is left behind"
+                f"{saved_workers} workers are now {world.workers}: what those from {world.workers} on had of their own, "
+                "not sent yet, is left behind"
             )
         if has_shared and saved_workers < world.workers:
             notes.append(
