@@ -34,8 +34,9 @@ from benchmarks.train_step import own_loop, turn
 from torchtitan_diloco.components.metrics import MetricsWriter
 from torchtitan_diloco.config.diloco_schema import CodecName, Fragments, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.background_round import BackgroundRound
+from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import CODECS, build_codec
-from torchtitan_diloco.diloco.exchange import CHUNK, CODED_PIECE
+from torchtitan_diloco.diloco.exchange import CODED_PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.header import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK

@@ -11,9 +11,10 @@ from torch import Tensor
 from tests.diloco.test_streaming import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
-from torchtitan_diloco.diloco import exchange
+from torchtitan_diloco.diloco import chunks
+from torchtitan_diloco.diloco.chunks import Task, programme
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
-from torchtitan_diloco.diloco.exchange import Exchange, Task, programme
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.header import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.distributed.world import WORKER
@@ -34,8 +35,8 @@ def _exchange(codec: CodecName, workers: int, window: int, weights: list[float])
     chosen = Quantization(codec=codec, rounding="stochastic" if codec == "bf16" else "nearest")
     own, gather = build_codec(chosen), build_gather_codec(chosen)
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
-        patch.setattr(exchange, "CHUNK", BLOCK)
-        patch.setattr(exchange, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
+        patch.setattr(chunks, "CHUNK", BLOCK)
+        patch.setattr(chunks, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
         made = Exchange(group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=30)
     found = []
     for number, size in enumerate(SIZES):

@@ -13,23 +13,18 @@ on in pieces that stay in cache, and fp32 is sent from where it lies: the passes
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import UNIT, Codec, Place
+from torchtitan_diloco.diloco.chunks import Task, chunk_and_window, lead_of_sends, programme, slice_bounds, slice_size
+from torchtitan_diloco.diloco.codecs import Codec, Place
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
 from torchtitan_diloco.diloco.messages import Messages, Messenger
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
-
-CHUNK = 16 * BLOCK
-"""Values in one message (2 MB in fp32)."""
-IN_FLIGHT = 2**23
-"""Bytes in chunks under way at once: long links need as many as they carry in a round trip."""
 
 CODED_PIECE = 4 * BLOCK
 """Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: with smaller ones the time goes into
@@ -37,36 +32,6 @@ calling them, with larger ones into memory."""
 
 MEANS = 1
 """Tag of the second hop's messages: receives of both hops are posted ahead, and each is to meet its own."""
-
-assert BLOCK % UNIT == 0, "codecs can be fed in blocks"
-
-
-class Task(Enum):
-    """What is done with a chunk, in this order."""
-
-    SEND = "send"
-    AVERAGE = "average"
-    """What has come of the first hop; with more than two workers the mean is sent on."""
-    COLLECT = "collect"
-    """The means of the second hop."""
-
-
-def lead_of_sends(window: int, workers: int) -> int:
-    """By how many chunks sending is ahead of averaging. A second hop has the other half of the window."""
-    return window - 1 if workers == 2 else window // 2
-
-
-def programme(chunks: int, window: int, workers: int) -> Iterator[tuple[Task, int]]:
-    """Tasks and numbers of chunks, at most `window` of which are under way. Every worker runs the same, so that messages meet
-    their receivers."""
-    last, lead = window - 1, lead_of_sends(window, workers)
-    for step in range(chunks + last):
-        if step < chunks:
-            yield Task.SEND, step
-        if 0 <= step - lead < chunks:
-            yield Task.AVERAGE, step - lead
-        if workers > 2 and 0 <= step - last < chunks:
-            yield Task.COLLECT, step - last
 
 
 class Exchange:
@@ -88,9 +53,8 @@ class Exchange:
         assert self.workers > 1
         self._failure: Exception | None = None
         self._codec, self._gather_codec = codec, gather_codec
-        self._chunk = min(CHUNK, max(1, largest))
-        self._window = max(1, min(-(-largest // self._chunk), IN_FLIGHT // codec.wire_bytes(self._chunk)))
-        values = min(self._chunk, self._slice_size(self._chunk))
+        self._chunk, self._window = chunk_and_window(largest, codec)
+        values = min(self._chunk, slice_size(self._chunk, self.workers))
         pair = self.workers == 2
 
         def buffers(workers: Iterable[int], room: int) -> dict[int, Tensor]:
@@ -193,18 +157,8 @@ class Exchange:
 
     # --- the slices of a chunk, and their bytes ----------------------------------------------------------------------
 
-    def _slice_size(self, values: int) -> int:
-        """Values of a chunk that one worker averages: all of it with two workers, an equal part in whole units with more,
-        so that a slice's bytes are a stretch of the chunk's."""
-        return values if self.workers == 2 else -(-values // (self.workers * UNIT)) * UNIT
-
     def _bounds(self, chunk: Tensor, worker: int) -> tuple[int, int]:
-        """Of the part of a chunk that a worker averages; the last ones may be short or empty."""
-        values = chunk.numel()
-        if self.workers == 2:
-            return 0, values
-        size = self._slice_size(values)
-        return min(worker * size, values), min((worker + 1) * size, values)
+        return slice_bounds(chunk.numel(), self.workers, worker)
 
     def _slice(self, chunk: Tensor, worker: int) -> Tensor:
         start, end = self._bounds(chunk, worker)

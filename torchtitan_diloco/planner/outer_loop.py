@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from torchtitan_diloco.config.diloco_schema import DiLoCo, Quantization
-from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec, build_gather_codec
-from torchtitan_diloco.diloco.exchange import CHUNK, IN_FLIGHT
+from torchtitan_diloco.diloco.chunks import chunk_and_window, slice_bounds, slice_size
+from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.header import HEADER_BYTES
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.planner.conditions import Conditions
@@ -26,7 +26,7 @@ def predict_diloco(
 
 
 def payloads_of(fragments: Sequence[int], quantization: Quantization, workers: int, ranks: int = 1) -> list[Payload]:
-    chunk, window = _chunks(-(-max(fragments) // ranks), quantization)
+    chunk, window = chunk_and_window(-(-max(fragments) // ranks), _codecs(quantization)[0])
     return [_payload(values, quantization, workers, ranks, chunk, window) for values in fragments]
 
 
@@ -35,8 +35,8 @@ def exchange_buffer_bytes(largest: int, quantization: Quantization, workers: int
     if workers == 1:
         return 0
     codec, gather = _codecs(quantization)
-    chunk, window = _chunks(largest, quantization)
-    values = chunk if workers == 2 else min(chunk, _slice_size(chunk, workers))
+    chunk, window = chunk_and_window(largest, codec)
+    values = min(chunk, slice_size(chunk, workers))
     incoming = (workers - 1) * codec.wire_bytes(values)
     means = 0 if workers == 2 else workers * gather.wire_bytes(values)
     outgoing = 0 if codec.is_fp32 else codec.wire_bytes(chunk)
@@ -46,17 +46,6 @@ def exchange_buffer_bytes(largest: int, quantization: Quantization, workers: int
 @cache
 def _codecs(quantization: Quantization) -> tuple[Codec, Codec]:
     return build_codec(quantization), build_gather_codec(quantization)
-
-
-def _chunks(largest: int, quantization: Quantization) -> tuple[int, int]:
-    """Values of a chunk, and chunks under way at once, as the exchange has them."""
-    chunk = min(CHUNK, max(1, largest))
-    codec, _ = _codecs(quantization)
-    return chunk, max(1, min(-(-largest // chunk), IN_FLIGHT // codec.wire_bytes(chunk)))
-
-
-def _slice_size(values: int, workers: int) -> int:
-    return -(-values // (workers * UNIT)) * UNIT
 
 
 @cache
@@ -93,10 +82,8 @@ def _traffic(values: int, quantization: Quantization, workers: int, chunk: int) 
     for part, count in ((chunk, values // chunk), (values % chunk, 1)):
         if not part or not count:
             continue
-        size = part if workers == 2 else _slice_size(part, workers)
-        slices = [max(0, min((worker + 1) * size, part) - min(worker * size, part)) for worker in range(workers)]
-        if workers == 2:
-            slices = [part, part]
+        bounds = [slice_bounds(part, workers, worker) for worker in range(workers)]
+        slices = [end - start for start, end in bounds]
         own = [codec.wire_bytes(one) for one in slices]
         means = [0 if workers == 2 else gather.wire_bytes(one) for one in slices]
         for worker, both in enumerate(traffic):
