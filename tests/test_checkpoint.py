@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
+from torchtitan_diloco.components import run_claim
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import (
+    Manifest,
     begin,
     complete_checkpoints,
     prune,
@@ -368,13 +372,31 @@ def test_what_is_kept(text: Path) -> None:
     assert [step_of(path) for path in complete_checkpoints(text.parent / "run")] == [10, 20, 22, 24]
 
 
+def alone(folder: Path, **settings: Any) -> Checkpointer:
+    model = torch.nn.Linear(2, 2)
+    world = World(rank=0, size=1, local_rank=0, workers=1, device=torch.device("cpu"))
+    return Checkpointer(Checkpoint(**settings), folder, world, model, torch.optim.AdamW(model.parameters()), DataParallel())
+
+
+def test_what_ends_a_run_is_told_and_not_what_ends_its_save_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> str:
+        raise RuntimeError("connection closed by peer")
+
+    def save_and_fail() -> None:
+        with alone(tmp_path) as saver:
+            saver.save(Manifest(step=1, tokens=1, position=0, workers=1, ranks_per_worker=1, data={}, run={}, settings={}))
+            raise ValueError("a worker is lost")
+
+    monkeypatch.setattr(Checkpointer, "_write", lost)
+    with pytest.raises(ValueError, match="a worker is lost"):
+        save_and_fail()
+
+
 def test_minutes_are_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The answer comes some steps after the question, and must not be asked for again meanwhile."""
-    model, now = torch.nn.Linear(2, 2), [1000.0]
+    now = [1000.0]
     monkeypatch.setattr("torchtitan_diloco.components.checkpoint.time.monotonic", lambda: now[0])
-    optimizer = torch.optim.AdamW(model.parameters())
-    world = World(rank=0, size=1, local_rank=0, workers=1, device=torch.device("cpu"))
-    saver = Checkpointer(Checkpoint(every_minutes=2), tmp_path, world, model, optimizer, DataParallel())
+    saver = alone(tmp_path, every_minutes=2)
     asked = []
     for _ in range(10):
         now[0] += 30
@@ -395,15 +417,17 @@ def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
 
 def _run_in_folders_of_their_own(wanted: dict[str, str], parent: Path) -> str:
     """Relative folders of nodes that share no disk."""
-    before, own = Path.cwd(), parent / f"node-{os.environ['RANK']}"
+    before, patience, own = Path.cwd(), run_claim.SEEN_WITHIN_SECONDS, parent / f"node-{os.environ['RANK']}"
     own.mkdir()
     os.chdir(own)
+    run_claim.SEEN_WITHIN_SECONDS = 0.5
     try:
         return run(wanted)
     except ValueError as error:
         return str(error)
     finally:
         os.chdir(before)
+        run_claim.SEEN_WITHIN_SECONDS = patience
 
 
 def test_nodes_without_a_common_disk_are_told_before_anything_is_trained(text: Path, processes: ProcessPool) -> None:
@@ -417,14 +441,21 @@ def test_nodes_without_a_common_disk_are_told_before_anything_is_trained(text: P
 
 
 def test_a_save_under_way_is_finished_though_the_run_ends_with_an_error(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Trainer.train_step
+    original, finish, failed = Trainer.train_step, Checkpointer._finish, threading.Event()
 
     def train_step(self: Trainer, batches: Any) -> Any:
         if self.step == 5:  # a checkpoint was begun after it
+            failed.set()
             raise ValueError("no further")
         return original(self, batches)
 
+    def finish_later(self: Checkpointer, *arguments: Any) -> None:
+        assert failed.wait(60)
+        time.sleep(0.2)  # the run is being left
+        finish(self, *arguments)
+
     monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(Checkpointer, "_finish", finish_later)
     with pytest.raises(ValueError, match="no further"):
         run(chosen(text, "run"))
     assert step_of(last(text.parent / "run")) == 5

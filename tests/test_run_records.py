@@ -82,7 +82,7 @@ def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(text: Pat
 def test_streaming_after_data_parallelism_counts_its_own_steps(text: Path, processes: ProcessPool) -> None:
     first = {"diloco__method": "none", "training__stop_after": 8, "checkpoint__at_end": "true"}
     begun = run_two_workers(text, processes, run__folder=text.parent / "one-place", **first)
-    takes_over = {"checkpoint__resume": begun, "checkpoint__new_workers": "copy", "run__folder": text.parent / "several"}
+    takes_over = {"checkpoint__resume": begun, "run__folder": text.parent / "several"}
     folder = run_two_workers(text, processes, **takes_over)
     (before,), (summary,) = records(begun, "summary"), records(folder, "summary")
     assert (before["step"], before["counted_after_step"]) == (8, 0)

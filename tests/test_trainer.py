@@ -221,8 +221,10 @@ def test_a_warm_up_longer_than_the_run_is_pointed_out(text: Path, capsys: pytest
 
 
 def test_a_start_that_is_to_stop_says_how_the_run_goes_on(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words(settings(text, training__stop_after=3, checkpoint__at_end="true"))) == 0
+    chosen = settings(text, training__stop_after=3, checkpoint__at_end="false")
+    assert main(words(chosen)) == 0
     said = capsys.readouterr().out
+    assert [path.name for path in Path(chosen["run.folder"], "checkpoints").iterdir()] == ["step-00000003"]
     assert "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one or none, the same command" in said
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from torchtitan_diloco.components.summary import log_summary, outer_line, summar
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.config.toml_writer import to_toml
 from torchtitan_diloco.config.unused import unused_settings
 from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split, open_tokenizer
 from torchtitan_diloco.data.worker_shards import share_out
@@ -114,7 +116,9 @@ class Trainer:
         """Trains to the last step, or to the one after which `stop_after` or a signal ends it. Returns the run's folder."""
         config, total_steps = self.config, self.plan.total_steps
         until = min(total_steps, config.training.stop_after or total_steps)
-        folder, held = claim_run_folder(self.world, config, self.start)
+        own_folder = replace(config, run=replace(config.run, folder=""))  # starts the same run again, in a folder of its own
+        saves = config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.at_end or until < total_steps
+        folder, held = claim_run_folder(self.world, config.run, self.start, to_toml(own_folder), saves=bool(saves))
         self._log_plan(folder)
         self._take_up()
         together = config.diloco.method == "none" or self.world.workers == 1
@@ -140,8 +144,10 @@ class Trainer:
                 garbage.after_step(self.step)
                 asked, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
                 finished = self.step == total_steps
-                stopping = (asked or self.step == until) and not finished
-                saving = saving or checkpointer.due(self.step) or (config.checkpoint.at_end and (stopping or finished))
+                pausing = self.step == until and not finished
+                stopping = pausing or (asked and not finished)
+                at_end = config.checkpoint.at_end and (stopping or finished)
+                saving = saving or checkpointer.due(self.step) or at_end or pausing
                 if finished:
                     started = time.perf_counter()
                     self.outer.drain()
@@ -162,15 +168,17 @@ class Trainer:
             checkpointer.wait()
             facts = self.step, self.validator.validated, reports.totals, self.behind.get("totals_after", 0), reports.observed
             summary = summary_record(self.plan, config.diloco, self.world.size, *facts)
-            metrics.write_summary(summary)
-            metrics.draw(self.step)
+            if self.step > self.start.step:  # else the record of the start before stays the last word
+                metrics.write_summary(summary)
+                metrics.draw(self.step)
         garbage.close()
         if self.step < total_steps:
             asker, again = "a signal", "the same command"
             if self.step >= until:
                 asker = f"training.stop_after = {config.training.stop_after}"
                 again = "with a later one or none, the same command"
-            hint = f"; {again} with --run.folder {folder} goes on" if config.checkpoint.at_end else ""
+            saved = config.checkpoint.at_end or self.step >= until
+            hint = f"; {again} with --run.folder {folder} goes on" if saved else ""
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by {asker}{hint}")
         log_summary(summary)
         logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")

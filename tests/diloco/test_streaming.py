@@ -332,12 +332,19 @@ def test_a_closed_one_says_so_instead_of_waiting_for_ever() -> None:
         outer.step()
 
 
+def _threads_after_work() -> int:
+    torch.ones(2**20).exp()  # a large operation, with which torch makes up its mind
+    return torch.get_num_threads()
+
+
 def test_threads_end_with_what_they_serve_and_leave_torchs_threads_alone() -> None:
     before, threads = set(threading.enumerate()), torch.get_num_threads()
     for _ in range(3):
         alone()
     gc.collect()
     assert set(threading.enumerate()) <= before
+    _, outer = alone(quantization=Quantization(threads=threads + 1))
+    assert outer._background.submit(_threads_after_work).result() == threads + 1
     seen: list[int] = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     later.start()

@@ -33,6 +33,13 @@ def test_conditions_survive_the_way_through_a_record(
     assert conditions_from(record) == known
 
 
+def test_a_run_of_before_codecs_were_told_has_met_no_speed_of_coding() -> None:
+    record = asdict(Conditions(Links((1e8, 1e8), (1e8, 1e8)), (1.0, 1.0), coding_bytes_per_second=1e8, codec="int8"))
+    assert conditions_from(record).coding_bytes_per_second == 1e8
+    del record["codec"]
+    assert conditions_from(record).coding_bytes_per_second == math.inf
+
+
 def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
     links = Links((1e8, 1e8), (1e8, 1e8))
     with MetricsWriter(tmp_path, Metrics(tensorboard=False)) as writer:

@@ -104,7 +104,7 @@ class Checkpointer:
         """A run that ends with an error leaves a save some time, but does not wait for ranks that are gone."""
         if self._saving is not None:
             with suppress(TimeoutError):
-                self._saving.result(LAST_SECONDS)
+                self._saving.exception(LAST_SECONDS)  # what ended the run is to be told, not what ends the save with it
         self._thread.close(timeout=5.0)
 
     @property

@@ -2,13 +2,11 @@
 
 import secrets
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from torchtitan_diloco.components.resume import Start
-from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.config.toml_writer import to_toml
+from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.agreement import broadcast_text, gather_texts
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.run_folder import create_run_folder, hold_run_folder, lock_text
@@ -17,25 +15,26 @@ SEEN_WITHIN_SECONDS = 10.0
 """Some network file systems show a new file a little later."""
 
 
-def claim_run_folder(world: World, config: Config, start: Start) -> tuple[Path, TextIO | None]:
-    """Rank 0 makes it, holds it (by the file it returns) and tells all ranks; its config.toml starts the same run again, in a
-    folder of its own."""
+def claim_run_folder(world: World, run: Run, start: Start, toml: str, *, saves: bool) -> tuple[Path, TextIO | None]:
+    """Rank 0 makes it, holds it (by the file it returns), writes the configuration there as TOML, and tells all ranks. A run
+    that `saves` needs a folder that all of them see."""
     made, held, failure, token = "", None, "", secrets.token_hex(8)
     if world.is_first:
         try:
-            path = create_run_folder(start.folder or config.run.folder, config.run.name, goes_on=bool(start.folder))
+            path = create_run_folder(start.folder or run.folder, run.name, goes_on=bool(start.folder))
             held = hold_run_folder(path, token)  # first: another run's files are not to be touched
             name = f"config-from-step-{start.step}.toml" if start.folder and start.step else "config.toml"
-            resolved = replace(config, run=replace(config.run, folder=""))
-            (path / name).write_text(to_toml(resolved), encoding="utf-8")
+            (path / name).write_text(toml, encoding="utf-8")
             made = str(path)
-        except (ValueError, OSError) as error:  # the others wait to be told
+        except ValueError as error:  # the others wait to be told
             failure = str(error)
+        except OSError as error:
+            failure = f"cannot make the folder of the run: {error}; set run.folder to a folder that can be written"
     failure = broadcast_text(world, failure)
     if failure:
-        raise ValueError(f"cannot make the folder of the run: {failure}; set run.folder to a folder that can be written")
+        raise ValueError(failure)
     path, token = Path(broadcast_text(world, made)), broadcast_text(world, token)
-    if config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.at_end:
+    if saves:
         _check_that_all_see(world, path, token)
     return path, held
 

@@ -77,7 +77,9 @@ def log_summary(record: dict[str, Any]) -> None:
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows.append(("data parallelism would send", f"{expected / 1e6:,.1f} MB (bf16 gradients, every step){ratio}"))
     elif expected is not None:
-        rows.append(("sent between workers", f"about {expected / 1e6:,.1f} MB by each worker (bf16 gradients, every step)"))
+        rows.append(
+            ("sent between workers", f"about {expected / 1e6:,.1f} MB by each worker{since} (bf16 gradients, every step)")
+        )
     if hidden is not None:
         times = record["exchange_seconds_mean_over_ranks"], record["exposed_waiting_seconds_mean_over_ranks"]
         mean = f"exchanges took {times[0]:.2f} s, training waited {times[1]:.2f} s"

@@ -234,7 +234,7 @@ class Checkpoint:
     every_minutes: NotNegative = 30
     """Minutes between two checkpoints, by the first rank's clock. 0: none by time."""
     at_end: bool = True
-    """Save after the last step, and when a signal ends the run."""
+    """Save after the last step, and when a signal (Ctrl-C, SIGTERM, SIGHUP) ends the run."""
     asynchronous: bool = True
     """Training goes on while a copy in host memory is written."""
     keep_latest: Positive = 2

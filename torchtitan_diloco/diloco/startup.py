@@ -68,9 +68,9 @@ def _layout(fragments: tuple[Fragment, ...]) -> str:
 
 
 @torch.no_grad()
-def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
+def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module, link: Link) -> None:
     """Worker 0's parameters (frozen ones included) and buffers, each rank the shard it keeps."""
-    carriers = transports(group)
+    carriers = {} if link.backend == "gloo" else transports(group)
     for tensor in [*model.parameters(), *model.buffers()]:
         whole = tensor.detach()
         local = whole.to_local() if isinstance(whole, DTensor) else whole

@@ -86,7 +86,7 @@ class StreamingDiLoCo:
         self._weights = [0.0] * len(self.fragments)
         self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
-            broadcast_from_first(group, model)
+            broadcast_from_first(group, model, config.link)
         device = pick_state_device(group, self.fragments, config.link)
         feedback = config.quantization.error_feedback
         self._states = [OuterState(fragment, config.outer_optimizer, device, feedback) for fragment in self.fragments]
@@ -104,7 +104,7 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, _InFlight] = {}
         self._background = BackgroundThread("diloco-exchange")
         threads = torch.get_num_threads()
-        self._background.submit(partial(torch.set_num_threads, config.quantization.threads)).result()
+        self._background.submit(partial(_use_threads, config.quantization.threads)).result()
         torch.set_num_threads(threads)  # or all that begin later had that thread's number
         self._meter = Meter()
         weakref.finalize(self, _close, self._background, self._round)  # when it is dropped, or Python exits
@@ -135,8 +135,9 @@ class StreamingDiLoCo:
         self._apply_all(list(self._in_flight))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends the background thread once it has finished what is in flight. Called by itself when Python exits: a thread
-        that is still in torch then would take the process down."""
+        """Ends the background thread once it has finished what is in flight. Called by itself when this object is dropped, and
+        when Python exits: a thread that is still in torch then would take the process down. A program whose own exit handlers
+        take the process group down calls it first."""
         _close(self._background, self._round, timeout)
 
     def _send(self, index: int) -> None:
@@ -351,6 +352,12 @@ class StreamingDiLoCo:
 
 def _outcome(record: dict[str, Any]) -> Outcome:
     return Outcome(record["participants"], record["flags"])
+
+
+def _use_threads(number: int) -> None:
+    """Of this thread. The first question makes torch give it the number of all; without it, the first large operation would."""
+    torch.get_num_threads()
+    torch.set_num_threads(number)
 
 
 def _close(background: BackgroundThread, round_: BackgroundRound, timeout: float = 5.0) -> None:

@@ -81,6 +81,7 @@ def for_another_run(config: Config) -> Config:
     return replace(
         config,
         run=replace(config.run, folder=""),
+        training=replace(config.training, stop_after=0),
         model=replace(config.model, weights=""),
         checkpoint=replace(config.checkpoint, resume="auto"),
     )

@@ -13,7 +13,8 @@ import threading
 import time
 from types import FrameType
 
-from torchtitan_diloco.launch.stop import STOP_SIGNALS, exit_code_of
+from torchtitan_diloco.launch.stop import exit_code_of
+from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
 
 LOOK_AFTER_SECONDS = 0.2
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the training processes to finish, the second kills them.
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks the training processes to finish, the second kills them.
 
 A thread does it, because the main thread may be deep inside torch for minutes (waiting for other nodes), where Python
 runs no signal handlers. The C part of Python writes every signal's number into a pipe at once, and the thread reads it.
@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from torchtitan_diloco.launch.mistakes import LaunchError
+from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DEFAULT_GRACE_SECONDS = 120.0
 SAME_SIGNAL_SECONDS = 0.5
 """`timeout`, service managers and job systems signal a process and then its group: twice, but meant once."""

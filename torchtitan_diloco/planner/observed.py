@@ -1,5 +1,6 @@
 """Links, steps and coding as a run has met them: its summary record, or a short run that is made for the purpose."""
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -54,14 +55,14 @@ def conditions_of_run(run: Path) -> Conditions:
 
 def conditions_from(observed: dict[str, Any]) -> Conditions:
     """JSON has no infinity: it is text there."""
-    links = observed["links"]
+    links, codec = observed["links"], str(observed.get("codec", ""))
     return Conditions(
         Links(tuple(map(float, links["up"])), tuple(map(float, links["down"])), float(links["latency_seconds"])),
         tuple(map(float, observed["step_seconds"])),
         jitter=float(observed["jitter"]),
-        coding_bytes_per_second=float(observed["coding_bytes_per_second"]),
+        coding_bytes_per_second=float(observed["coding_bytes_per_second"]) if codec else math.inf,  # an older run: of what?
         outer_bytes_per_second=float(observed["outer_bytes_per_second"]),
-        codec=str(observed.get("codec", "")),
+        codec=codec,
     )
 
 

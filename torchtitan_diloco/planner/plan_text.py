@@ -54,7 +54,8 @@ def _coding_line(scenario: Scenario) -> str:
     met = scenario.conditions
     if math.isfinite(met.coding_bytes_per_second):
         speed = f"{format_bytes(met.coding_bytes_per_second)}/s of fp32 a worker with {met.codec}"
-        return f"{speed}, as the run has met it; other formats in proportion"
+        others = "in proportion" if scenario.on_cpu else "as fast on an accelerator, in proportion on the host"
+        return f"{speed}, as the run has met it; other formats {others}"
     if scenario.on_cpu:
         return "on one core a rank, as docs/performance.md has it; what it takes from training is not counted"
     return "no time on the accelerator (--coding gives a rate); as docs/performance.md has it with outer state on the host"
@@ -113,7 +114,7 @@ def _reasons(plan: Plan) -> list[str]:
         needed = format_bandwidth(plan.data_parallel_without_latency)
         lines.append(f"Data parallelism would need {needed} for {100 * plan.wanted:g} % on links without any latency.")
     lines.append(
-        "Risks add up bounds from single comparisons (docs/planning.md; H: the papers' +0.6 % at 30, +1.4 % at 100): they"
+        "Risks add up what single comparisons showed (docs/planning.md; H: the papers' +0.6 % at 30, +1.4 % at 100): they"
     )
     lines.append("put settings in an order, and predict no loss: short runs from scratch lose more (docs/algorithm.md).")
     lines.append("Memory: parameters, gradients, AdamW, outer state and buffers of the exchange; activations come on top.")

@@ -75,10 +75,9 @@ class Scenario:
         coding = cores * HOST_CODING[codec] if on_host else math.inf
         if self.coding_bytes_per_second is not None:
             coding = ranks * self.coding_bytes_per_second
-        elif math.isfinite(met.coding_bytes_per_second) and (
-            on_host or met.codec == codec
-        ):  # others: in the table's proportions
-            coding = met.coding_bytes_per_second * HOST_CODING[codec] / HOST_CODING[met.codec]
+        elif math.isfinite(met.coding_bytes_per_second):  # other formats: in the table's proportions, which are a CPU's
+            proportion = HOST_CODING[codec] / HOST_CODING[met.codec] if on_host else 1.0
+            coding = met.coding_bytes_per_second * proportion
         outer = cores * HOST_OUTER_STEP if on_host else math.inf
         if math.isfinite(met.outer_bytes_per_second):
             outer = met.outer_bytes_per_second

@@ -52,7 +52,7 @@ def data_parallel_bytes(run: Run, step: float | None = None) -> float | None:
     told, told_at = (number(run.summary.get(key)) for key in ("data_parallel_bytes_per_worker", "step"))
     since = number(run.summary.get("counted_after_step")) or 0.0
     if told is not None and told_at is not None and told_at > since:
-        return told * (step - since) / (told_at - since)
+        return told * max(0.0, step - since) / (told_at - since)
     workers, parameters = run.workers, run.parameters
     if workers is None or parameters is None or workers < 2:
         return None
