@@ -18,9 +18,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_PLAIN_SECONDS", 0.0)
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, total_bytes: int | None, quiet: bool = False) -> str:
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, total_bytes: int | None) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress("job", total_bytes, quiet=quiet)
+    progress = Progress("job", total_bytes)
     progress.update(25, "1 M tokens")
     progress.update(50, "2 M tokens")
     progress.finish()
@@ -44,7 +44,3 @@ def test_elsewhere_lines_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_unknown_size_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, io.StringIO(), total_bytes=None).splitlines()[-1] == "job: 2 M tokens"
-
-
-def test_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(monkeypatch, Terminal(), total_bytes=100, quiet=True) == ""

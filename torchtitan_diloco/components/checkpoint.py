@@ -76,7 +76,7 @@ class Checkpointer:
             self._last_minutes = time.monotonic()
         return passed
 
-    def save(self, manifest: Manifest, *, wait: bool = False) -> float:
+    def save(self, manifest: Manifest) -> float:
         """Every rank calls it after the same step. Returns the seconds that training was held up."""
         started = time.perf_counter()
         self.wait()
@@ -87,7 +87,7 @@ class Checkpointer:
         if isinstance(self._outer, StreamingDiLoCo):
             outer = self._outer.start_state_dict(self._world.host_mesh)
         self._saving = self._thread.submit(partial(self._write, manifest, own, outer))
-        if wait or not self._config.asynchronous:
+        if not self._config.asynchronous:
             self.wait()
         return time.perf_counter() - started
 

@@ -60,12 +60,11 @@ def prepare(
     max_tokens: int | None = None,
     threads: int | None = None,
     wait: bool = False,
-    quiet: bool = False,
 ) -> Prepared:
     """Writes the shards of both splits and then the manifest. A finished folder with the same settings stays as it is.
 
     Threads, not processes: tiktoken releases the interpreter's lock. `wait`: for another process that is writing
-    there. `quiet`: shows no progress.
+    there.
     """
     if not 0.0 <= validation_fraction <= 0.5:
         raise ValueError(f"--validation-fraction {validation_fraction:g} is not between 0 and 0.5")
@@ -88,7 +87,7 @@ def prepare(
             (folder / STARTED_NAME).unlink(missing_ok=True)  # we were killed between the two
             return _report(folder, _Made(), 0.0)
         _start_or_continue(folder, settings)
-        progress = Progress(f"tokenising {corpus.spec}", corpus.total_bytes, quiet=quiet)
+        progress = Progress(f"tokenising {corpus.spec}", corpus.total_bytes)
         writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in SPLITS}
         try:
             made = _fill(writers, corpus, tokenizer, validation_fraction, max_tokens, threads, progress)

@@ -8,8 +8,8 @@ _PLAIN_SECONDS = 15.0
 
 
 class Progress:
-    def __init__(self, label: str, total_bytes: int | None, *, quiet: bool = False) -> None:
-        self._label, self._total, self._quiet = label, total_bytes, quiet
+    def __init__(self, label: str, total_bytes: int | None) -> None:
+        self._label, self._total = label, total_bytes
         self._terminal = sys.stderr.isatty()
         self._start = time.monotonic()
         self._next = self._start + (_TERMINAL_SECONDS if self._terminal else _PLAIN_SECONDS)
@@ -19,7 +19,7 @@ class Progress:
 
     def update(self, bytes_read: int, done_so_far: str) -> None:
         now = time.monotonic()
-        if self._quiet or now < self._next:
+        if now < self._next:
             return
         self._next = now + (_TERMINAL_SECONDS if self._terminal else _PLAIN_SECONDS)
         line = f"{self._label}: {done_so_far}"
@@ -35,5 +35,5 @@ class Progress:
         )
 
     def finish(self) -> None:
-        if self._terminal and not self._quiet:
+        if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
