@@ -1,5 +1,6 @@
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,10 +8,15 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
+from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
+
+for number in STOP_SIGNALS:  # nohup and background jobs ignore some, and all that is started here would inherit it
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).parents[1]
 

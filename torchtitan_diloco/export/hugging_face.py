@@ -26,6 +26,7 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 CONFIGURATION_SOURCE = "configuration_chinchilla"
 MODELING_SOURCE = "modeling_chinchilla"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_hugging_face(
@@ -39,6 +40,8 @@ def save_hugging_face(
     dtype: torch.dtype,
 ) -> None:
     """Writes the tensors of a Decoder(model, vocab_size, sequence_length), in `dtype`, with all that goes with them."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype} is none to export in; give one of {', '.join(map(str, DTYPES))}")
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"vocab_size = {vocab_size} is below the vocabulary of {tokenizer.name}, {tokenizer.vocab_size}: give the "
