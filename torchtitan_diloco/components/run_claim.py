@@ -49,5 +49,6 @@ def _check_that_all_see(world: World, path: Path, token: str) -> None:
         ranks = ", ".join(map(str, blind))
         raise ValueError(
             f"run.folder = {path} of rank 0 is not seen by the nodes of ranks {ranks}, so no checkpoint could be saved: give a "
-            "folder on a disk that all nodes share, or train without (checkpoint.every = 0, every_minutes = 0, at_end = false)"
+            "folder on a disk that all nodes share, or train without: checkpoint.every = 0, checkpoint.every_minutes = 0, "
+            "checkpoint.at_end = false and training.stop_after = 0"
         )
