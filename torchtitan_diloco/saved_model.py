@@ -16,6 +16,7 @@ from torchtitan_diloco.components.checkpoint_folder import (
     MANIFEST,
     SHARED,
     Manifest,
+    check_tokenizer,
     checkpoint_path,
     complete_checkpoints,
     damage,
@@ -79,6 +80,7 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
     worker = _worker_of(weights, path, manifest)
     config = config_from_text(manifest.settings, str(path / MANIFEST))
     tokenizer = open_tokenizer(config.data)
+    check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
     with torch.device("meta"):
         model = MODELS[config.model.name].build(config.model, rows, config.training.sequence_length)

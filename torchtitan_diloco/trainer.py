@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folder import Manifest
+from torchtitan_diloco.components.checkpoint_folder import Manifest, check_tokenizer
 from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
@@ -60,6 +60,8 @@ class Trainer:
         self.config, self.world = config, world
         self.start = agree_on_start(world, config.checkpoint.resume, config.run.folder)
         self.tokenizer = open_tokenizer(config.data)
+        if self.start.manifest is not None:
+            check_tokenizer(self.start.checkpoint, self.start.manifest, self.tokenizer.name, self.tokenizer.fingerprint)
         self.train_tokens = open_split(config.data, self.tokenizer, "train")
         self.worker_shards = share_out(config.data, self.train_tokens, self.tokenizer, world.workers)
         self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
@@ -251,6 +253,7 @@ class Trainer:
                 "elapsed_seconds": reports.elapsed_seconds,
             },
             settings={key: str(value) for key, value in flat_settings(self.config).items()},
+            tokenizer=self.tokenizer.fingerprint,
         )
         reports.pause(checkpointer.save(manifest))
 

@@ -36,6 +36,8 @@ class Manifest:
     """Totals and such, to go on with."""
     settings: dict[str, str]
     """The configuration that was saved with, flat."""
+    tokenizer: str = ""
+    """Its fingerprint; empty in a checkpoint that does not say."""
     outer: list[dict[str, Any]] = field(default_factory=list)
     """Each worker's facts of the outer loop; empty without one."""
     files: dict[str, list[int]] = field(default_factory=dict)
@@ -137,6 +139,16 @@ def read_manifest(path: Path) -> Manifest:
         raise ValueError(f"{path} is no checkpoint: it has no {MANIFEST}{_offer(path)}") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path / MANIFEST} cannot be used ({error}){_offer(path)}") from None
+
+
+def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:
+    """A vocabulary of the same size loads as well, and the same ids would mean other text."""
+    if manifest.tokenizer not in ("", fingerprint):
+        raise ValueError(
+            f'{path} was trained with another tokenizer than data.tokenizer = "{name}" is now (fingerprint '
+            f"{manifest.tokenizer} there, {fingerprint} here): put back the one that it was trained with, or set data.tokenizer "
+            "to where that is"
+        )
 
 
 def damage(path: Path, manifest: Manifest, files: list[str]) -> str:
