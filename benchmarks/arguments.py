@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.diloco.codecs import CODECS
 
 
 def positive(text: str) -> int:
@@ -21,6 +22,13 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return value
+
+
+def codec_names(text: str) -> list[str]:
+    unknown = [name for name in text.split(",") if name not in CODECS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)} is no format: choose from {', '.join(CODECS)}")
+    return text.split(",")
 
 
 def config_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Config:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import positive
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import Manifest, checkpoint_path, read_manifest
@@ -41,7 +42,7 @@ def copy_files(source: Path, target: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="35m")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: the temporary folder)")
     own = parser.parse_args()
     model = MODELS["chinchilla"].build(Model(flavor=own.flavor), 32_000, 128)
@@ -49,7 +50,7 @@ def main() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    world = World(rank=0, size=1, local_rank=0, workers=1, device=torch.device("cpu"))
+    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
     rows: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
     with tempfile.TemporaryDirectory(dir=own.folder) as scratch:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import codec_names, positive
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
@@ -77,17 +78,14 @@ def row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--codecs", type=lambda text: text.split(","), default=list(CODECS))
+    parser.add_argument("--codecs", type=codec_names, default=list(CODECS))
     parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--megabytes", type=lambda text: [float(word) for word in text.split(",")], default=[4.2, 33.6])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     own = parser.parse_args()
-    unknown = [name for name in own.codecs if name not in CODECS]
-    if unknown:
-        parser.error(f"--codecs {','.join(unknown)} is unknown: choose from {', '.join(CODECS)}")
     torch.set_num_threads(own.threads)
     device, rows = torch.device(own.device), []
     for megabytes in own.megabytes:

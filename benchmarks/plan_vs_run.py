@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.slow_link_runs import MODEL, OVERLAP, watch
+from benchmarks.arguments import codec_names, further_settings, positive
+from benchmarks.slow_link_runs import MODEL, OVERLAP, SET_BY_THE_TABLE, watch
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.planner.conditions import even_links
@@ -59,20 +60,18 @@ def finished_run(rate: float, chosen: dict[str, str], workers: int, folder: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--rates", default="200,100,50,20,10,5", help="Mbit/s of every worker's link, each way")
-    parser.add_argument("--codecs", default="fp32,fp4_e3m0")
+    parser.add_argument("--codecs", type=codec_names, default=["fp32", "fp4_e3m0"])
     parser.add_argument("--delays", default="1,5")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=positive, default=60)
     parser.add_argument("--out", type=Path, default=Path("outputs/plan-vs-run"))
     own, words = parser.parse_known_args()
-    if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
-        parser.error("further settings look like --section.key value")
-    extra = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    extra = further_settings(parser, words, SET_BY_THE_TABLE)
 
     rows: list[list[str]] = []
     errors: list[float] = []
-    for codec in own.codecs.split(","):
+    for codec in own.codecs:
         for delay in map(int, own.delays.split(",")):
             chosen = settings(own.workers, codec, delay, own.steps, extra)
             diloco = load_config("debug", chosen).diloco

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import positive
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.components.metrics import MetricsWriter
 from torchtitan_diloco.components.round_records import RoundRecord, named, own_values, round_record
@@ -51,8 +52,8 @@ def record_of(facts: Round, workers: int) -> RoundRecord:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=6.3)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=positive, default=30)
+    parser.add_argument("--workers", type=positive, default=2)
     own = parser.parse_args()
     values = round(own.megabytes * 1e6 / 4)
     delta, shared, scratch = torch.randn(values), torch.randn(values), torch.empty(values)

@@ -44,7 +44,7 @@ from benchmarks.slow_link_runs import (
 )
 from benchmarks.table import print_table, summary
 from torchtitan_diloco.config.diloco_schema import Quantization
-from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.pictures.files import write_picture
 from torchtitan_diloco.pictures.line_chart import Series, line_chart
 
@@ -215,7 +215,7 @@ def conclusions(table: Table) -> list[str]:
         sent = table.row(OURS, math.inf).sent
         full = table.row(DATA_PARALLEL, math.inf).sent
         codec = build_codec(Quantization(codec="fp4_e3m0"))
-        bits, every = 8 * codec.wire_bytes(2**20) / 2**20, table.experiment.sync_every
+        bits, every = bits_per_parameter(codec), table.experiment.sync_every
         found.append(
             f"{OURS} sends 1/{full / sent:.0f} of its bytes by the interfaces' counters, and 1/{full / sent / 2:.0f} "
             f"of what it would with bf16 gradients; of the payload alone it is 4 bits of 16 every {every} steps, "

@@ -1,6 +1,5 @@
 """One run of `benchmarks.slow_link`: real trainers in a network of their own, and what its interfaces counted meanwhile."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -12,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import torchft_manager
 from benchmarks.network import Network
+from torchtitan_diloco.trainer import STEPS_APART
 
 DATA_PARALLEL, DILOCO, STREAMING, TORCHFT = "data parallel", "DiLoCo", "streaming", "torchft"
 OVERLAP, OURS = "streaming + overlap", "streaming + overlap + fp4"
@@ -52,8 +53,8 @@ SET_BY_THE_TABLE = {
     "diloco.quantization.codec",
 }
 
-LATE = 5
-"""Steps after which our trainer writes the record of a step, at least (`STEPS_APART` of trainer.py and one to spare)."""
+LATE = STEPS_APART + 1
+"""Steps after which our trainer writes the record of a step, and one to spare."""
 SAMPLE_SECONDS, PEAK_SECONDS = 0.05, 0.5
 """Between two looks at the counters; over which the peak is a mean."""
 SETTLED = 4
@@ -125,7 +126,7 @@ class Measured:
 
 
 def is_installed(method: str) -> bool:
-    return method != TORCHFT or importlib.util.find_spec("torchft") is not None
+    return method != TORCHFT or torchft_manager.is_installed()
 
 
 def length_of_data_parallel(seconds_per_step: float) -> Length:

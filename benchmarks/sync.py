@@ -14,15 +14,14 @@ import os
 import statistics
 from collections.abc import Sequence
 from itertools import product
-from typing import get_args
 
 import torch
 
-from benchmarks import link, torchft_sync
+from benchmarks import link, torchft_manager, torchft_sync
+from benchmarks.arguments import codec_names, positive
 from benchmarks.sync_measure import TIMEOUT, WORKERS, Case, Measured, measure
 from benchmarks.table import print_table, summary
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.diloco_schema import CodecName
 
 HEADER = [
     "loop",
@@ -76,7 +75,7 @@ def rows(own: argparse.Namespace) -> list[Sequence[str]]:
     for fragments, delay in product(own.fragments, own.delays):
         cases = [Case(own.megabytes, fragments, delay, codec, own.rounds, own.inner_seconds) for codec in own.codecs]
         found += [row(case.codec, case, run_ours(case)) for case in cases]
-        if torchft_sync.is_installed():
+        if torchft_manager.is_installed():
             found.append(row("torchft, fp32", cases[0], torchft_sync.run(cases[0])))
         else:
             found.append(["torchft: not installed", *("-" for _ in HEADER[1:])])
@@ -88,14 +87,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=33.6, help="parameters in fp32")
     parser.add_argument("--fragments", type=_numbers, default=[1, 2])
     parser.add_argument("--delays", type=_numbers, default=[0])
-    parser.add_argument("--codecs", type=lambda text: text.split(","), default=["fp32", "bf16", "int8", "fp4_e3m0"])
-    parser.add_argument("--rounds", type=int, default=9, help="syncs of every fragment")
+    parser.add_argument("--codecs", type=codec_names, default=["fp32", "bf16", "int8", "fp4_e3m0"])
+    parser.add_argument("--rounds", type=positive, default=9, help="syncs of every fragment")
     parser.add_argument("--rate", default="", help="of the link, as tc writes it (200mbit); both directions share it")
     parser.add_argument("--inner-seconds", type=float, default=0.4, help="of one inner step, with delays above 0")
     own = parser.parse_args()
-    for codec in own.codecs:
-        if codec not in get_args(CodecName):
-            parser.error(f"--codecs {codec} is no format: give some of {', '.join(get_args(CodecName))}")
     if own.megabytes < SMALLEST:
         parser.error(f"--megabytes {own.megabytes:g} is less than one block, an embedding and a head take: give {SMALLEST}")
     try:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.torchft_manager import serve_lighthouse, start_manager
 from torchtitan_diloco.components.gradients import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
@@ -41,7 +41,7 @@ def main(words: list[str]) -> None:
     config = from_command_line(words)
     assert config is not None
     worker, workers = int(os.environ["NODE_RANK"]), int(os.environ["NNODES"])
-    world = World(worker, workers, 0, workers, torch.device("cpu"))
+    world = World(worker, workers, workers, torch.device("cpu"))
     tokenizer = open_tokenizer(config.data)
     tokens = open_split(config.data, tokenizer, "train")
     spec = MODELS[config.model.name]
@@ -70,7 +70,7 @@ def train(config: Config, plan: RunPlan, world: World, model: nn.Module, batches
     from torchft.local_sgd import DiLoCo
 
     logging.disable(logging.INFO)
-    manager, served = start_manager(world, model)
+    manager, served = meet(world, model)
     optimizer = build_optimizer(model, config.optimizer, plan.total_steps)
     outer = config.diloco.outer_optimizer
     # Its fragments are modules; a dictionary of the same parameters is one.
@@ -117,39 +117,12 @@ def accumulate_gradients(
     return total.item()
 
 
-def start_manager(world: World, model: nn.Module) -> tuple[Any, Any]:
+def meet(world: World, model: nn.Module) -> tuple[Any, Any]:
     """torchft's manager of this worker, and on worker 0 the lighthouse at which they meet."""
-    from torchft import Manager, ProcessGroupGloo
-    from torchft.coordination import LighthouseServer
-
-    served = None
-    if world.is_first:
-        address = f"0.0.0.0:{LIGHTHOUSE_PORT}"
-        served = LighthouseServer(bind=address, min_replicas=world.size, join_timeout_ms=60_000, quorum_tick_ms=100)
+    served = serve_lighthouse(f"0.0.0.0:{LIGHTHOUSE_PORT}", world.size, join_seconds=60) if world.is_first else None
+    lighthouse = f"http://{os.environ['LIGHTHOUSE']}:{LIGHTHOUSE_PORT}"
     own = os.environ["ADDRESS"]
-    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict()},
-        min_replica_size=world.size,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr=own,
-        store_port=store.port,
-        lighthouse_addr=f"http://{os.environ['LIGHTHOUSE']}:{LIGHTHOUSE_PORT}",
-        hostname=own,
-        replica_id=f"replica_{world.worker}",
-        timeout=TIMEOUT,
-        quorum_timeout=TIMEOUT,
-        connect_timeout=timedelta(seconds=60),
-        init_sync=False,  # all start from the same seed
-    )
+    manager = start_manager(model, world.worker, world.size, lighthouse=lighthouse, address=own, timeout=TIMEOUT)
     return manager, served
 
 
