@@ -114,6 +114,8 @@ def _answer(options: argparse.Namespace, config: Config, settings: list[str]) ->
     workers = config.diloco.workers
     if workers == 1:
         raise ValueError("diloco.workers = 1: nothing goes between workers; give another config, or --diloco.workers 2")
+    if options.probe and options.run:
+        raise ValueError("--probe and --run both say what was measured: give one of them")
     if not (options.probe or options.run):
         _links(options, workers)  # a mistake in them is told before anything takes long
     coding = None if options.coding is None else parse_byte_rate(options.coding, "--coding")
@@ -130,8 +132,6 @@ def _answer(options: argparse.Namespace, config: Config, settings: list[str]) ->
     if options.write is not None:
         check_variant_path(options.write)
     workload = _workload(config)
-    if options.probe and options.run:
-        raise ValueError("--probe and --run both say what was measured: give one of them")
     measured = None
     if options.probe:
         measured = probe(["--config", options.config, *settings], config.diloco.overlap.delay)
@@ -185,7 +185,7 @@ def _workload(config: Config) -> "Workload":
     rows = config.model.vocab_size or vocabulary_rows(config.model, open_tokenizer(config.data).vocab_size)
     length, workers, ranks = config.training.sequence_length, config.diloco.workers, max(1, config.parallel.fsdp)
     facts = model_facts(config.model, rows, length)
-    world = World(rank=0, size=workers * ranks, local_rank=0, workers=workers, device=torch.device("cpu"))
+    world = World(rank=0, size=workers * ranks, workers=workers, device=torch.device("cpu"))
     plan = plan_run(config.training, world, facts.parameters, facts.embedding_parameters)
     return Workload(config.model, rows, length, plan.tokens_per_step, plan.total_steps, workers, ranks)
 

@@ -1,4 +1,4 @@
-"""Entry of a training process: config -> world -> Trainer -> run. Started by launch.py, alone or under torchrun."""
+"""Entry of a training process: config -> world -> Trainer -> run. Started by launch/, alone or under torchrun."""
 
 import os
 import sys

@@ -27,8 +27,12 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         )
     if config.run.device == "cpu" and config.parallel.compute_dtype == "bfloat16":
         yield "parallel.compute_dtype", 'bfloat16 needs run.device = "cuda"; use "auto" or "float32" on the CPU'
-    if config.profiling.every and config.profiling.every < config.profiling.steps:
-        yield "profiling.every", f"must be at least profiling.steps = {config.profiling.steps}, or 0 for one trace"
+    if config.profiling.every and config.profiling.every <= config.profiling.steps:
+        yield (
+            "profiling.every",
+            f"must be above profiling.steps = {config.profiling.steps}, as a step of warm-up comes before each trace, or 0 for "
+            "one trace",
+        )
 
 
 def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:

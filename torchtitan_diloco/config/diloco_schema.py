@@ -70,7 +70,8 @@ class Quantization:
     block_size: Positive = 64
     """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or 1024. A scale is 8 bits."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down by chance, so that the mean of many is right; the same numbers are drawn in every run."""
+    """`stochastic` rounds up or down by chance, so that the mean of many is right; runs with the same seed draw the same
+    numbers."""
     error_feedback: bool = False
     """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
     threads: Positive = 1

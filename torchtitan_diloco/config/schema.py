@@ -17,12 +17,12 @@ class Run:
     name: str = ""
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
-    """Folder of the run: resolved config, TensorBoard, metrics.jsonl, traces. Empty: a new folder
+    """Folder of the run: resolved config, TensorBoard, metrics.jsonl, traces, checkpoints. Empty: a new folder
     `outputs/<name>-<date>-<time>`."""
     description: str = ""
     """A line for the humans who read the run later."""
     seed: NotNegative = 0
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of the initial weights, the order of the data, dropped rounds and stochastic rounding."""
     deterministic: bool = False
     """Only use deterministic kernels (slower on CUDA); the same run then gives the same bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
