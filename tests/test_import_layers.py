@@ -1,5 +1,5 @@
-"""Who may import whom: tools <- pictures <- config <- {distributed, models, data} <- diloco <- components <- saved_model
-<- {export, generation} <- trainer <- {train, launch, generate, validate, report, plan}."""
+"""Who may import whom: tools <- pictures <- config <- {distributed, models, data} <- diloco <- {components, planner}
+<- saved_model <- {export, generation} <- trainer <- {train, launch, generate, validate, report, plan}."""
 
 import ast
 from pathlib import Path

@@ -47,7 +47,7 @@ def test_what_is_kept(text: Path) -> None:
 
 def alone(folder: Path, **settings: Any) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
-    world = World(rank=0, size=1, local_rank=0, workers=1, device=torch.device("cpu"))
+    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     return Checkpointer(Checkpoint(**settings), folder, world, model, torch.optim.AdamW(model.parameters()), DataParallel())
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,8 +17,9 @@ from torchtitan_diloco.components.checkpoint_folder import Manifest, check_token
 from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.metrics import MetricsWriter, format_duration
+from torchtitan_diloco.components.metrics import MetricsWriter
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
+from torchtitan_diloco.components.precision import autocast, compute_dtype
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore
@@ -42,6 +43,7 @@ from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.initial_weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.tools.device import GIB
+from torchtitan_diloco.tools.durations import clock
 from torchtitan_diloco.tools.garbage import GarbageControl
 from torchtitan_diloco.tools.logging import logger
 
@@ -73,19 +75,21 @@ class Trainer:
         counts = self.model.parameter_counts()
         started = {"start_step": self.start.step, "start_tokens": self.start.tokens}
         self.plan = plan_run(config.training, world, counts["total"], counts["embedding"], **started)
-        compute_dtype = self._compute_dtype()
+        dtype = compute_dtype(config.parallel.compute_dtype, world.device)
+        if dtype == torch.bfloat16 and world.device.type != "cuda":
+            raise ValueError('parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use "auto" or "float32"')
         spec.parallelize(
             self.model,
             self._fsdp_mesh(),
             parallel=config.parallel,
             activation_checkpoint=config.activation_checkpoint,
             compile=config.compile,
-            compute_dtype=compute_dtype,
+            compute_dtype=dtype,
         )
         spec.materialize(self.model, world.device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
-        self.precision = self._precision(compute_dtype)
+        self.precision = autocast(dtype, world.device) if self._fsdp_mesh() is None else nullcontext()
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
 
@@ -183,7 +187,7 @@ class Trainer:
             hint = f"; {again} with --run.folder {folder} goes on" if saved else ""
             logger.info(f"stopped after step {self.step} of {total_steps}, as asked by {asker}{hint}")
         log_summary(summary)
-        logger.info(f"took {format_duration(reports.elapsed_seconds)}; the run is in {folder}")
+        logger.info(f"took {clock(reports.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; free what is missing and start the same "
@@ -302,21 +306,6 @@ class Trainer:
         group, shards = self.world.group(WORKER), self.world.shards
         return StreamingDiLoCo(self.model, group, config.diloco, shard_group=shards, seed=config.run.seed)
 
-    def _compute_dtype(self) -> torch.dtype:
-        chosen = self.config.parallel.compute_dtype
-        on_gpu = self.world.device.type == "cuda"
-        if chosen == "auto":
-            chosen = "bfloat16" if on_gpu else "float32"
-        if chosen == "bfloat16" and not on_gpu:
-            raise ValueError('parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use "auto" or "float32"')
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[chosen]
-
-    def _precision(self, compute_dtype: torch.dtype) -> AbstractContextManager[object]:
-        """FSDP2 casts by itself; a worker of a single process, which has no FSDP2, lets autocast do it."""
-        if self._fsdp_mesh() is None and compute_dtype != torch.float32:
-            return torch.autocast(self.world.device.type, compute_dtype)
-        return nullcontext()
-
     def _validator(self) -> Validator:
         """With the held-out sequences this rank reads at every validation: few, so they stay in memory."""
         config = self.config
@@ -356,7 +345,7 @@ class Trainer:
             logger.info(f"{'outer':<10} {outer_line(config.diloco)}")
             logger.info(f"{'wire':<10} {wire_line(config.diloco)}")
             residual = " and what encoding lost" * config.diloco.quantization.error_feedback
-            held = f"shared parameters, momentum, one delta{residual}"
+            held = f"shared parameters, the outer optimizer, one delta{residual}"
             logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for {held}")
             logger.info(self.outer.table())
         elif self.world.workers > 1:

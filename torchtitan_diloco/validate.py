@@ -6,11 +6,9 @@ python -m torchtitan_diloco.validate outputs/RUN
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-import torch
-
+from torchtitan_diloco.components.precision import autocast, compute_dtype
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.data.loader import build_validation_batches, open_split
 from torchtitan_diloco.distributed.world import World, pick_device
@@ -59,21 +57,15 @@ def _validate_and_tell(options: argparse.Namespace) -> None:
     result = validate(
         saved.model.to(device),
         batches,
-        World(rank=0, size=1, local_rank=0, workers=1, device=device),
+        World(rank=0, size=1, workers=1, device=device),
         chunk_tokens=config.training.loss_chunk_tokens,
-        precision=_precision(config.parallel.compute_dtype, device),
+        precision=autocast(compute_dtype(config.parallel.compute_dtype, device), device),
     )
     print(saved, file=sys.stderr)
     print(
         f"loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} over {result.tokens:,} tokens "
         f"({batches.sequences:,} sequences of {length:,}) of {data.validation_corpus or data.corpus}"
     )
-
-
-def _precision(compute_dtype: str, device: torch.device) -> AbstractContextManager[object]:
-    """As in training, by a single process."""
-    wanted = "bfloat16" if compute_dtype == "auto" and device.type == "cuda" else compute_dtype
-    return torch.autocast(device.type, torch.bfloat16) if wanted == "bfloat16" else nullcontext()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_preset_builds(name: str) -> None:
         model = MODELS[config.model.name].build(config.model, vocabulary, config.training.sequence_length)
     counts = model.parameter_counts()
     size = config.diloco.workers * max(1, config.parallel.fsdp)
-    world = World(rank=0, size=size, local_rank=0, workers=config.diloco.workers, device=torch.device("cpu"))
+    world = World(rank=0, size=size, workers=config.diloco.workers, device=torch.device("cpu"))
     plan = plan_run(config.training, world, counts["total"], counts["embedding"])
     assert plan.total_steps > config.lr_schedule.warmup_steps, "the run would end within its warm-up"
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]

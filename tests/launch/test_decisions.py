@@ -11,12 +11,12 @@ from torchtitan_diloco.launch.place import Place, read_place
 from torchtitan_diloco.launch.processes import local_processes
 from torchtitan_diloco.launch.stop import exit_code_of, grace_seconds
 from torchtitan_diloco.launch.torchrun import (
-    available_cores,
     describe_failure,
     exit_code_of_run,
     settings_for_processes,
     torchrun_arguments,
 )
+from torchtitan_diloco.tools.cores import available_cores
 
 
 @pytest.mark.parametrize(

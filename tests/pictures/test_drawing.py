@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.pictures.contrast import contrast
 from tests.report.synthetic import round_records
-from torchtitan_diloco.pictures.colours import ROLES, contrast
+from torchtitan_diloco.pictures.colours import ROLES
 from torchtitan_diloco.pictures.line_chart import Series, line_chart
 from torchtitan_diloco.pictures.png import to_pixels, write_png
 from torchtitan_diloco.pictures.scene import Box, Line, Scene, Text

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from torchtitan_diloco.components.run_plan import BYTES_PER_PARAMETER
 from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
 from torchtitan_diloco.config.diloco_schema import DiLoCo, Fragments, OuterOptimizer, Overlap, Quantization
 from torchtitan_diloco.config.loader import load_config
@@ -158,7 +157,6 @@ def test_memory_is_that_of_the_real_outer_state(name: str, feedback: bool) -> No
 
 def test_memory_on_the_host_leaves_what_is_in_flight_on_the_device() -> None:
     """A, section on memory: the outer state of the fragments that wait is not on the accelerator."""
-    assert INNER_BYTES == BYTES_PER_PARAMETER
     one = workload(ranks=2)
     sizes = one.fragments(PRESENT.fragments)
     device = memory_of(one, PRESENT, on_host=False, in_flight=1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.pictures.contrast import contrast
 from tests.report.browser import DESKTOP, PHONE, find_browser, measure
-from torchtitan_diloco.pictures.colours import contrast
 from torchtitan_diloco.report.__main__ import main
 
 BROWSER = find_browser()

@@ -81,7 +81,7 @@ class Checkpointer:
         started = time.perf_counter()
         self.wait()
         self._last_minutes = time.monotonic()
-        rank = self._world.rank % self._world.ranks_per_worker
+        rank = self._world.rank_in_worker
         own = inner_state(self._model, self._optimizer, self._world.host_mesh, rank) if self._has_own_state else {}
         outer: Future[dict[str, Any]] | None = None
         if isinstance(self._outer, StreamingDiLoCo):

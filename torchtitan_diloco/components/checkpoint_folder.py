@@ -146,8 +146,8 @@ def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint
     if manifest.tokenizer not in ("", fingerprint):
         raise ValueError(
             f'{path} was trained with another tokenizer than data.tokenizer = "{name}" is now (fingerprint '
-            f"{manifest.tokenizer} there, {fingerprint} here): put back the one that it was trained with, or set data.tokenizer "
-            "to where that is"
+            f"{manifest.tokenizer} there, {fingerprint} here): put back the one that it was trained with, or set "
+            "data.tokenizer to where that is"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self, TextIO
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.components.round_trace import RoundTrace
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.tools.durations import clock
 from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.tools.run_folder import hold_run_folder
 
@@ -160,13 +161,6 @@ def log_step(step: int, total_steps: int, record: Record) -> None:
         f"{record['speed/tokens_per_second_global']:,.0f} tokens/s",
         f"MFU {'n/a' if mfu is None else f'{mfu:.1f} %'}",
         f"memory {record['memory/peak_gib_max_over_ranks']:.2f} GiB",
-        f"ETA {format_duration((total_steps - step) * seconds)}",
+        f"ETA {clock((total_steps - step) * seconds)}",
     ]
     logger.info("  ".join(parts))
-
-
-def format_duration(seconds: float) -> str:
-    days, rest = divmod(round(seconds), 86_400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{rest:02d}"

@@ -134,6 +134,7 @@ class StepReports:
         self._step_seconds, self._data_seconds, self._computed = 0.0, 0.0, []
         self._agreement_before = agreement
         rank_tokens = self._plan.tokens_per_step / self._world.size
+        where = f"up to step {step}"
         sums = start_sum(
             self._world,
             [
@@ -143,11 +144,10 @@ class StepReports:
                 sum(result.skipped for result in self._interval),
                 *outer.values(),
             ],
-            f"up to step {step}",
+            where,
         )
-        maxima = start_max(self._world, [peak_memory_bytes(self._world.device)], f"up to step {step}")
+        maxima = start_max(self._world, [peak_memory_bytes(self._world.device)], where)
         names = self._outer.fragment_names
-        where = f"up to step {step}"
         self._rounds += self._outer.rounds()
         rounds = PendingRounds(self._world, self._rounds, names, clock_start=self._clock_start, where=where)
         self._waiting.append(_Open(step, record, tuple(outer), sums, maxima, rounds))
@@ -157,7 +157,7 @@ class StepReports:
         """Of each worker's first rank: zeros but for this one's, so that the sum over ranks is a table of all."""
         found: dict[str, float] = {}
         for worker in range(self._world.workers):
-            speaks = self._world.rank == worker * self._world.ranks_per_worker
+            speaks = self._world.rank_in_worker == 0 and self._world.worker == worker
             own = self._computed if speaks else []
             sums = {"steps": float(len(own)), "seconds": math.fsum(own), "squares": math.fsum(one**2 for one in own)}
             found |= {worker_key(worker, name): value for name, value in sums.items()}

@@ -28,7 +28,7 @@ from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.shared_model import shaped_like
-from torchtitan_diloco.distributed.agreement import broadcast_text
+from torchtitan_diloco.distributed.agreement import broadcast_text, gather_texts
 from torchtitan_diloco.distributed.world import World
 
 
@@ -174,12 +174,9 @@ class _Loader:
 
     def check_files(self, folders: list[str]) -> None:
         """The ranks of a worker share the work. Whatever one finds is everybody's error."""
-        ranks, rank = self._world.ranks_per_worker, self._world.rank % self._world.ranks_per_worker
+        ranks, rank = self._world.ranks_per_worker, self._world.rank_in_worker
         names = [name for name in sorted(self._manifest.files) if name.split("/")[0] in folders]
-        found: list[Any] = [damage(self._path, self._manifest, names[rank::ranks])]
-        if self._world.control is not None:
-            found = found * self._world.size
-            dist.all_gather_object(found, found[0], group=self._world.control)
+        found = gather_texts(self._world, damage(self._path, self._manifest, names[rank::ranks]))
         wrong = next((text for text in found if text), "")
         if wrong:
             raise ValueError(wrong)
@@ -203,7 +200,7 @@ class _Loader:
     def load_inner(self, source: int, model: nn.Module, optimizer: AdamW, *, parameters: bool) -> None:
         folder = worker_folder(source)
         template = inner_template(model, optimizer, parameters=parameters)
-        rank = self._world.rank % self._world.ranks_per_worker
+        rank = self._world.rank_in_worker
         known = self._tensors(folder)
         same_ranks = parameters and self._world.ranks_per_worker == self._manifest.ranks_per_worker
         setters = {f"{RANDOM}cpu/{rank}": torch.set_rng_state, f"{RANDOM}cuda/{rank}": torch.cuda.set_rng_state}

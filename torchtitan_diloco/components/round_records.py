@@ -42,7 +42,7 @@ class PendingRounds:
 
     def _own_part(self, world: World, clock_start: float) -> list[float]:
         """Zeros but for this rank's worker, so that the sum over ranks is a table of all."""
-        speaks = world.rank % world.ranks_per_worker == 0
+        speaks = world.rank_in_worker == 0
         values: list[float] = []
         for facts in self._rounds:
             mine = own_values(facts, clock_start, self._workers)

@@ -9,11 +9,9 @@ import torch
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config.schema import Model, Training
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.planner.memory import INNER_BYTES
 from torchtitan_diloco.tools.device import GIB, describe_device
 from torchtitan_diloco.tools.logging import logger
-
-BYTES_PER_PARAMETER = 16
-"""fp32 parameter, fp32 gradient and AdamW's two fp32 moments."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
 
 def log_plan(plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path) -> None:
     """How the numbers of the run come about, one line each."""
-    per_rank = BYTES_PER_PARAMETER * plan.parameters / world.ranks_per_worker
+    per_rank = INNER_BYTES * plan.parameters / world.ranks_per_worker
     total_tokens = plan.tokens_at(plan.total_steps)
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}",
@@ -85,7 +83,7 @@ def log_plan(plan: RunPlan, training: Training, world: World, model_line: str, d
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {plan.tokens_per_step:,} tokens",
         "run": f"{plan.total_steps:,} steps {_step_line(plan)} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} a parameter",
-        "memory": f"{plan.parameters:,} parameters x {BYTES_PER_PARAMETER} bytes / {world.ranks_per_worker} ranks = "
+        "memory": f"{plan.parameters:,} parameters x {INNER_BYTES} bytes / {world.ranks_per_worker} ranks = "
         f"{per_rank / GIB:.2f} GiB a rank for parameters, gradients and optimizer; activations come on top",
         "folder": str(folder),
     }

@@ -7,27 +7,22 @@ from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.utilisation import Observed, measured_utilisation
 from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.diloco.codecs import describe
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.tools.logging import logger
-
-GRADIENT_BYTES = 2
-"""Data parallelism is counted with gradients in bf16, as the papers count it."""
 
 
 def outer_line(config: DiLoCo) -> str:
     outer, overlap = config.outer_optimizer, config.overlap
+    momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     return (
         f"each fragment every {config.sync_every} steps, applied {overlap.delay} steps later, local share "
-        f"{overlap.mixing:g}; {outer.name} lr {outer.lr:g} momentum {outer.momentum:g}"
+        f"{overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}"
     )
 
 
 def wire_line(config: DiLoCo) -> str:
     return f"{describe(config.quantization, config.workers)}; summed in fp32"
-
-
-def data_parallel_bytes(plan: RunPlan, workers: int, steps: int) -> float:
-    """What one worker would send with a ring all-reduce of all gradients at every step."""
-    return 2 * (workers - 1) / workers * GRADIENT_BYTES * plan.parameters * steps
 
 
 def summary_record(
@@ -48,13 +43,14 @@ def summary_record(
     measured = measured_utilisation(totals) if streaming else None
     predicted = observed.predicted_utilisation(config, totals, steps - since) if streaming else None
     conditions = observed.conditions(config, totals) if streaming else None
+    expected = all_reduce_bytes(plan.parameters, config.workers) * (steps - since)
     return {
         "step": steps,
         "counted_after_step": since,
         "validation/step": None if validated is None else validated[0],
         "validation/loss_nats_per_token_global": None if validated is None else validated[1],
         "sent_bytes_mean_over_workers": totals["diloco/sent_bytes"] / config.workers if streaming else None,
-        "data_parallel_bytes_per_worker": data_parallel_bytes(plan, config.workers, steps - since) if apart else None,
+        "data_parallel_bytes_per_worker": expected if apart else None,
         "exchange_seconds_mean_over_ranks": exchange / ranks if streaming else None,
         "exposed_waiting_seconds_mean_over_ranks": waited / ranks if streaming else None,
         "hidden_percent": 100 * max(0.0, 1 - waited / exchange) if streaming and exchange else None,

@@ -5,7 +5,6 @@ started again: finished shards are kept, and their pieces are read but not token
 """
 
 import json
-import os
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from torchtitan_diloco.data.shard_writer import ShardWriter
 from torchtitan_diloco.data.shards import MANIFEST_NAME, SPLITS, Split, read_manifest, write_manifest
 from torchtitan_diloco.data.text_files import PIECE_CHARACTERS, Piece
 from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.tools.cores import available_cores
 
 STARTED_NAME = "prepare.json"
 """Settings of a preparation that has not ended. Gone once `corpus.json` is there."""
@@ -43,11 +43,6 @@ class Prepared:
     """Tokens that this run made; 0: all was there already."""
     new_text_bytes: int
     seconds: float
-
-
-def available_threads() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(
@@ -124,7 +119,7 @@ def _fill(
         if number >= done["validation" if is_held_out(number, fraction) else "train"]
     )
     made_tokens = made_bytes = 0
-    with closing(_tokenized(wanted, tokenizer, fraction, threads or available_threads())) as coded_pieces:
+    with closing(_tokenized(wanted, tokenizer, fraction, threads or available_cores())) as coded_pieces:
         for coded in coded_pieces:
             if max_tokens is not None and train.tokens >= max_tokens and coded.number >= train.end_piece:
                 break

@@ -140,7 +140,7 @@ class Exchange:
 
     def _send_header(self, header: Header) -> Messages:
         mine = self._headers[self.me].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
-        self._traffic.arrived = time.perf_counter()
+        self._traffic.header_sent = time.perf_counter()
         messages = self._messenger.expect([(worker, self._headers[worker]) for worker in self._others])
         self._messenger.send(messages, [(worker, mine) for worker in self._others])
         self._messenger.watch(messages)  # with two workers, too: the moment is to be known while this thread is encoding

@@ -21,7 +21,7 @@ class Traffic:
     """The mean included."""
     waiting_seconds: float = 0.0
     """Of the exchange thread for other workers' messages."""
-    arrived: float = NEVER
+    header_sent: float = NEVER
     """This worker's header was sent."""
     encoded: float = NEVER
     """The last part of this worker's delta was encoded."""
@@ -43,7 +43,7 @@ class Traffic:
 
     def heard_after(self, worker: int) -> float:
         """From this worker's own arrival to the other's header: what it waited for the other, never less than the way takes."""
-        return self.heard.get(worker, NEVER) - self.arrived
+        return self.heard.get(worker, NEVER) - self.header_sent
 
     def link_seconds(self, worker: int) -> float:
         """How long the bytes of `link_bytes` were on their way, once the other had arrived."""

@@ -71,7 +71,8 @@ class StreamingDiLoCo:
         Every worker starts from worker 0's parameters: build this before weights are loaded for a restart.
 
         `shard_group` joins the ranks of this worker, where a worker has several: a gloo group that nothing else uses, in
-        which shards agree that a delta is not finite. `seed` draws the rounds that `link.drop_probability` drops."""
+        which shards agree that a delta is not finite. `seed` draws the rounds that `link.drop_probability` drops,
+        and the directions of stochastic rounding."""
         check_settings(config, group)
         drop_gathered(model)
         self.config = config

@@ -23,7 +23,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     workers: int
     device: torch.device
     mesh: DeviceMesh | None = None
@@ -46,6 +45,10 @@ class World:
     @property
     def worker(self) -> int:
         return self.rank // self.ranks_per_worker
+
+    @property
+    def rank_in_worker(self) -> int:
+        return self.rank % self.ranks_per_worker
 
     @property
     def is_first(self) -> bool:
@@ -96,7 +99,7 @@ def join_world(distributed: Distributed, link: Link, *, device: str, workers: in
     share = link.backend == "gloo" and ranks_per_worker == 1
     chosen = pick_device(device, local_rank, share=share)
     if size == 1:
-        return World(rank, size, local_rank, workers, chosen)
+        return World(rank, size, workers, chosen)
 
     on_gpu = chosen.type == "cuda"
     if link.backend == "nccl" and not on_gpu:
@@ -130,7 +133,7 @@ def join_world(distributed: Distributed, link: Link, *, device: str, workers: in
         timeout = timedelta(seconds=link.timeout_seconds)
         shards, _ = dist.new_subgroups(ranks_per_worker, backend="gloo", timeout=timeout)
     saving, host_mesh = saving_groups(workers)
-    return World(rank, size, local_rank, workers, chosen, mesh, control, roll_call, shards, saving, host_mesh)
+    return World(rank, size, workers, chosen, mesh, control, roll_call, shards, saving, host_mesh)
 
 
 def saving_groups(workers: int) -> tuple[dist.ProcessGroup, DeviceMesh]:

@@ -8,6 +8,7 @@ import uuid
 
 from torchtitan_diloco.launch.place import Place
 from torchtitan_diloco.launch.stop import StopSignals, exit_code_of
+from torchtitan_diloco.tools.cores import available_cores
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -46,13 +47,6 @@ def settings_for_processes(place: Place, processes: int) -> dict[str, str]:
     if place.stays_on_this_machine:
         settings["GLOO_SOCKET_IFNAME"] = LOOPBACK
     return settings
-
-
-def available_cores() -> int:
-    """Cores this process may use; a job system often grants fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run_processes(

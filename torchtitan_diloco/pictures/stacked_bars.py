@@ -32,7 +32,7 @@ class Bar:
     parts: Sequence[Part]
 
 
-def stacked_bars(bars: Sequence[Bar], *, title: str, unit: str = "%", width: float = WIDTH) -> Scene:
+def stacked_bars(bars: Sequence[Bar], *, title: str, width: float = WIDTH) -> Scene:
     """Each bar is as long as the page is wide and is cut in the ratio of its parts."""
     shapes: list[Shape] = [Text(2, 18, shortened(title, width - 4, TITLE_SIZE * 1.05), size=TITLE_SIZE, bold=True)]
     entries = {part.name: LegendEntry(part.name, part.role, box=True) for bar in bars for part in bar.parts}
@@ -41,7 +41,7 @@ def stacked_bars(bars: Sequence[Bar], *, title: str, unit: str = "%", width: flo
     top = 26 + names_height + 10
     for bar in bars:
         shapes.append(Text(2, top + 12, shortened(bar.name, width - 4)))
-        shapes += _bar(bar, unit, top + 18, width - 4)
+        shapes += _bar(bar, top + 18, width - 4)
         top += 56
     if not bars:
         shapes.append(Text(width / 2, top + 30, "nothing recorded", "muted", anchor="middle"))
@@ -49,7 +49,7 @@ def stacked_bars(bars: Sequence[Bar], *, title: str, unit: str = "%", width: flo
     return Scene(width, top, title, tuple(shapes))
 
 
-def _bar(bar: Bar, unit: str, top: float, width: float) -> list[Shape]:
+def _bar(bar: Bar, top: float, width: float) -> list[Shape]:
     height = 26.0
     total = sum(part.value for part in bar.parts)
     shapes: list[Shape] = []
@@ -58,7 +58,7 @@ def _bar(bar: Bar, unit: str, top: float, width: float) -> list[Shape]:
         if part.value <= 0 or total <= 0:
             continue
         length = width * part.value / total
-        text = f"{part.value:.1f} {unit}"
+        text = f"{part.value:.1f} %"
         shapes.append(Box(left, top, length, height, part.role, f"{bar.name}: {part.name} {text}"))
         if text_width(text) + 8 < length:
             shapes.append(Text(left + length / 2, top + height / 2 + TEXT_SIZE / 3, text, "on-colour", anchor="middle"))

@@ -16,6 +16,7 @@ from torchtitan_diloco.pictures.scene import (
     legend,
     text_width,
 )
+from torchtitan_diloco.tools.durations import brief
 
 WIDTH = 980.0
 PHASE_ROLES = {
@@ -90,12 +91,8 @@ def _lane(found: Sequence[Phase], lane: str, top: float, time: Axis, start: floa
 def _told(phase: Phase) -> str:
     fragment = f"fragment {phase.fragment}" + (f" ({phase.fragment_name})" if phase.fragment_name else "")
     sent = "" if phase.sent_bytes is None else f", {short(phase.sent_bytes)}B sent"
-    told = f"worker {phase.worker}: {phase.name} {_duration(phase.seconds)}"
+    told = f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}"
     return f"{told}\n{fragment}, round {phase.outer_round}{sent}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def _time_axis(time: Axis, top: float) -> list[Shape]:

@@ -2,7 +2,7 @@
 come in here, and here alone."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,6 @@ class Conditions:
     """fp32 bytes of a fragment whose outer step, check and checksum take a second, all ranks of a worker together."""
     codec: str = ""
     """Format with which a run has met both speeds; empty where none has."""
-    seed: int = field(default=0)
-    """Of the jitter."""
 
     def __post_init__(self) -> None:
         assert len(self.step_seconds) == self.workers

@@ -47,9 +47,9 @@ class PaperMethod:
         return fragment * (self.sync_every // (fragments + 1)) if self.layers_per_fragment else 0
 
 
-def paper_methods(sync_every: int = 100, layers_per_fragment: int = 3) -> tuple[PaperMethod, ...]:
+def paper_methods(sync_every: int = 100) -> tuple[PaperMethod, ...]:
     """The rows of the paper's table. Data parallelism is the exchange of everything after every step."""
-    streaming = PaperMethod("streaming", sync_every, BF16_BITS, layers_per_fragment=layers_per_fragment)
+    streaming = PaperMethod("streaming", sync_every, BF16_BITS, layers_per_fragment=3)
     return (
         PaperMethod("data parallel", 1, BF16_BITS),
         PaperMethod("DiLoCo", sync_every, BF16_BITS),

@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable
 
 from torchtitan_diloco.config.diloco_schema import DiLoCo
-from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.planner.choice import Option, Plan
 from torchtitan_diloco.planner.scenario import Scenario
 from torchtitan_diloco.planner.units import format_bandwidth, format_bytes, format_duration
 from torchtitan_diloco.planner.workload import model_facts
-
-GIB = 2**30
+from torchtitan_diloco.tools.device import GIB
 
 
 def plan_text(name: str, scenario: Scenario, plan: Plan, step_time_origin: str) -> str:
@@ -139,7 +138,7 @@ def _cut(diloco: DiLoCo) -> str:
 def _bits(one: Option) -> str:
     if not _is_streaming(one):
         return "16"
-    return f"{8 * build_codec(one.diloco.quantization).wire_bytes(2**20) / 2**20:g}"
+    return f"{bits_per_parameter(build_codec(one.diloco.quantization)):g}"
 
 
 def _number(value: float) -> str:

@@ -33,6 +33,10 @@ MOST_ROUNDS = 300
 JITTERED_STEPS = 2000
 """Of data parallelism, which waits for the slowest in every one."""
 
+GRADIENT_BYTES = 2
+"""Of a parameter: data parallelism is counted with gradients in bf16, as the papers count it."""
+JITTER_SEED = 0
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -48,8 +52,6 @@ class Prediction:
     """That the busiest worker sends while something is on the link."""
     in_flight: int
     """Fragments under way at once, at most."""
-    exchange_seconds: tuple[float, ...]
-    """Of each fragment, when nothing stands in its way. Of all gradients with data parallelism."""
 
     @property
     def mean_bits_per_second(self) -> float:
@@ -79,22 +81,25 @@ def predict(payloads: Sequence[Payload], schedule: "Schedule", conditions: Condi
         sent_bytes_per_step=float(sent.max()) * (sends / counted if counted else 0.0) / total_steps,
         peak_bits_per_second=max(payload.peak_bits_per_second(conditions) for payload in payloads),
         in_flight=in_flight,
-        exchange_seconds=tuple(payload.seconds(conditions) for payload in payloads),
     )
 
 
-def predict_data_parallel(buckets: Sequence[int], conditions: Conditions, bytes_per_parameter: float = 2.0) -> Prediction:
+def all_reduce_bytes(parameters: float, workers: int) -> float:
+    """That one worker sends in a ring all-reduce of all gradients."""
+    return 2 * (workers - 1) / workers * GRADIENT_BYTES * parameters
+
+
+def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
     """The control: a ring all-reduce of all gradients at every step. `buckets`: parameters of each, in the order in which the
     backward pass has them ready, which is spread evenly over the last two thirds of the step. The optimizer waits for all of
     them, one follows the other on the ring, and each takes 2 (M - 1) messages."""
     workers, links = conditions.workers, conditions.links
-    share = 2 * (workers - 1) / workers
-    sent = share * bytes_per_parameter * sum(buckets)
+    sent = all_reduce_bytes(sum(buckets), workers)
     compute = conditions.mean_step_seconds
     link_free = link_seconds = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
-        on_link = 8 * share * bytes_per_parameter * parameters / links.slowest
+        on_link = 8 * all_reduce_bytes(parameters, workers) / links.slowest
         link_seconds += on_link
         link_free = max(link_free, ready) + on_link + 2 * (workers - 1) * links.latency_seconds
     slowest = _step_times(conditions, JITTERED_STEPS if conditions.jitter else 1).max(axis=0).mean()
@@ -106,7 +111,6 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions, bytes_
         sent_bytes_per_step=sent,
         peak_bits_per_second=8 * sent / link_seconds if link_seconds else (math.inf if sent else 0.0),
         in_flight=min(1, workers - 1),
-        exchange_seconds=(link_seconds + 2 * (workers - 1) * len(buckets) * links.latency_seconds,),
     )
 
 
@@ -177,5 +181,5 @@ def _step_times(conditions: Conditions, steps: int) -> Array:
     means = np.array(conditions.step_seconds)[:, None]
     if not conditions.jitter:
         return np.broadcast_to(means, (conditions.workers, steps))
-    factors = 1 + conditions.jitter * np.random.default_rng(conditions.seed).standard_normal((steps, conditions.workers)).T
+    factors = 1 + conditions.jitter * np.random.default_rng(JITTER_SEED).standard_normal((steps, conditions.workers)).T
     return np.asarray(means * factors.clip(min=0.1))

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.report.run_records import Record, Run, number
 
-GRADIENT_BYTES = 2
-"""Data parallelism is counted as components/summary.py counts it: gradients in bf16, as in the papers."""
 SHARES = {
     "compute": "time/share_compute_percent_mean_over_ranks",
     "data": "time/share_data_percent_mean_over_ranks",
@@ -56,7 +55,7 @@ def data_parallel_bytes(run: Run, step: float | None = None) -> float | None:
     workers, parameters = run.workers, run.parameters
     if workers is None or parameters is None or workers < 2:
         return None
-    return 2 * (workers - 1) / workers * GRADIENT_BYTES * parameters * step
+    return all_reduce_bytes(parameters, workers) * step
 
 
 def hidden_percent(run: Run) -> float | None:

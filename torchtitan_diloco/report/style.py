@@ -32,11 +32,7 @@ summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
 pre { margin: 10px 0 0; padding: 14px; overflow-x: auto; background: var(--band); border-radius: 6px; font-size: 13px; }
 @media (max-width: 760px) {
   main { padding-top: 16px; }
-  dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 18px 28px; margin: 0; }
-dt { font-size: 14px; color: var(--muted); }
-dd { margin: 0; font-size: 20px; font-variant-numeric: tabular-nums; }
-dd small { display: block; font-size: 13px; line-height: 1.35; }
-.figures { grid-template-columns: minmax(0, 1fr); gap: 36px; }
+  .figures { grid-template-columns: minmax(0, 1fr); gap: 36px; }
   .broad { display: none; }
   .narrow { display: block; }
   dl { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px 20px; }

@@ -45,7 +45,7 @@ def facts_table(runs: Sequence[Run]) -> Table:
         ("loss of the shared model", _validated),
         ("training loss", _trained),
         ("tokens, all workers", _tokens),
-        ("time", lambda run: told(duration(_value(run, "time/elapsed_seconds")), "h:mm:ss, with validations")),
+        ("time", lambda run: told(duration(_value(run, "time/elapsed_seconds")), "days, h:mm:ss, with validations")),
         ("tokens/s, all workers", _pace),
         ("sent by each worker", _sent),
         ("data parallelism would send", _data_parallel),

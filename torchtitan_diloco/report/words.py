@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from torchtitan_diloco.tools.durations import brief, clock
+
 ABSENT = "–"  # noqa: RUF001 - the dash of a cell in which nothing stands
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -27,17 +29,11 @@ def percent(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return ABSENT
-    return f"{value:.2f} s" if abs(value) >= 1 else f"{1000 * value:.1f} ms"
+    return ABSENT if value is None else brief(value)
 
 
 def duration(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return ABSENT
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+    return ABSENT if value is None or not math.isfinite(value) else clock(value)
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

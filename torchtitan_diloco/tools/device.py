@@ -1,10 +1,11 @@
 """Facts about the hardware a process runs on."""
 
-import os
 import resource
 import sys
 
 import torch
+
+from torchtitan_diloco.tools.cores import available_cores
 
 GIB = 2**30
 
@@ -35,7 +36,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"
-    return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process"
+    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a process"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

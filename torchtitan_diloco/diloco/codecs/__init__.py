@@ -8,7 +8,7 @@ from torchtitan_diloco.diloco.codecs.integer import Int8Codec
 from torchtitan_diloco.diloco.codecs.minifloat import MiniFloatCodec
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
 
-__all__ = ["CODECS", "UNIT", "Codec", "Place", "build_codec", "build_gather_codec", "describe"]
+__all__ = ["CODECS", "UNIT", "Codec", "Place", "bits_per_parameter", "build_codec", "build_gather_codec", "describe"]
 
 _MINIFLOATS = {
     "fp8_e4m3": (4, 3, 7, 448.0),
@@ -32,10 +32,15 @@ def build_gather_codec(config: Quantization) -> Codec:
     return _build(config.codec if config.gather_codec == "same" else config.gather_codec, config)
 
 
+def bits_per_parameter(codec: Codec) -> float:
+    """With the scales of its blocks, without headers."""
+    return 8 * codec.wire_bytes(2**20) / 2**20
+
+
 def describe(config: Quantization, workers: int) -> str:
     """In words, for the start of a run."""
     codec, gather = build_codec(config), build_gather_codec(config)
-    text = f"{codec.name}, {8 * codec.wire_bytes(2**20) / 2**20:g} bits a parameter"
+    text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if codec.name not in ("fp32", "bf16"):
         text += f", a scale for {config.block_size} values"
     if workers > 2 and gather.name != codec.name:

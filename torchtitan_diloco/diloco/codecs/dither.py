@@ -30,9 +30,9 @@ def draw(place: Place, out: Tensor, room: Scratch) -> Tensor:
     pairs = -(-values // 2)
     word, moved = room.ints("dither", pairs, device), room.ints("dither, moved", pairs, device)
     torch.mul(room.counter(pairs, device), _STRIDE, out=word)
-    word.add_(_signed(place.start // 2 * _STRIDE + place.key))
+    word.add_(signed(place.start // 2 * _STRIDE + place.key))
     word.bitwise_xor_(_high_half(word, 16, moved)).mul_(_MIX_1)
-    word.bitwise_xor_(_signed(place.key >> 32))
+    word.bitwise_xor_(signed(place.key >> 32))
     word.bitwise_xor_(_high_half(word, 13, moved)).mul_(_MIX_2)
     word.bitwise_xor_(_high_half(word, 16, moved))
     return out.copy_(word.view(torch.int16)[:values]).bitwise_and_(2**BITS - 1)
@@ -43,6 +43,6 @@ def _high_half(word: Tensor, shift: int, out: Tensor) -> Tensor:
     return torch.bitwise_right_shift(word, shift, out=out).bitwise_and_(2 ** (32 - shift) - 1)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """The low 32 bits as torch's int32 has them."""
     return (number + 2**31) % 2**32 - 2**31

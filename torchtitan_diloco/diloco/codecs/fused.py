@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs.base import UNIT, Place
+from torchtitan_diloco.diloco.codecs.dither import signed
 from torchtitan_diloco.tools.logging import logger
 
 
@@ -73,8 +74,8 @@ def encode(values: Tensor, residual: Tensor | None, payload: Tensor, form: Forma
             payload,
             values.numel(),
             _octets(values, form),
-            _signed(start),
-            _signed(place.key >> 32),
+            signed(start),
+            signed(place.key >> 32),
             FEEDBACK=residual is not None,
             **form._asdict(),
             **rounding._asdict(),
@@ -120,8 +121,3 @@ def _octets(values: Tensor, form: Format) -> int:
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the thread's GPU, which in a thread of the outer loop need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _signed(number: int) -> int:
-    """The low 32 bits as an int32: one type for all numbers, so one kernel."""
-    return (number + 2**31) % 2**32 - 2**31
