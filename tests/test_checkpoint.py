@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
+from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import (
     complete_checkpoints,
     read_manifest,
@@ -165,6 +167,41 @@ def test_stopped_by_a_signal_and_started_again_is_uninterrupted(text: Path, proc
     left, right = tensors(last(text.parent / "whole")), tensors(last(text.parent / "broken"))
     for name, value in left.items():
         assert torch.equal(value, right[name]), name
+
+
+NEVER_RESHARDED = {"validation.local": "true", "parallel.reshard_after_forward": "never"}
+
+
+@pytest.mark.parametrize(
+    ("base", "size"),
+    [({"diloco.workers": 2}, 2), (FP32 | NEVER_RESHARDED, 4)],
+    ids=["data parallel", "streaming, never resharded"],
+)
+def test_a_save_right_after_a_validation_is_whole(text: Path, processes: ProcessPool, base: dict[str, Any], size: int) -> None:
+    """A forward pass without a backward pass leaves FSDP2's full parameters behind, which have no moments."""
+    every = {"checkpoint.every": 8, "validation.every": 8}
+    processes.run(run, size, chosen(text, "whole", **base, **every))
+    middle = complete_checkpoints(text.parent / "whole")[0]
+    assert step_of(middle) == 8
+    assert all(value.any() for name, value in tensors(middle).items() if "/optimizer/exp_avg" in name)
+    processes.run(run, size, chosen(text, "again", **base, **every, **{"checkpoint.resume": middle}))
+    left, right = tensors(last(text.parent / "whole")), tensors(last(text.parent / "again"))
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def test_what_is_counted_is_that_of_the_saved_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the manifest is written later, when the run has gone on."""
+    finish = Checkpointer._finish
+
+    def late(self: Checkpointer, *given: Any) -> None:
+        time.sleep(0.3)
+        finish(self, *given)
+
+    monkeypatch.setattr(Checkpointer, "_finish", late)
+    run(chosen(text, "run", **{"metrics.log_every": 1}))
+    counted = {step_of(path): read_manifest(path).run["totals"] for path in complete_checkpoints(text.parent / "run")}
+    assert {step: totals["worker_0/steps"] for step, totals in counted.items()} == {step: step for step in counted}
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])

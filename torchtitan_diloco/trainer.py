@@ -252,7 +252,7 @@ class Trainer:
             run={
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "validated": self.validator.validated,
-                "totals": reports.totals,
+                "totals": dict(reports.totals),  # it is written later, while the run goes on counting
                 "totals_after": self.behind.get("totals_after", 0),
                 "elapsed_seconds": reports.elapsed_seconds,
             },

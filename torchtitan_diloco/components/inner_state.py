@@ -25,6 +25,9 @@ def on_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 def inner_state(model: nn.Module, optimizer: AdamW, mesh: DeviceMesh | None, rank: int) -> dict[str, Tensor]:
     """Copies; `rank` is that within the worker."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    hidden = [name for name, one in model.named_parameters() if one.requires_grad and one not in trained]
+    assert not hidden, f"FSDP2's full parameters hide the sharded ones, to which the moments belong: {hidden[:3]}"
     state = {f"{MODEL}{name}": on_host(parameter, mesh) for name, parameter in model.named_parameters()}
     steps: list[Tensor] = []
     for name, parameter in model.named_parameters():

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.metrics import MetricsWriter, Record
 from torchtitan_diloco.config.schema import Validation
+from torchtitan_diloco.diloco.shared_model import drop_gathered
 from torchtitan_diloco.distributed.reductions import sum_over_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.logging import logger
@@ -47,8 +47,7 @@ def validate(
             sums = model(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=chunk_tokens))
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # a forward pass without a backward pass leaves the root's full parameters behind
+    drop_gathered(model)
     cross_entropy, tokens = sum_over_ranks(world, totals.tolist(), "in a validation")
     return ValidationResult(cross_entropy / tokens, int(tokens))
 
