@@ -85,7 +85,7 @@ class OuterState:
             for local, outer, delta in views:
                 torch.sub(_as_held(outer, local.dtype), local, out=delta)
         if self._taken is not None:
-            self._taken.record()
+            self._taken.record(torch.cuda.current_stream(self._model_device))
 
     @torch.no_grad()
     def apply(self, mixing: float) -> Tensor:

@@ -28,6 +28,8 @@ class StopSignals:
 
     def __init__(self, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> None:
         self.first: signal.Signals | None = None
+        self._left_to_training = False
+        """Training was in this process when the signal came: it has heard it, and ends when it has saved."""
         self._grace_seconds = grace_seconds
         self._first_at = 0.0
         self._passed_on_to: set[int] = set()
@@ -62,7 +64,7 @@ class StopSignals:
                     return
                 if number in self._previous_handlers:
                     self._on_signal(signal.Signals(number))
-            if self.first is not None and not self._training_is_in_this_process(self.first):
+            if self.first is not None and not self._left_to_training:
                 self._pass_on(self.first)
                 if time.monotonic() - self._first_at > self._grace_seconds:
                     self._kill(self.first, f"still training {self._grace_seconds:g} s after {self.first.name}; killed")
@@ -75,6 +77,7 @@ class StopSignals:
             return
         self.first, self._first_at = received, now
         if self._training_is_in_this_process(received):
+            self._left_to_training = True
             return
         if not training_processes():
             self._kill(received, f"stopped by {received.name}; no training was running")
