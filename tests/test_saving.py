@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
         run(chosen(text, "run"))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"], "nothing of the first is touched"
     run(chosen(text, "run"))
+
+
+def test_a_run_that_ended_after_this_one_looked_is_not_overwritten(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a job that is queued again while the old one is in its last save."""
+    run(chosen(text, "run", training__steps=10))
+    original = run_claim.claim_run_folder
+
+    def claim(*given: Any, **more: Any) -> Any:
+        shutil.copytree(last(text.parent / "run"), text.parent / "run" / "checkpoints" / "step-00000012")
+        return original(*given, **more)
+
+    monkeypatch.setattr("torchtitan_diloco.trainer.claim_run_folder", claim)
+    with pytest.raises(ValueError, match=r"another run has just ended .* from .*step-00000010 instead of .*step-00000012"):
+        run(chosen(text, "run"))
+    hold_run_folder(text.parent / "run").close()  # it is free again
 
 
 def _run_in_folders_of_their_own(wanted: dict[str, str], parent: Path) -> str:

@@ -124,7 +124,8 @@ class Trainer:
         until = min(total_steps, config.training.stop_after or total_steps)
         own_folder = replace(config, run=replace(config.run, folder=""))  # starts the same run again, in a folder of its own
         saves = config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.at_end or until < total_steps
-        folder, held = claim_run_folder(self.world, config.run, self.start, to_toml(own_folder), saves=bool(saves))
+        claimed = config.run, config.checkpoint.resume, self.start, to_toml(own_folder)
+        folder, held = claim_run_folder(self.world, *claimed, saves=bool(saves))
         self._log_plan(folder)
         self._take_up()
         together = config.diloco.method == "none" or self.world.workers == 1

@@ -1,7 +1,8 @@
 """A training program for the tests of the launcher: each word it is given is something to do.
 
 `started`: print one line about this rank. `meet`: form a gloo group and print the sum of all ranks. `wait`: sleep until
-SIGINT or SIGTERM arrives, then finish a "step" and end well. `hang`: sleep and ignore them. `fail:RANK:CODE`,
+SIGINT or SIGTERM arrives, then finish a "step" and end well. `close`: take two more seconds. `hang`: sleep and ignore
+them. `fail:RANK:CODE`,
 `kill:RANK`, `raise:RANK`: that rank ends badly while the others wait.
 """
 
@@ -28,6 +29,9 @@ def main(arguments: list[str]) -> int:
             say(f"arguments={arguments[:-1]}")
         elif name == "wait":
             wait_for_signal()
+        elif name == "close":
+            time.sleep(2)
+            say("closed")
         elif name == "hang":
             for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(stop_signal, signal.SIG_IGN)
@@ -67,12 +71,13 @@ def wait_for_signal() -> None:
     def take(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, take)
+    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     say("waiting")
     while not received:
         time.sleep(0.02)
     time.sleep(0.2)  # the rest of the step
+    for number, handler in before.items():
+        signal.signal(number, handler)
     say(f"finished rank={RANK} signal={signal.Signals(received[0]).name} count={len(received)}")
 
 

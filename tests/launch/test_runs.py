@@ -139,6 +139,16 @@ def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
         wait_until_gone(running.training_pids())
 
 
+def test_a_run_that_has_stopped_by_itself_may_take_its_time_to_close(tmp_path: Path) -> None:
+    """In this very process, which has its own handlers back by then."""
+    settings = {"SHUTDOWN_SECONDS": "1"}
+    with launcher(tmp_path / "console", "started,wait,close", workers=1, environment=settings) as running:
+        running.wait_for("waiting")
+        running.process.terminate()
+        assert running.wait() == 143
+        assert running.output.endswith("closed\n")
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with launcher(tmp_path / "console", "started,hang") as running:
         running.wait_for("hanging", times=2)

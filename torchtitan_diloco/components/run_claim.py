@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.components.resume import Start, find_start
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.agreement import broadcast_text, gather_texts
 from torchtitan_diloco.distributed.world import World
@@ -15,7 +15,9 @@ SEEN_WITHIN_SECONDS = 10.0
 """Some network file systems show a new file a little later."""
 
 
-def claim_run_folder(world: World, run: Run, start: Start, toml: str, *, saves: bool) -> tuple[Path, TextIO | None]:
+def claim_run_folder(
+    world: World, run: Run, resume: str, start: Start, toml: str, *, saves: bool
+) -> tuple[Path, TextIO | None]:
     """Rank 0 makes it, holds it (by the file it returns), writes the configuration there as TOML, and tells all ranks. A run
     that `saves` needs a folder that all of them see."""
     made, held, failure, token = "", None, "", secrets.token_hex(8)
@@ -23,6 +25,7 @@ def claim_run_folder(world: World, run: Run, start: Start, toml: str, *, saves: 
         try:
             path = create_run_folder(start.folder or run.folder, run.name, goes_on=bool(start.folder))
             held = hold_run_folder(path, token)  # first: another run's files are not to be touched
+            _check_that_start_stands(resume, run.folder, start)
             name = f"config-from-step-{start.step}.toml" if start.folder and start.step else "config.toml"
             (path / name).write_text(toml, encoding="utf-8")
             made = str(path)
@@ -37,6 +40,17 @@ def claim_run_folder(world: World, run: Run, start: Start, toml: str, *, saves: 
     if saves:
         _check_that_all_see(world, path, token)
     return path, held
+
+
+def _check_that_start_stands(resume: str, folder: str, start: Start) -> None:
+    """The run that held the folder before may have saved once more since this one looked."""
+    found = find_start(resume, folder)
+    if found != (start.folder, start.checkpoint):
+        was, now = (checkpoint or "the beginning" for checkpoint in (start.checkpoint, found[1]))
+        raise ValueError(
+            f"run.folder = {folder}: another run has just ended there, so this one would go on from {was} instead of {now}; "
+            "start it again"
+        )
 
 
 def _check_that_all_see(world: World, path: Path, token: str) -> None:
