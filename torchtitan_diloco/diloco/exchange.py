@@ -87,7 +87,8 @@ class Exchange:
             raise self._failure
         if not header.weight:
             residual = None  # nobody takes anything of this delta, so nothing of the residual is sent either
-        self._messenger.traffic, self._dot = Traffic(), self._dot.zero_()
+        self._messenger.begin()
+        self._dot.zero_()
         try:
             headers = self._average(delta, header, residual, *keys)
             self._traffic.dot = self._dot.item()

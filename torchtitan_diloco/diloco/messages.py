@@ -18,16 +18,18 @@ from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.distributed.causes import cause_of
 from torchtitan_diloco.distributed.transport import transports
 
+NCCL_POLL_SECONDS = 0.0005
+
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, what it gets, or where what it sends goes)."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker left or was silent beyond the timeout."""
+    """A worker left or was silent beyond the timeout: one of these."""
 
     def __init__(self, workers: list[int], reason: str) -> None:
         self.workers, self.reason = workers, reason
-        names = " and ".join(map(str, workers))
+        names = " or ".join(map(str, workers))
         super().__init__(f"worker {names} left or did not answer in time ({reason})")
 
 
@@ -66,6 +68,10 @@ class Messenger:
         self._is_nccl = transports(group).get(device.type) == "nccl"
         # To wait for NCCL is to make the current stream wait, too: of another thread that is the one that trains.
         self._streams = {worker: torch.cuda.Stream(device) for worker in self.others} if self._is_nccl else {}
+
+    def begin(self) -> None:
+        """A new exchange."""
+        self.traffic = Traffic(moments_are_known=not self._is_nccl or self.workers == 2)
 
     def expect(self, parts: Parts, tag: int = 0) -> Messages:
         """Where messages go when they come; an empty one is not sent."""
@@ -127,6 +133,11 @@ class Messenger:
 
     def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
         """When the first of these was there."""
+        if self._is_nccl:
+            try:
+                return wait_for_nccl(works, self._timeout.total_seconds())
+            except RuntimeError as error:  # of a batch: which of several others it was is not known
+                raise WorkerLostError(self.others, cause_of(error)) from error
         first = math.nan
         for number, work in enumerate(works):
             try:
@@ -158,3 +169,15 @@ class Messenger:
             return message
         assert message.storage_offset() == 0, "or it would be written elsewhere"
         return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
+
+
+def wait_for_nccl(works: Iterable[dist.Work], seconds: float) -> float:
+    """When all were done. To wait in NCCL itself would not end after a timeout, but with the process."""
+    deadline = time.monotonic() + seconds
+    for work in works:
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing came over NCCL for {seconds:g} s")
+            time.sleep(NCCL_POLL_SECONDS)
+        work.wait()  # at once: raises what has failed, and tells the stream
+    return time.perf_counter()

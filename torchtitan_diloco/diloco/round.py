@@ -35,6 +35,8 @@ class Traffic:
     """... and when the last of it was there."""
     dot: float = NEVER
     """Scalar product of this worker's delta and the mean."""
+    moments_are_known: bool = True
+    """Of each other worker by itself: NCCL tells of a whole batch of messages at once."""
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
         for worker, size in sizes.items():
@@ -43,11 +45,11 @@ class Traffic:
 
     def heard_after(self, worker: int) -> float:
         """From this worker's own arrival to the other's header: what it waited for the other, never less than the way takes."""
-        return self.heard.get(worker, NEVER) - self.header_sent
+        return self.heard.get(worker, NEVER) - self.header_sent if self.moments_are_known else NEVER
 
     def link_seconds(self, worker: int) -> float:
         """How long the bytes of `link_bytes` were on their way, once the other had arrived."""
-        return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
+        return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER) if self.moments_are_known else NEVER
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +15,7 @@ from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
 
 WORKER, FSDP = "worker", "fsdp"
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SAVING_TIMEOUT = 7200
 """Seconds that ranks wait for each other in a save."""
 
@@ -153,11 +156,25 @@ def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, 
     own = {}
     for dim, lines in ((WORKER, grid.t()), (FSDP, grid)):
         backend, seconds = transports[dim]
-        for line in lines.tolist():  # every rank takes part in the making of every group
-            group = dist.new_group(line, backend=backend, timeout=timedelta(seconds=seconds))
-            if dist.get_rank() in line:
-                own[dim] = group
+        with errors_left_to_us() if dim == WORKER and backend == "nccl" else nullcontext():
+            for line in lines.tolist():  # every rank takes part in the making of every group
+                group = dist.new_group(line, backend=backend, timeout=timedelta(seconds=seconds))
+                if dist.get_rank() in line:
+                    own[dim] = group
     return DeviceMesh.from_group([own[WORKER], own[FSDP]], device_type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
+
+
+@contextmanager
+def errors_left_to_us() -> Iterator[None]:
+    """Around the making of NCCL groups between workers. With an error or a timeout NCCL's watchdog would end the process before
+    the outer loop has said which worker is lost and a save under way is finished (diloco/messages.py looks by itself)."""
+    before = os.environ.get(NCCL_ERRORS)
+    os.environ.setdefault(NCCL_ERRORS, "0")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_ERRORS]
 
 
 def leave_world(world: World) -> None:
