@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was killed ends as one that was not, on the same layout or on another."""
 
+import json
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
 LOSS = "train/loss_nats_per_token_global"
+SENT = "sent_bytes_mean_over_workers"
 STEPS = 24
 FP32 = {
     "diloco.method": "streaming",
@@ -106,6 +108,8 @@ def same_end(one: Path, other: Path) -> None:
     assert [record["step"] for record in mine] == [record["step"] for record in theirs]
     for key in (LOSS, "train/lr", "train/tokens_global", "validation/loss_nats_per_token_global"):
         assert curve(mine, key) == curve(theirs, key), key
+    sent = [json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])[SENT] for folder in (one, other)]
+    assert sent[0] == sent[1] > 0
 
 
 def test_a_run_that_stops_in_between_ends_as_one_that_does_not(text: Path, processes: ProcessPool) -> None:

@@ -164,6 +164,6 @@ def test_memory_on_the_host_leaves_what_is_in_flight_on_the_device() -> None:
     inner = INNER_BYTES * one.parameters / 2
     assert device.host_bytes == 0
     assert host.device_bytes == pytest.approx(inner + 4 * max(sizes) / 2)
-    assert host.host_bytes == pytest.approx(device.device_bytes - inner)
-    assert host.host_bytes >= 12 * one.parameters / 2
+    assert device.device_bytes - inner >= 12 * one.parameters / 2
+    assert device.device_bytes - inner <= host.host_bytes <= 2 * (device.device_bytes - inner), "in powers of two"
     assert memory_of(one, replace(PRESENT, method="none"), on_host=True, in_flight=1).device_bytes == inner

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Iterable, Mapping
 
 from torchtitan_diloco.diloco.round import Round
 
@@ -20,17 +21,16 @@ class Meter:
         self._expose(facts.taking_seconds)
 
     def exchanged(self, facts: Round) -> None:
-        """What the background has done for a fragment; counted once, when it is known to be done. Nothing is known of a round
-        whose result came out of a checkpoint."""
+        """What the background has done for a fragment; counted once, when it is known to be done. A round whose result came
+        out of a checkpoint is unknown here: what it took came with it."""
         if facts.counted or math.isnan(facts.exchange_seconds):
             return
         facts.counted = True
-        traffic = facts.traffic
-        self._sums["diloco/exchange_seconds"] += facts.exchange_seconds
-        self._sums["diloco/coding_seconds"] += traffic.encoding_seconds + traffic.decoding_seconds
-        self._sums["diloco/transfer_waiting_seconds"] += traffic.waiting_seconds
-        self._sums["diloco/sent_bytes"] += traffic.bytes_sent
-        self._sums["diloco/received_bytes"] += traffic.bytes_received
+        self.add(exchange_sums(facts))
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        for name, value in sums.items():
+            self._sums[name] += value
 
     def applied(self, facts: Round) -> None:
         self.exchanged(facts)
@@ -53,6 +53,28 @@ class Meter:
         taken = list(self._rounds)
         self._rounds.clear()
         return taken
+
+
+def exchange_sums(facts: Round) -> dict[str, float]:
+    """What an exchange took, for a checkpoint or the totals. Not known where its own result came out of one."""
+    if math.isnan(facts.exchange_seconds):
+        return {}
+    traffic = facts.traffic
+    return {
+        "diloco/exchange_seconds": facts.exchange_seconds,
+        "diloco/coding_seconds": traffic.encoding_seconds + traffic.decoding_seconds,
+        "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
+        "diloco/sent_bytes": traffic.bytes_sent,
+        "diloco/received_bytes": traffic.bytes_received,
+    }
+
+
+def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    added: dict[str, float] = {}
+    for one in sums:
+        for name, value in one.items():
+            added[name] = added.get(name, 0.0) + value
+    return added
 
 
 NAMES = (

@@ -43,7 +43,7 @@ class OuterState:
         self._staging: Tensor | None = None
         on_gpu = self._model_device.type == "cuda"
         self._stream = torch.cuda.Stream(self._model_device) if on_gpu else None
-        self._taken = torch.cuda.Event() if on_gpu else None
+        self._taken: torch.cuda.Event | None = None
         self.read_model()
 
     def _locals(self) -> list[Tensor]:
@@ -84,8 +84,7 @@ class OuterState:
             views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
             for local, outer, delta in views:
                 torch.sub(_as_held(outer, local.dtype), local, out=delta)
-        if self._taken is not None:
-            self._taken.record(torch.cuda.current_stream(self._model_device))
+        self._taken = self.moment()
 
     @torch.no_grad()
     def apply(self, mixing: float) -> Tensor:
@@ -112,18 +111,27 @@ class OuterState:
                 local.copy_(free)
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.zeros(())
 
+    def moment(self) -> torch.cuda.Event | None:
+        """When a GPU has done all that this thread has given it so far."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._model_device))
+        return event
+
     # --- in the background -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def background(self) -> Iterator[None]:
-        """Around the background's work on this fragment. On a GPU it begins when the delta has been taken and is complete at
-        the end, so that the training thread finds it done."""
-        if self._stream is None or self._taken is None:
+    def background(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Around the background's work on this fragment. On a GPU it begins `after` a moment of the training thread's, by
+        default when the delta has been taken, and is complete at the end, so that the training thread finds it done."""
+        begins = after or self._taken
+        if self._stream is None or begins is None:
             yield
             return
         torch.cuda.set_device(self._model_device)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._taken)
+            self._stream.wait_event(begins)
             yield
             self._stream.synchronize()
 
@@ -168,8 +176,10 @@ class OuterState:
 
     @property
     def bytes(self) -> int:
+        """Memory taken."""
         residual = [] if self.residual is None else [self.residual]
-        return sum(buffer.nbytes for buffer in (self.outer, self.delta, *self.slots, *residual))
+        sizes = [buffer.nbytes for buffer in (self.outer, self.delta, *self.slots, *residual)]
+        return sum(map(pinned_bytes, sizes)) if self._on_host else sum(sizes)
 
     def norm_of_delta(self) -> float:
         return float(torch.linalg.vector_norm(self.delta))
@@ -177,6 +187,11 @@ class OuterState:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """A flat buffer, cut as the fragment's parts."""
         return list(buffer.split(self._sizes))
+
+
+def pinned_bytes(wanted: int) -> int:
+    """That torch takes for a pinned buffer: a power of two."""
+    return 1 << (wanted - 1).bit_length() if wanted else 0
 
 
 def _as_held(outer: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,8 @@ class Frozen:
     slots: list[Tensor]
     residual: Tensor | None
     record: dict[str, Any]
+    taken: torch.cuda.Event | None = None
+    """The moment of freezing, on a GPU."""
 
 
 def freeze(state: OuterState, record: dict[str, Any], *, in_flight: bool) -> Frozen:
@@ -35,18 +37,20 @@ def freeze(state: OuterState, record: dict[str, Any], *, in_flight: bool) -> Fro
     use by its apply. All other buffers keep their content until the next exchange of this fragment, which stands behind
     copy_out() in the background."""
     outer = state.outer.clone() if in_flight else state.outer
-    return Frozen(outer, state.delta if in_flight else None, state.slots, state.residual, record)
+    return Frozen(outer, state.delta if in_flight else None, state.slots, state.residual, record, state.moment())
 
 
-def copy_out(frozen: Frozen, facts: dict[str, Any]) -> Frozen:
-    """In the background, behind the exchanges that were under way: copies of everything in host memory."""
+def copy_out(state: OuterState, frozen: Frozen) -> Frozen:
+    """In the background, behind the exchanges that were under way: copies of everything in host memory. On a GPU they are the
+    background's own work: in the training thread's stream its next step would wait for them."""
 
     def host(buffer: Tensor | None) -> Any:
         return None if buffer is None else buffer.to("cpu", copy=True)
 
-    with torch.no_grad():
+    with torch.no_grad(), state.background(frozen.taken):
         slots = [host(slot) for slot in frozen.slots]
-        return Frozen(host(frozen.outer), host(frozen.next), slots, host(frozen.residual), frozen.record | facts)
+        record = frozen.record | {"rounds": state.rounds}
+        return Frozen(host(frozen.outer), host(frozen.next), slots, host(frozen.residual), record)
 
 
 def by_name(

@@ -31,7 +31,7 @@ from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table
 from torchtitan_diloco.diloco.header import DROPPED, NOT_FINITE, Header
 from torchtitan_diloco.diloco.messages import WorkerLostError
-from torchtitan_diloco.diloco.meter import Meter
+from torchtitan_diloco.diloco.meter import Meter, exchange_sums, total
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.restart import (
     Frozen,
@@ -119,7 +119,7 @@ class StreamingDiLoCo:
             raise ValueError(f"the weight of a step is {weight}: give a number from 0 up, such as the step's tokens")
         self.step_count += 1
         self._weights = [total + weight for total in self._weights]
-        self._raise_failures()
+        self.check()
         sent, applied = self.schedule.sent_at(self.step_count), self.schedule.applied_at(self.step_count)
         if sent or applied:
             drop_gathered(self._model)
@@ -181,8 +181,9 @@ class StreamingDiLoCo:
             return 0.0
         return 1.0 if outcome.flags & DROPPED or not outcome.participants else self._mixing
 
-    def _raise_failures(self) -> None:
-        """A failed exchange ends the run at the next step, not only when its result is due."""
+    def check(self) -> None:
+        """Raises what an exchange in the background has failed with. Every step() does it, so that a run ends then and not
+        only when the result is due; for those who wait for something else meanwhile."""
         for index, flight in self._in_flight.items():
             if flight.outcome.done() and flight.outcome.exception() is not None:
                 self._result(index, flight)
@@ -217,32 +218,34 @@ class StreamingDiLoCo:
     def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[dict[str, Any]]":
         """The state as it is now, copied in the background while training goes on; what is in flight is waited for there.
         `mesh`: a mesh of this worker's ranks on the CPU, for models that are sharded over GPUs."""
-        self._raise_failures()
+        self.check()
         frozen = []
         for index, state in enumerate(self._states):
             flight = self._in_flight.get(index)
-            record = {"weight": self._weights[index], "in_flight": None if flight is None else {"step": flight.facts.sent_step}}
+            under_way = None if flight is None else {"step": flight.facts.sent_step}
+            record = {"weight": self._weights[index], "in_flight": under_way}
             frozen.append(freeze(state, record, in_flight=flight is not None))
-        outcomes = {index: flight.outcome for index, flight in self._in_flight.items()}
+        flights = [(index, flight, flight.facts.counted) for index, flight in self._in_flight.items()]
         facts = {
             "step": self.step_count,
             "settings": self._restart_settings(),
             "layout": layout_of(self._states),
             "in_flight_order": list(self._in_flight),
         }
-        return self._background.submit(partial(self._finish_state, frozen, outcomes, facts, mesh))
+        return self._background.submit(partial(self._finish_state, frozen, flights, facts, mesh))
 
     def _finish_state(
         self,
         frozen: "list[Frozen]",
-        outcomes: "dict[int, Future[Outcome]]",
+        flights: "list[tuple[int, _InFlight, bool]]",
         facts: dict[str, Any],
         mesh: DeviceMesh | None,
     ) -> dict[str, Any]:
-        copies = [copy_out(one, {"rounds": state.rounds}) for one, state in zip(frozen, self._states, strict=True)]
-        for index, outcome in outcomes.items():
-            known = outcome.result()
+        copies = [copy_out(state, one) for state, one in zip(self._states, frozen, strict=True)]
+        for index, flight, _ in flights:
+            known = flight.outcome.result()
             copies[index].record["in_flight"] |= {"participants": known.participants, "flags": known.flags}
+        uncounted = total(exchange_sums(flight.facts) for _, flight, counted in flights if not counted)
 
         def named(pick: Callable[[Frozen], Tensor | None]) -> dict[str, Tensor]:
             return by_name(self._states, [pick(copy) for copy in copies], mesh)
@@ -250,6 +253,7 @@ class StreamingDiLoCo:
         outer = [copy.outer for copy in copies]
         slots = [by_name(self._states, [copy.slots[number] for copy in copies], mesh) for number in range(len(copies[0].slots))]
         return facts | {
+            "exchanged": uncounted,
             "fragments": [copy.record for copy in copies],
             "outer": named(lambda copy: copy.outer),
             "next": by_name(self._states, [copy.next for copy in copies], mesh, otherwise=outer),
@@ -285,6 +289,7 @@ class StreamingDiLoCo:
             lost = "is given up" if saved["residual"] else "starts from zero"
             notes.append(f"diloco.quantization.error_feedback has changed: what encoding lost {lost}")
         self.step_count = saved["step"]
+        self._meter.add(saved.get("exchanged", {}))  # older ones do not say
         for index, (state, record) in enumerate(zip(self._states, saved_records(self._states, saved), strict=True)):
             if index in flying:
                 fill([state], [state.delta], saved["next"])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.planner.outer_loop import exchange_buffer_bytes
 from torchtitan_diloco.planner.workload import Workload
 
@@ -24,11 +25,12 @@ def memory_of(workload: Workload, diloco: DiLoCo, *, on_host: bool, in_flight: i
     if diloco.method == "none":
         return Memory(inner, 0.0)
     sizes = sorted(workload.fragments(diloco.fragments), reverse=True)
-    outer = outer_bytes_per_parameter(diloco) * sum(sizes) / workload.ranks
-    outer += exchange_buffer_bytes(-(-sizes[0] // workload.ranks), diloco.quantization, workload.workers)
+    buffers = outer_bytes_per_parameter(diloco) // 4
+    exchange = exchange_buffer_bytes(-(-sizes[0] // workload.ranks), diloco.quantization, workload.workers)
     if not on_host:
-        return Memory(inner + outer, 0.0)
-    return Memory(inner + 4 * sum(sizes[:in_flight]) / workload.ranks, outer)
+        return Memory(inner + buffers * 4 * sum(sizes) / workload.ranks + exchange, 0.0)
+    pinned = buffers * sum(pinned_bytes(4 * -(-size // workload.ranks)) for size in sizes)
+    return Memory(inner + 4 * sum(sizes[:in_flight]) / workload.ranks, pinned + exchange)
 
 
 def outer_bytes_per_parameter(diloco: DiLoCo) -> int:
