@@ -19,6 +19,7 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import Manifest, begin, complete_checkpoints, prune, step_of
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.data_parallel import DataParallel
+from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.run_folder import hold_run_folder
 from torchtitan_diloco.trainer import Trainer
@@ -64,6 +65,22 @@ def test_what_ends_a_run_is_told_and_not_what_ends_its_save_with_it(tmp_path: Pa
     monkeypatch.setattr(Checkpointer, "_write", lost)
     with pytest.raises(ValueError, match="a worker is lost"):
         save_and_fail()
+
+
+def test_a_worker_that_is_lost_ends_the_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose machine is gone never says so: the save would be patient with its disk."""
+    found = threading.Event()
+
+    def lost(_: DataParallel) -> None:
+        found.set()
+        raise WorkerLostError([1], "nothing came")
+
+    monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
+    monkeypatch.setattr(DataParallel, "check", lost)
+    saver = alone(tmp_path)
+    saver.save(Manifest(step=1, tokens=1, position=0, workers=1, ranks_per_worker=1, data={}, run={}, settings={}))
+    with pytest.raises(WorkerLostError, match="worker 1 left"):
+        saver.wait()
 
 
 def test_minutes_are_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.data_parallel import DataParallel
+from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.logging import logger
 
@@ -92,10 +93,15 @@ class Checkpointer:
         return time.perf_counter() - started
 
     def wait(self) -> None:
-        """For the save under way, if there is one."""
-        if self._saving is not None:
+        """For the save under way, if there is one. Ranks are patient with each other's disks; a worker that is found to be
+        lost meanwhile ends it."""
+        if self._saving is None:
+            return
+        while not wait([self._saving], timeout=1.0).done:
+            self._outer.check()
+        with nullcontext() if self._world.saving is None else naming_lost_ranks(self._world, "in a save"):
             self.failure = self._saving.result()
-            self._saving = None
+        self._saving = None
 
     def __enter__(self) -> Self:
         return self

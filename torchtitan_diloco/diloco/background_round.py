@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torchtitan_diloco.diloco.codecs.dither import key_of
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.header import NOT_FINITE, Header
+from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.distributed.causes import cause_of
 from torchtitan_diloco.tools.logging import logger
 
 
@@ -71,7 +73,10 @@ class BackgroundRound:
         if self._shard_group is None or self._shard_group.size() == 1:
             return math.isfinite(norm)
         bad = torch.tensor([int(not math.isfinite(norm))])
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
+        try:
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
+        except RuntimeError as error:
+            raise WorkerLostError([self._worker], f"one of its ranks: {cause_of(error)}") from error
         return not bad.item()
 
     @staticmethod

@@ -14,6 +14,9 @@ class DataParallel:
     def step(self, weight: float = 1.0) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
     def drain(self) -> None:
         pass
 
