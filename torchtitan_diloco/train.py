@@ -38,6 +38,7 @@ def main(words: list[str]) -> int:
             device=config.run.device,
             workers=config.diloco.workers,
             fsdp=config.parallel.fsdp,
+            outer_loop=config.diloco.method != "none",
         )
         Trainer(config, world).run()
     except ValueError as error:

@@ -16,7 +16,7 @@ from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header
-from torchtitan_diloco.diloco.messages import WorkerLostError, wait_for_nccl
+from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 
 TIMEOUT = 3
@@ -181,33 +181,6 @@ def test_two_runs_of_one_configuration_are_told_apart(processes: ProcessPool) ->
     for first, second, first_too, second_too in processes.run(_two_runs_on_one_group, 2):
         assert (first, second) == (first_too, second_too)
         assert first != second
-
-
-class FakeWork:
-    """As NCCL's, of which there is none without a GPU."""
-
-    def __init__(self, polls: int, failure: str = "") -> None:
-        self._polls, self._failure = polls, failure
-        self.waited = False
-
-    def is_completed(self) -> bool:
-        self._polls -= 1
-        return self._polls < 0
-
-    def wait(self) -> None:
-        self.waited = True
-        if self._failure:
-            raise RuntimeError(self._failure)
-
-
-def test_what_nccl_does_is_looked_at_and_not_waited_for() -> None:
-    done = [FakeWork(3), FakeWork(0)]
-    before = time.perf_counter()
-    assert wait_for_nccl(done, 60.0) >= before  # type: ignore[arg-type]
-    assert all(work.waited for work in done)
-    for works, reason in (([FakeWork(10**9)], r"nothing came over NCCL for 0.05 s"), ([FakeWork(1, "remote left")], "remote")):
-        with pytest.raises(RuntimeError, match=reason):
-            wait_for_nccl(works, 0.05)  # type: ignore[arg-type]
 
 
 def test_headers() -> None:

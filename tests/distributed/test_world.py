@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_
 from torchtitan_diloco.distributed.reductions import start_max, start_sum, sum_over_ranks
 from torchtitan_diloco.distributed.roll_call import missing_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
-from torchtitan_diloco.distributed.world import FSDP, WORKER, World, join_world, leave_world, split_world
+from torchtitan_diloco.distributed.world import FSDP, NCCL_ERRORS, WORKER, World, join_world, leave_world, split_world
 from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
 
 
@@ -186,3 +187,36 @@ def _one_rank_is_silent() -> str:
 
 def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
     assert processes.run(_one_rank_is_silent, 2) == ["gave up", "was silent"]
+
+
+def _watchdog_of_each_group(outer_loop: bool, decided: str) -> list[str | None]:
+    seen: list[str | None] = []
+    original = dist.new_group
+
+    def new_group(*given: Any, **more: Any) -> Any:
+        seen.append(os.environ.get(NCCL_ERRORS))
+        return original(*given, **more)
+
+    before = os.environ.pop(NCCL_ERRORS, None)
+    if decided:
+        os.environ[NCCL_ERRORS] = decided
+    dist.new_group = new_group
+    try:
+        join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0, outer_loop=outer_loop)
+        return [*seen[:3], os.environ.get(NCCL_ERRORS)]
+    finally:
+        dist.new_group = original
+        os.environ.pop(NCCL_ERRORS, None)
+        if before is not None:
+            os.environ[NCCL_ERRORS] = before
+
+
+@pytest.mark.parametrize(
+    ("outer_loop", "decided", "expected"),
+    [(True, "", ["0", None, None, None]), (False, "", [None] * 4), (True, "3", ["3"] * 4)],
+)
+def test_nccl_is_told_that_errors_are_ours_for_the_group_of_the_outer_loop_alone(
+    processes: ProcessPool, outer_loop: bool, decided: str, expected: list[str | None]
+) -> None:
+    """The groups in the order in which they are made: between workers, then inside each of the two; and what is left."""
+    assert processes.run(_watchdog_of_each_group, 2, outer_loop, decided) == [expected] * 2

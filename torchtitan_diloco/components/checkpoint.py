@@ -35,6 +35,7 @@ from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.data_parallel import DataParallel
+from torchtitan_diloco.diloco.meter import total
 from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.tools.logging import logger
@@ -127,11 +128,13 @@ class Checkpointer:
         aside = path.with_name(path.name + INCOMPLETE)
         failure = self._by_the_first(lambda: begin(path))
         facts: dict[str, Any] = {}
+        exchanged: dict[str, float] = {}
         folders: dict[str, dict[str, Tensor]] = {}
         written: dict[str, list[int]] = {}
 
         def collect() -> None:
             state = {} if outer is None else outer.result()
+            exchanged.update(state.pop("exchanged", {}))
             facts.update({key: value for key, value in state.items() if key not in TENSORS})
             folders.update(self._by_folder(own, state))
             for name in folders:
@@ -143,11 +146,13 @@ class Checkpointer:
 
         for task in (collect, write):  # one by one: writing is a collective, into which all go or none
             failure = failure or self._on_all(task)
-        gathered = self._gather((facts, written))
+        gathered = self._gather((facts, written, exchanged))
         everything = replace(
             manifest,
-            outer=[theirs for theirs, _ in gathered[:: self._world.ranks_per_worker] if theirs],
-            files={name: known for _, files in gathered for name, known in files.items()},
+            # What was under way at the save is a part of the state, and so is what it took, which nobody had counted yet.
+            run=manifest.run | {"totals": total([manifest.run.get("totals", {}), *(sums for _, _, sums in gathered)])},
+            outer=[theirs for theirs, _, _ in gathered[:: self._world.ranks_per_worker] if theirs],
+            files={name: known for _, files, _ in gathered for name, known in files.items()},
         )
         failure = failure or self._by_the_first(lambda: self._finish(aside, path, everything))
         if self._world.is_first:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,9 @@ class Manifest:
         crc = values.pop("crc", None)
         if crc != _crc_of(values):
             raise ValueError("its CRC-32 differs")
+        unknown = values.keys() - {one.name for one in fields(Manifest)}
+        if unknown:
+            raise ValueError(f"a newer program saved it: this one does not know {', '.join(sorted(unknown))}")
         return Manifest(**values)
 
 

@@ -223,8 +223,6 @@ class _Loader:
         state = dict(self._manifest.outer[worker if known else 0])
         if not known:
             state["fragments"] = [record | {"weight": 0.0} for record in state["fragments"]]
-        if not known or self._manifest.ranks_per_worker != self._world.ranks_per_worker:
-            state["exchanged"] = {}  # it is that of other ranks
         kinds = self._by_kind(SHARED, model)
         slots = sorted((kind for kind in kinds if kind.startswith("slot-")), key=lambda kind: int(kind.removeprefix("slot-")))
         residual = self._by_kind(worker_folder(worker), model).get("residual", {}) if known and source is not None else {}

@@ -25,7 +25,8 @@ def claim_run_folder(
         try:
             path = create_run_folder(start.folder or run.folder, run.name, goes_on=bool(start.folder))
             held = hold_run_folder(path, token)  # first: another run's files are not to be touched
-            _check_that_start_stands(resume, run.folder, start)
+            if start.folder:
+                _check_that_start_stands(resume, run.folder, start)
             name = f"config-from-step-{start.step}.toml" if start.folder and start.step else "config.toml"
             (path / name).write_text(toml, encoding="utf-8")
             made = str(path)
@@ -35,6 +36,8 @@ def claim_run_folder(
             failure = f"cannot make the folder of the run: {error}; set run.folder to a folder that can be written"
     failure = broadcast_text(world, failure)
     if failure:
+        if held is not None:
+            held.close()
         raise ValueError(failure)
     path, token = Path(broadcast_text(world, made)), broadcast_text(world, token)
     if saves:
@@ -48,8 +51,8 @@ def _check_that_start_stands(resume: str, folder: str, start: Start) -> None:
     if found != (start.folder, start.checkpoint):
         was, now = (checkpoint or "the beginning" for checkpoint in (start.checkpoint, found[1]))
         raise ValueError(
-            f"run.folder = {folder}: another run has just ended there, so this one would go on from {was} instead of {now}; "
-            "start it again"
+            f"run.folder = {start.folder}: another run has just ended there, so this one would go on from {was} instead of "
+            f"{now}: start it again"
         )
 
 

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections import deque
-from typing import Any
 
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.config.diloco_schema import DiLoCo
@@ -50,7 +49,7 @@ class Observed:
 
     def conditions(self, config: DiLoCo, totals: dict[str, float]) -> Conditions | None:
         means, jitter = self._step_times(totals)
-        if self._workers < 2 or not self._rounds or not means:
+        if self._workers < 2 or not means or not self._heard():
             return None
         coding, outer = self._coding(config)
         return Conditions(self.links(), means, jitter, coding, outer, config.quantization.codec)
@@ -59,11 +58,10 @@ class Observed:
         """A worker sends to all others at once, so the rates at which they receive from it add up."""
         rates = [[self._median_rate(to, source) for source in range(self._workers)] for to in range(self._workers)]
         up = tuple(sum(rates[to][source] for to in range(self._workers)) for source in range(self._workers))
-        heard = [seconds for seconds in self._of_workers("heard_after_seconds") if seconds is not None]
         return Links(
             tuple(rate or FASTEST_LINK for rate in up),
             tuple(sum(row) or FASTEST_LINK for row in rates),
-            latency_seconds=min(heard, default=0.0),
+            latency_seconds=min(self._heard(), default=0.0),
         )
 
     def _median_rate(self, to: int, source: int) -> float:
@@ -76,8 +74,10 @@ class Observed:
         largest = max(self._sizes.values())
         return [record for record in self._rounds if 2 * record["parameters"] > largest]
 
-    def _of_workers(self, key: str) -> list[Any]:
-        return [value for record in self._rounds for worker in record["workers"] for value in worker[key]]
+    def _heard(self) -> list[float]:
+        """None where no round was seen, or over NCCL with several other workers, whose links are not known then."""
+        told = (worker["heard_after_seconds"] for record in self._rounds for worker in record["workers"])
+        return [seconds for row in told for seconds in row if seconds is not None]
 
     def _coding(self, config: DiLoCo) -> tuple[float, float]:
         """fp32 bytes a second that are encoded and decoded, and that the outer step goes through; medians."""

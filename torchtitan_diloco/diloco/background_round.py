@@ -76,7 +76,7 @@ class BackgroundRound:
         try:
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
         except RuntimeError as error:
-            raise WorkerLostError([self._worker], f"one of its ranks: {cause_of(error)}") from error
+            raise WorkerLostError([self._worker], f"one of the ranks of worker {self._worker}: {cause_of(error)}") from error
         return not bad.item()
 
     @staticmethod

@@ -18,8 +18,6 @@ from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.distributed.causes import cause_of
 from torchtitan_diloco.distributed.transport import transports
 
-NCCL_POLL_SECONDS = 0.0005
-
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, what it gets, or where what it sends goes)."""
 
@@ -132,18 +130,13 @@ class Messenger:
             return self._wait_for(worker, works)
 
     def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
-        """When the first of these was there."""
-        if self._is_nccl:
-            try:
-                return wait_for_nccl(works, self._timeout.total_seconds())
-            except RuntimeError as error:  # of a batch: which of several others it was is not known
-                raise WorkerLostError(self.others, cause_of(error)) from error
+        """When the first of these was there. NCCL makes one of a batch, and does not know which of several others was lost."""
         first = math.nan
         for number, work in enumerate(works):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                raise WorkerLostError([worker], cause_of(error)) from error
+                raise WorkerLostError(self.others if self._is_nccl else [worker], cause_of(error)) from error
             if number == 0:
                 first = time.perf_counter()
         return first
@@ -169,15 +162,3 @@ class Messenger:
             return message
         assert message.storage_offset() == 0, "or it would be written elsewhere"
         return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
-
-
-def wait_for_nccl(works: Iterable[dist.Work], seconds: float) -> float:
-    """When all were done. To wait in NCCL itself would not end after a timeout, but with the process."""
-    deadline = time.monotonic() + seconds
-    for work in works:
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"nothing came over NCCL for {seconds:g} s")
-            time.sleep(NCCL_POLL_SECONDS)
-        work.wait()  # at once: raises what has failed, and tells the stream
-    return time.perf_counter()

@@ -22,15 +22,10 @@ class Meter:
 
     def exchanged(self, facts: Round) -> None:
         """What the background has done for a fragment; counted once, when it is known to be done. A round whose result came
-        out of a checkpoint is unknown here: what it took came with it."""
-        if facts.counted or math.isnan(facts.exchange_seconds):
-            return
-        facts.counted = True
-        self.add(exchange_sums(facts))
-
-    def add(self, sums: Mapping[str, float]) -> None:
-        for name, value in sums.items():
-            self._sums[name] += value
+        out of a checkpoint is unknown here, and counted there."""
+        if not facts.counted and not math.isnan(facts.exchange_seconds):
+            facts.counted = True
+            self._sums = total([self._sums, exchange_sums(facts)])
 
     def applied(self, facts: Round) -> None:
         self.exchanged(facts)

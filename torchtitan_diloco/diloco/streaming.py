@@ -289,7 +289,6 @@ class StreamingDiLoCo:
             lost = "is given up" if saved["residual"] else "starts from zero"
             notes.append(f"diloco.quantization.error_feedback has changed: what encoding lost {lost}")
         self.step_count = saved["step"]
-        self._meter.add(saved.get("exchanged", {}))  # older ones do not say
         for index, (state, record) in enumerate(zip(self._states, saved_records(self._states, saved), strict=True)):
             if index in flying:
                 fill([state], [state.delta], saved["next"])

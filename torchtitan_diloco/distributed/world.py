@@ -93,8 +93,11 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     return device
 
 
-def join_world(distributed: Distributed, link: Link, *, device: str, workers: int, fsdp: int) -> World:
-    """Connects to the processes that the launcher started (torchrun's variables); one process stays alone."""
+def join_world(
+    distributed: Distributed, link: Link, *, device: str, workers: int, fsdp: int, outer_loop: bool = False
+) -> World:
+    """Connects to the processes that the launcher started (torchrun's variables); one process stays alone. `outer_loop`: the
+    group between workers is the outer loop's, which finds out by itself who is lost."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -128,6 +131,7 @@ def join_world(distributed: Distributed, link: Link, *, device: str, workers: in
             WORKER: (inner_backend if link.backend == "auto" else link.backend, link.timeout_seconds),
             FSDP: (inner_backend, distributed.train_timeout_seconds),
         },
+        outer_loop=outer_loop,
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=link.timeout_seconds))
     roll_call = dist.new_group(backend="gloo")
@@ -149,14 +153,14 @@ def saving_groups(workers: int) -> tuple[dist.ProcessGroup, DeviceMesh]:
     return saving, DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=(FSDP,))
 
 
-def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, int]]) -> DeviceMesh:
+def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, int]], *, outer_loop: bool) -> DeviceMesh:
     """Process groups are the rows and columns of one grid of ranks: consecutive ranks form a worker. `transports` gives
     the backend and the timeout in seconds along each dimension."""
     grid = torch.arange(dist.get_world_size()).view(workers, -1)
     own = {}
     for dim, lines in ((WORKER, grid.t()), (FSDP, grid)):
         backend, seconds = transports[dim]
-        with errors_left_to_us() if dim == WORKER and backend == "nccl" else nullcontext():
+        with errors_left_to_us() if dim == WORKER and outer_loop else nullcontext():
             for line in lines.tolist():  # every rank takes part in the making of every group
                 group = dist.new_group(line, backend=backend, timeout=timedelta(seconds=seconds))
                 if dist.get_rank() in line:
@@ -166,14 +170,14 @@ def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, 
 
 @contextmanager
 def errors_left_to_us() -> Iterator[None]:
-    """Around the making of NCCL groups between workers. With an error or a timeout NCCL's watchdog would end the process before
-    the outer loop has said which worker is lost and a save under way is finished (diloco/messages.py looks by itself)."""
-    before = os.environ.get(NCCL_ERRORS)
+    """Around the making of groups for the outer loop. NCCL's watchdog would end the process over an error or a timeout, before
+    the outer loop, which waits with a timeout of its own, has said who is lost and a save under way is finished."""
+    decided = NCCL_ERRORS in os.environ
     os.environ.setdefault(NCCL_ERRORS, "0")
     try:
         yield
     finally:
-        if before is None:
+        if not decided:
             del os.environ[NCCL_ERRORS]
 
 

@@ -43,7 +43,8 @@ def conditions_of_run(run: Path) -> Conditions:
     observed = records[-1].get("observed")
     if observed is None:
         raise ValueError(
-            f"the run of {path} has met no links: a run of several workers in which every fragment had its turn tells of them"
+            f"the run of {path} has met no links: a run of several workers in which every fragment had its turn tells of them "
+            "(over NCCL: a run of two workers)"
         )
     try:
         return conditions_from(observed)
