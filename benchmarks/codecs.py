@@ -1,10 +1,11 @@
-"""Encode and decode of every wire format beside a memory copy of as many fp32 values, in one process, taking turns.
+"""Encode and decode of every wire format beside a memory copy of as many fp32 values, in one process, taking turns; then what
+the background does with the mean that came back.
 
     python -m benchmarks.codecs [--codecs fp32,...] [--rounding nearest] [--block-size 64] [--megabytes 4.2,33.6]
                                 [--threads 1] [--rounds 15] [--device cpu]
 
 GB/s are of fp32 values: 33.6 MB in 10 ms are 3.36. The copy reads and writes all of them, and so is what memory allows to a
-format that would read them and write nothing less.
+format that would read them and write nothing less. Outer step: norm of the mean, Nesterov, norm of the update, checksum.
 """
 
 import argparse
@@ -13,13 +14,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.arguments import codec_names, positive
 from benchmarks.table import print_table, summary
-from torchtitan_diloco.config.diloco_schema import Quantization
+from torchtitan_diloco.config.diloco_schema import Fragments, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
 from torchtitan_diloco.diloco.exchange import CODED_PIECE
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.tools.device import describe_device
 
 HEADER = ["format", "bits", "MB fp32", "encode GB/s", "decode GB/s", "copy GB/s", "encode + decode ms", "share of copy", "n"]
@@ -76,6 +79,26 @@ def row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
     ]
 
 
+def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
+    model = nn.Linear(values, 1, bias=False, device=device)
+    (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
+    state = OuterState(fragment, OuterOptimizer(), device)
+
+    def step() -> None:
+        state.norm_of_delta()
+        state.advance()
+
+    def turn() -> float:
+        state.delta.normal_(std=1e-3)
+        return timed(step, device)
+
+    turn()
+    seconds = [turn() for _ in range(rounds)]
+    gigabytes = 4e-9 * values
+    rates, milliseconds = [gigabytes / one for one in seconds], [1e3 * one for one in seconds]
+    return [f"{1e3 * gigabytes:.1f}", summary(milliseconds, 1), summary(rates, 2), str(rounds)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", type=codec_names, default=list(CODECS))
@@ -87,16 +110,18 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     own = parser.parse_args()
     torch.set_num_threads(own.threads)
-    device, rows = torch.device(own.device), []
+    device, rows, steps = torch.device(own.device), [], []
     for megabytes in own.megabytes:
         values = 1e-3 * torch.randn(round(megabytes * 1e6 / 4), device=device)
         for name in own.codecs:
             chosen = Quantization(codec=name, rounding=own.rounding, block_size=own.block_size)
             rows.append(row(build_codec(chosen), values, own.rounds))
+        steps.append(outer_step_row(values.numel(), device, own.rounds))
     settings = f"{own.threads} CPU threads, {own.rounding}, blocks of {own.block_size}"
     title = f"{describe_device(device)}; {settings}; torch {torch.__version__}"
     print_table(title, HEADER, rows)
-    print("\nShare of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n turns.")
+    print("\nShare of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n turns.\n")
+    print_table("outer step", ["MB fp32", "ms", "GB/s", "n"], steps)
 
 
 if __name__ == "__main__":

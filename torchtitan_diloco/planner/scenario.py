@@ -12,17 +12,17 @@ from torchtitan_diloco.planner.prediction import Prediction, least_bandwidth_fac
 from torchtitan_diloco.planner.workload import Workload
 
 HOST_CODING = {
-    "fp32": 14.0e9,
-    "bf16": 16.9e9,
-    "fp8_e4m3": 1.3e9,
-    "fp8_e5m2": 1.7e9,
-    "int8": 2.1e9,
-    "fp4_e2m1": 2.0e9,
-    "fp4_e3m0": 1.7e9,
-    "ternary": 2.9e9,
+    "fp32": 8.5e9,
+    "bf16": 13.1e9,
+    "fp8_e4m3": 1.9e9,
+    "fp8_e5m2": 2.0e9,
+    "int8": 2.9e9,
+    "fp4_e2m1": 2.1e9,
+    "fp4_e3m0": 2.1e9,
+    "ternary": 2.2e9,
 }
 """fp32 bytes that one core encodes or decodes in a second, mean of both: docs/performance.md, an AMD EPYC of 2 cores."""
-HOST_OUTER_STEP = 3.4e9
+HOST_OUTER_STEP = 2.0e9
 """fp32 bytes of a fragment that one core checks, updates and sums up in a second: the same page."""
 
 
