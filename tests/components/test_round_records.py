@@ -1,6 +1,7 @@
 """Who came last, shares of time, what the planner is told: pure functions of what ranks measure."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torchtitan_diloco.components.round_records import ahead_of_last
 from torchtitan_diloco.components.step_time import SHARES, TimedIterator, time_shares
 from torchtitan_diloco.components.utilisation import Observed, measured_utilisation, worker_key
 from torchtitan_diloco.config.diloco_schema import DiLoCo, Overlap
+from torchtitan_diloco.diloco.round import Traffic
 
 SECONDS = st.floats(0, 100)
 
@@ -39,6 +41,24 @@ def test_shares_are_a_whole(compute: float, data: float, exposed: float, other: 
     known = [share for share in shares.values() if share is not None]
     assert math.fsum(known) == pytest.approx(100, abs=1e-6)
     assert time_shares(wall=1.0, steps=1.0, data=0.0, exposed=None)["exposed_communication"] is None
+
+
+def test_what_a_batch_of_messages_cannot_tell_is_unknown() -> None:
+    """NCCL tells of all other workers at once: no moment is one worker's, and no link is known, nor guessed to be fast."""
+    apart = Traffic(header_sent=1.0, heard={1: 2.0}, link_until={1: 3.0})
+    together = replace(apart, moments_are_known=False)
+    assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
+    assert math.isnan(together.heard_after(1))
+    assert math.isnan(together.link_seconds(1))
+    observed = Observed(2, 1)
+    observed.add(record(0, rate=1e6))
+    assert observed.conditions(DiLoCo(workers=2), totals(0.1)) is not None
+    unheard = Observed(2, 1)
+    silent = record(0, rate=1e6)
+    for worker in silent["workers"]:
+        worker |= {"heard_after_seconds": [None, None], "received_bits_per_second_from": [None, None]}
+    unheard.add(silent)
+    assert unheard.conditions(DiLoCo(workers=2), totals(0.1)) is None
 
 
 def test_waiting_for_data_is_counted_to_the_end() -> None:

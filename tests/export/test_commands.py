@@ -285,6 +285,8 @@ def test_a_damaged_file_is_named(
 
 def test_another_tokenizer_in_its_place_is_told(sharded: Path, words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks, before = words.parent / "own.tiktoken", ranks_file(words.parent).read_bytes()
+    told = last(sharded) / "manifest.json"
+    as_saved = told.read_text()
     try:
         same_size = {bytes([byte]): byte for byte in range(256)} | {b"ts": 256, b"gni": 257, b"is": 258}
         ranks.write_bytes(format_ranks(same_size))
@@ -293,7 +295,15 @@ def test_another_tokenizer_in_its_place_is_told(sharded: Path, words: Path, caps
             assert re.search(r"trained with another tokenizer than data.tokenizer = .*own.tiktoken", capsys.readouterr().err)
         with pytest.raises(ValueError, match="trained with another tokenizer"):
             run(chosen(words, "sharded", **STREAMING, data__tokenizer=ranks))
+        more = {b"word%d" % number: 259 + number for number in range(80)}
+        ranks.write_bytes(before + format_ranks(more))
+        told.write_text(replace(read_manifest(told.parent), tokenizer="").to_json())  # as in a checkpoint of before
+        assert validate.main([str(sharded)]) == 2
+        assert re.search(
+            r"is of another model: embedding.weight is \(320, 32\) .*\(384, 32\).*Put back", capsys.readouterr().err
+        )
     finally:
+        told.write_text(as_saved)
         ranks.write_bytes(before)
 
 

@@ -253,7 +253,7 @@ class StreamingDiLoCo:
         outer = [copy.outer for copy in copies]
         slots = [by_name(self._states, [copy.slots[number] for copy in copies], mesh) for number in range(len(copies[0].slots))]
         return facts | {
-            "exchanged": uncounted,
+            "exchanged": uncounted,  # for who keeps totals: a load does not read it
             "fragments": [copy.record for copy in copies],
             "outer": named(lambda copy: copy.outer),
             "next": by_name(self._states, [copy.next for copy in copies], mesh, otherwise=outer),
