@@ -27,7 +27,9 @@ def positive_number(text: str) -> float:
 def codec_names(text: str) -> list[str]:
     unknown = [name for name in text.split(",") if name not in CODECS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{','.join(unknown)} is no format: choose from {', '.join(CODECS)}")
+        raise argparse.ArgumentTypeError(
+            f"{','.join(unknown)} is no format: choose from {', '.join(CODECS)}"
+        )
     return text.split(",")
 
 
@@ -41,12 +43,18 @@ def config_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Config:
     return config
 
 
-def further_settings(parser: argparse.ArgumentParser, words: Sequence[str], of_the_table: Collection[str]) -> dict[str, str]:
+def further_settings(
+    parser: argparse.ArgumentParser, words: Sequence[str], of_the_table: Collection[str]
+) -> dict[str, str]:
     """`--section.key value` for all runs of a table, but for what the table is about."""
     if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
         parser.error("further settings look like --section.key value")
-    settings = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    settings = {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
     for key in settings:
         if key in of_the_table:
-            parser.error(f"--{key} {settings[key]}: the table sets this itself, and would print what is not so; see --help")
+            parser.error(
+                f"--{key} {settings[key]}: the table sets this itself, and would print what is not so; see --help"
+            )
     return settings

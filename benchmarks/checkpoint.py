@@ -40,10 +40,17 @@ def copy_files(source: Path, target: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--flavor", default="35m")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: the temporary folder)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="on the disk to measure (default: the temporary folder)",
+    )
     own = parser.parse_args()
     model = MODELS["chinchilla"].build(Model(flavor=own.flavor), 32_000, 128)
     optimizer = build_optimizer(model, Optimizer(), 100)
@@ -54,16 +61,27 @@ def main() -> None:
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
     rows: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
     with tempfile.TemporaryDirectory(dir=own.folder) as scratch:
-        saver = Checkpointer(Checkpoint(keep_latest=1), Path(scratch), world, model, optimizer, outer)
+        saver = Checkpointer(
+            Checkpoint(keep_latest=1), Path(scratch), world, model, optimizer, outer
+        )
         for step in range(own.rounds + 1):
-            manifest = Manifest(step, 0, 0, workers=1, ranks_per_worker=1, data={}, run={}, settings={})
+            manifest = Manifest(
+                step, 0, 0, workers=1, ranks_per_worker=1, data={}, run={}, settings={}
+            )
             started = time.perf_counter()
             held_up = saver.save(manifest)
             saver.wait()
             saved = time.perf_counter() - started
             path = checkpoint_path(Path(scratch), step)
             started = time.perf_counter()
-            restore(Start("", str(path), read_manifest(path)), Checkpoint(), world, model, optimizer, outer)
+            restore(
+                Start("", str(path), read_manifest(path)),
+                Checkpoint(),
+                world,
+                model,
+                optimizer,
+                outer,
+            )
             loaded = time.perf_counter() - started
             copied = copy_files(path, Path(scratch) / "copy")
             shutil.rmtree(Path(scratch) / "copy")
@@ -72,10 +90,19 @@ def main() -> None:
                 for name, seconds in zip(rows, (held_up, saved, loaded, copied), strict=True):
                     rows[name].append(seconds)
     table = [
-        [name, summary(found, 2), summary([size / 1e6 / seconds for seconds in found], 0), str(own.rounds)]
+        [
+            name,
+            summary(found, 2),
+            summary([size / 1e6 / seconds for seconds in found], 0),
+            str(own.rounds),
+        ]
         for name, found in rows.items()
     ]
-    print_table(f"{own.flavor}, {size / 1e6:,.0f} MB, torch {torch.__version__}", ["what", "seconds", "MB/s", "n"], table)
+    print_table(
+        f"{own.flavor}, {size / 1e6:,.0f} MB, torch {torch.__version__}",
+        ["what", "seconds", "MB/s", "n"],
+        table,
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,17 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.tools.device import describe_device
 
-HEADER = ["format", "bits", "MB fp32", "encode GB/s", "decode GB/s", "copy GB/s", "encode + decode ms", "share of copy", "n"]
+HEADER = [
+    "format",
+    "bits",
+    "MB fp32",
+    "encode GB/s",
+    "decode GB/s",
+    "copy GB/s",
+    "encode + decode ms",
+    "share of copy",
+    "n",
+]
 
 
 def timed(task: Callable[[], None], device: torch.device) -> float:
@@ -66,7 +76,9 @@ def row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
     found, gigabytes = measure(codec, values, rounds), values.nbytes / 1e9
     rates = [[gigabytes / seconds for seconds in column] for column in zip(*found, strict=True)]
     both = [encode + decode for encode, decode, _ in found]
-    share = [2 * copy / time_of_both for time_of_both, (_, _, copy) in zip(both, found, strict=True)]
+    share = [
+        2 * copy / time_of_both for time_of_both, (_, _, copy) in zip(both, found, strict=True)
+    ]
     bits = 8 * codec.wire_bytes(values.numel()) / values.numel()
     return [
         codec.name,
@@ -100,11 +112,17 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--codecs", type=codec_names, default=list(CODECS))
     parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--megabytes", type=lambda text: [float(word) for word in text.split(",")], default=[4.2, 33.6])
+    parser.add_argument(
+        "--megabytes",
+        type=lambda text: [float(word) for word in text.split(",")],
+        default=[4.2, 33.6],
+    )
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -120,7 +138,9 @@ def main() -> None:
     settings = f"{own.threads} CPU threads, {own.rounding}, blocks of {own.block_size}"
     title = f"{describe_device(device)}; {settings}; torch {torch.__version__}"
     print_table(title, HEADER, rows)
-    print("\nShare of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n turns.\n")
+    print(
+        "\nShare of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n turns.\n"
+    )
     print_table("outer step", ["MB fp32", "ms", "GB/s", "n"], steps)
 
 

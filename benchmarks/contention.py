@@ -32,7 +32,12 @@ from benchmarks.arguments import codec_names, config_of, positive, positive_numb
 from benchmarks.table import print_table, summary
 from benchmarks.train_step import own_loop, turn
 from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.config.diloco_schema import CodecName, Fragments, OuterOptimizer, Quantization
+from torchtitan_diloco.config.diloco_schema import (
+    CodecName,
+    Fragments,
+    OuterOptimizer,
+    Quantization,
+)
 from torchtitan_diloco.diloco.background_round import BackgroundRound
 from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec
@@ -67,14 +72,18 @@ class Work:
         state.take_delta()
         for chunk in state.delta.split(CHUNK):
             pieces = chunk.split(self._piece)
-            payload = self._payload[: self._codec.wire_bytes(chunk.numel())].split(self._codec.wire_bytes(self._piece))
+            payload = self._payload[: self._codec.wire_bytes(chunk.numel())].split(
+                self._codec.wire_bytes(self._piece)
+            )
             for values, encoded in zip(pieces, payload, strict=True):
                 self._codec.encode(values, encoded)
             for values, encoded in zip(pieces, payload, strict=True):
                 before = values.clone()
                 self._codec.average([encoded, encoded], [1.0, 1.0], values)
                 torch.dot(before, values)
-        header = Header(0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=state.checksum)
+        header = Header(
+            0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=state.checksum
+        )
         self._round(state, header, Round(0, 1, 1, state.values, due=now))
         state.apply(0.5)
 
@@ -98,7 +107,9 @@ def beside(worker: Any, ended: Any, done: Any) -> Iterator[Count]:
     try:
         while done.value < 0:
             if not worker.is_alive():
-                raise RuntimeError("what was to work beside training has ended; its error stands above")
+                raise RuntimeError(
+                    "what was to work beside training has ended; its error stands above"
+                )
             time.sleep(0.01)
         yield lambda: int(done.value)
     finally:
@@ -115,7 +126,11 @@ def a_thread(codec: CodecName, values: int) -> AbstractContextManager[Count]:
 def a_process(codec: CodecName, values: int) -> AbstractContextManager[Count]:
     context = mp.get_context("spawn")
     ended, done = context.Event(), context.RawValue(ctypes.c_long, -1)
-    return beside(context.Process(target=_process, args=(ended, done, codec, values), daemon=True), ended, done)
+    return beside(
+        context.Process(target=_process, args=(ended, done, codec, values), daemon=True),
+        ended,
+        done,
+    )
 
 
 def pure_python() -> AbstractContextManager[Count]:
@@ -142,15 +157,24 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--steps", type=positive, default=10, help="steps in one turn")
     parser.add_argument("--codecs", type=codec_names, default=["fp32", "fp4_e3m0"])
-    parser.add_argument("--megabytes", type=positive_number, default=6.3, help="of the fragment in fp32")
+    parser.add_argument(
+        "--megabytes", type=positive_number, default=6.3, help="of the fragment in fp32"
+    )
     own, words = parser.parse_known_args()
     if (os.cpu_count() or 1) < 2:
-        parser.exit(1, "on one core a thread takes the core before it takes a lock: this needs two\n")
-    config = config_of(parser, [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
+        parser.exit(
+            1, "on one core a thread takes the core before it takes a lock: this needs two\n"
+        )
+    config = config_of(
+        parser,
+        [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"],
+    )
     torch.set_num_threads(1)  # of training: the other core is for what works beside it
     values = max(1, round(own.megabytes * 1e6 / 4))
 
@@ -171,27 +195,43 @@ def main() -> None:
                     seconds = turn(loop, own.steps, device).seconds
                     found[name].append(Measured(seconds, (count() - before) / own.steps))
     sync_every, exchanges = config.diloco.sync_every, trainer.plan.parameters / values
-    rows = [row(name, measured, found["nothing"], exchanges / sync_every) for name, measured in found.items()]
+    rows = [
+        row(name, measured, found["nothing"], exchanges / sync_every)
+        for name, measured in found.items()
+    ]
     title = (
         f"{trainer.plan.parameters / 1e6:.1f}M parameters, {trainer.plan.tokens_per_step:,} tokens a step; "
         f"{describe_device(device)}; torch {torch.__version__}; fragments of {own.megabytes:g} MB; n = {own.rounds} turns of "
         f"{own.steps} steps; median (min ... max)"
     )
-    header = ["beside", "ms a step", "longer than alone", "ms lost to an exchange", f"of a step at H = {sync_every}"]
+    header = [
+        "beside",
+        "ms a step",
+        "longer than alone",
+        "ms lost to an exchange",
+        f"of a step at H = {sync_every}",
+    ]
     print_table(title, header, rows)
 
 
-def row(name: str, measured: list[Measured], alone: list[Measured], exchanges_a_step: float) -> list[str]:
+def row(
+    name: str, measured: list[Measured], alone: list[Measured], exchanges_a_step: float
+) -> list[str]:
     """`exchanges_a_step`: of a real run."""
     pairs = list(zip(measured, alone, strict=True))
     cells = [name, summary([1e3 * one.seconds for one in measured], 1)]
     if measured is alone:
         return [*cells, "-", "-", "-"]
-    cells.append(f"{summary([100 * (one.seconds / by_itself.seconds - 1) for one, by_itself in pairs], 1)} %")
+    cells.append(
+        f"{summary([100 * (one.seconds / by_itself.seconds - 1) for one, by_itself in pairs], 1)} %"
+    )
     if not all(one.exchanges for one in measured):
         return [*cells, "-", "-"]
     lost = [(one.seconds - by_itself.seconds) / one.exchanges for one, by_itself in pairs]
-    shares = [100 * seconds * exchanges_a_step / by_itself.seconds for seconds, by_itself in zip(lost, alone, strict=True)]
+    shares = [
+        100 * seconds * exchanges_a_step / by_itself.seconds
+        for seconds, by_itself in zip(lost, alone, strict=True)
+    ]
     return [*cells, summary([1e3 * seconds for seconds in lost], 2), f"{summary(shares, 3)} %"]
 
 

@@ -14,7 +14,9 @@ MARK = "BENCHMARK_IN_OWN_NETWORK"
 INTERFACE = "lo"
 
 
-PROGRAMS = os.environ | {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])}
+PROGRAMS = os.environ | {
+    "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+}
 """An environment for tc, which lies where not every PATH looks."""
 
 
@@ -33,9 +35,13 @@ def enter_own_network(module: str, rate: str) -> None:
         _set_up(rate)
         return
     commands = ["unshare", "ip", *(["tc"] if rate else [])]
-    missing = [command for command in commands if shutil.which(command, path=PROGRAMS["PATH"]) is None]
+    missing = [
+        command for command in commands if shutil.which(command, path=PROGRAMS["PATH"]) is None
+    ]
     if missing:
-        raise NoNetworkError(f"a network of its own needs {' and '.join(missing)}: install util-linux and iproute2")
+        raise NoNetworkError(
+            f"a network of its own needs {' and '.join(missing)}: install util-linux and iproute2"
+        )
     unshare = ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--net", "--uts"]
     tried = subprocess.run([*unshare, "true"], capture_output=True, text=True)
     if tried.returncode:

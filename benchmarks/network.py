@@ -62,13 +62,22 @@ class Network:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # --- what runs in it ----------------------------------------------------------------------------------------------
 
     def start(
-        self, worker: int, command: Sequence[str], env: Mapping[str, str], output: IO[Any] | int | None = None
+        self,
+        worker: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: IO[Any] | int | None = None,
     ) -> subprocess.Popen[Any]:
         """Starts a program as a worker; the process is the program itself. `output` takes its standard output and errors."""
         program = subprocess.Popen(
@@ -128,15 +137,22 @@ class Network:
         needed, path = ("unshare", "nsenter", "ip", "tc"), PROGRAMS["PATH"]
         missing = [command for command in needed if shutil.which(command, path=path) is None]
         if missing:
-            raise NoNetworkError(f"a network of its own needs {', '.join(missing)}: install util-linux and iproute2")
+            raise NoNetworkError(
+                f"a network of its own needs {', '.join(missing)}: install util-linux and iproute2"
+            )
         own_user = ["--map-root-user"] if self._user else []
         self._hold(["unshare", *own_user, "--net", "--uts"], "switch")
         self._run(self.switch, "ip link add name switch type bridge")
         self._run(self.switch, "ip link set switch up")
         for worker in range(self.workers):
-            self._hold([*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker))
+            self._hold(
+                [*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker)
+            )
             namespace, port = self.namespace(worker), _port(worker)
-            self._run(self.switch, f"ip link add {port} type veth peer name {INTERFACE} netns {namespace.pid}")
+            self._run(
+                self.switch,
+                f"ip link add {port} type veth peer name {INTERFACE} netns {namespace.pid}",
+            )
             self._run(self.switch, f"ip link set {port} master switch up")
             self._run(namespace, f"ip address add {self.address(worker)}/24 dev {INTERFACE}")
             self._run(namespace, f"ip link set {INTERFACE} up")
@@ -169,7 +185,12 @@ class Network:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
     def _run(self, namespace: subprocess.Popen[str], command: str) -> None:
-        done = subprocess.run([*self.inside(namespace), *command.split()], capture_output=True, text=True, env=PROGRAMS)
+        done = subprocess.run(
+            [*self.inside(namespace), *command.split()],
+            capture_output=True,
+            text=True,
+            env=PROGRAMS,
+        )
         if done.returncode:
             raise NoNetworkError(f"{command}: {done.stderr.strip()}")
 
@@ -187,7 +208,9 @@ class Network:
             if delay:
                 self._run(namespace, f"tc qdisc replace dev {device} root handle 1: {delay}")
             where = "parent 1:1" if delay else "root"
-            self._run(namespace, f"tc qdisc replace dev {device} {where} {bucket or 'pfifo limit 1000'}")
+            self._run(
+                namespace, f"tc qdisc replace dev {device} {where} {bucket or 'pfifo limit 1000'}"
+            )
         except NoNetworkError as error:
             if delay:
                 raise NoNetworkError(
@@ -202,9 +225,15 @@ def _port(worker: int) -> str:
 
 
 def _for_each(name: str, rates: float | Sequence[float], workers: int) -> list[float]:
-    found = [float(rates)] * workers if isinstance(rates, (int, float)) else [float(rate) for rate in rates]
+    found = (
+        [float(rates)] * workers
+        if isinstance(rates, (int, float))
+        else [float(rate) for rate in rates]
+    )
     if len(found) != workers:
-        raise ValueError(f"{name} has {len(found)} rates for {workers} workers: give one for all, or one for each")
+        raise ValueError(
+            f"{name} has {len(found)} rates for {workers} workers: give one for all, or one for each"
+        )
     if not all(rate > 0 for rate in found):
         raise ValueError(f"{name} = {rates}: a rate is a number of Mbit/s above 0")
     return found

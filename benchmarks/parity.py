@@ -52,10 +52,23 @@ def train(out: Path, settings: Settings) -> float:
         return float(json.loads(finished.read_text())["loss"])
     if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
         shutil.rmtree(folder, ignore_errors=True)  # an earlier start came to nothing
-    command = [sys.executable, "-m", "torchtitan_diloco.launch", *command_line({**settings, "run.folder": str(folder)})]
-    outcome = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_diloco.launch",
+        *command_line({**settings, "run.folder": str(folder)}),
+    ]
+    outcome = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     if outcome.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{outcome.stdout[-2000:]}{outcome.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} failed:\n{outcome.stdout[-2000:]}{outcome.stderr[-2000:]}"
+        )
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     loss = [record[LOSS] for record in records if LOSS in record][-1]
     if "checkpoint.keep_every" not in settings:
@@ -74,10 +87,16 @@ def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> No
     rows = []
     for name, found in losses.items():
         control = table.control_of(name)
-        behind = [100 * (loss / beside - 1) for loss, beside in zip(found, losses[control], strict=True)]
+        behind = [
+            100 * (loss / beside - 1) for loss, beside in zip(found, losses[control], strict=True)
+        ]
         settings = table.runs[name]
         apart = steps - table.begins.get(name, 0)
-        rounds = "-" if settings["diloco.method"] == "none" else str(apart // int(settings["diloco.sync_every"]))
+        rounds = (
+            "-"
+            if settings["diloco.method"] == "none"
+            else str(apart // int(settings["diloco.sync_every"]))
+        )
         compared = "control" if name == control else f"{spread(behind, '+.2f')} %"
         rows.append([name, rounds, spread(found, ".4f"), compared, table.paper.get(name, "")])
     seeds = len(next(iter(losses.values())))
@@ -92,13 +111,21 @@ def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", choices=TABLES, default="parity")
     parser.add_argument("--corpus", default="stdlib")
-    parser.add_argument("--steps", type=positive, help="length of a run (default: the table's); warm-ups and the like with it")
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        help="length of a run (default: the table's); warm-ups and the like with it",
+    )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--short", action="store_true", help="one seed, a tenth of the steps")
-    parser.add_argument("--runs", default="", help="names in the table, separated by ';' (default: all)")
+    parser.add_argument(
+        "--runs", default="", help="names in the table, separated by ';' (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     own, words = parser.parse_known_args()
     extra = further_settings(parser, words, SET_BY_THE_TABLE)

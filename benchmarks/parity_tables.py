@@ -46,13 +46,22 @@ class Shape:
 
     def workers(self, count: int) -> Settings:
         share = {"diloco.workers": str(count), "training.batch_size": str(self.sequences // count)}
-        return SHARED | self.settings | {"training.sequence_length": str(self.sequence_length)} | share
+        return (
+            SHARED | self.settings | {"training.sequence_length": str(self.sequence_length)} | share
+        )
 
 
-WIDE_BATCH = Shape({"model.layers": "4", "validation.sequences": "512"}, sequences=16, sequence_length=128)
+WIDE_BATCH = Shape(
+    {"model.layers": "4", "validation.sequences": "512"}, sequences=16, sequence_length=128
+)
 """0.22M parameters, 2,048 tokens a step: the shape of the first tables."""
 MANY_STEPS = Shape(
-    {"model.layers": "2", "validation.sequences": "1024", "data.validation_fraction": "0.04", "checkpoint.every": "3000"},
+    {
+        "model.layers": "2",
+        "validation.sequences": "1024",
+        "data.validation_fraction": "0.04",
+        "checkpoint.every": "3000",
+    },
     sequences=8,
     sequence_length=64,
 )
@@ -82,13 +91,20 @@ class Table:
             return max(1, round(count * steps / self.steps))
 
         def run(settings: Settings) -> Settings:
-            return settings | {key: str(scaled(int(settings[key]))) for key in GROWS_WITH_STEPS if key in settings}
+            return settings | {
+                key: str(scaled(int(settings[key]))) for key in GROWS_WITH_STEPS if key in settings
+            }
 
         begins = {}
         for name, first in self.begins.items():  # at a checkpoint that the control keeps
             every = int(self.runs[self.control_of(name)]["checkpoint.keep_every"])
             begins[name] = first // every * scaled(every)
-        return replace(self, steps=steps, begins=begins, runs={name: run(settings) for name, settings in self.runs.items()})
+        return replace(
+            self,
+            steps=steps,
+            begins=begins,
+            runs={name: run(settings) for name, settings in self.runs.items()},
+        )
 
     def control_of(self, name: str) -> str:
         return self.controls.get(name, next(iter(self.runs)))
@@ -109,7 +125,11 @@ def streaming(every: int, **changes: str) -> Settings:
     return base | {f"diloco.{key.replace('__', '.')}": value for key, value in changes.items()}
 
 
-WHOLE_MODEL: Settings = {"fragments__layers_per_fragment": "0", "overlap__delay": "0", "overlap__mixing": "0"}
+WHOLE_MODEL: Settings = {
+    "fragments__layers_per_fragment": "0",
+    "overlap__delay": "0",
+    "overlap__mixing": "0",
+}
 """DiLoCo: the whole model at once, waited for, and taken as it is."""
 
 
@@ -122,8 +142,17 @@ def _table(
     begins: dict[str, int] | None = None,
     paper: dict[str, str] | None = None,
 ) -> Table:
-    placed = {name: shape.workers(int(run.get("diloco.workers", "2"))) | run for name, run in runs.items()}
-    return Table(steps, placed, shape.sequences * shape.sequence_length, controls or {}, begins or {}, paper or {})
+    placed = {
+        name: shape.workers(int(run.get("diloco.workers", "2"))) | run for name, run in runs.items()
+    }
+    return Table(
+        steps,
+        placed,
+        shape.sequences * shape.sequence_length,
+        controls or {},
+        begins or {},
+        paper or {},
+    )
 
 
 # --- the first tables: settings, and what goes over the wire -------------------------------------------------------------
@@ -154,7 +183,10 @@ def _settings() -> Table:
 
 
 CODED = ["fp32", "bf16", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"]
-FEEDBACK, STOCHASTIC = {"quantization__error_feedback": "true"}, {"quantization__rounding": "stochastic"}
+FEEDBACK, STOCHASTIC = (
+    {"quantization__error_feedback": "true"},
+    {"quantization__rounding": "stochastic"},
+)
 
 
 def _codecs() -> Table:
@@ -165,11 +197,16 @@ def _codecs() -> Table:
         variants |= {f"{codec}, stochastic": STOCHASTIC for codec in CODED[3:]}
         variants["ternary, stochastic, feedback"] = STOCHASTIC | FEEDBACK
         if workers > 2:
-            variants |= {f"fp4_e3m0, means {gather}": {"quantization__gather_codec": gather} for gather in CODED[:3]}
+            variants |= {
+                f"fp4_e3m0, means {gather}": {"quantization__gather_codec": gather}
+                for gather in CODED[:3]
+            }
             variants["ternary, means bf16"] = {"quantization__gather_codec": "bf16"}
         for name, changes in variants.items():
             codec = name.split(",")[0]
-            runs[f"M={workers}, {name}"] = streaming(10, workers=str(workers), quantization__codec=codec, **changes)
+            runs[f"M={workers}, {name}"] = streaming(
+                10, workers=str(workers), quantization__codec=codec, **changes
+            )
             controls[f"M={workers}, {name}"] = f"M={workers}, fp32"
     return _table(WIDE_BATCH, 600, runs, controls=controls)
 
@@ -178,7 +215,9 @@ def _block_sizes() -> Table:
     """More values to a scale are fewer bits on the wire."""
     runs = {"fp32": streaming(10, quantization__codec="fp32")}
     for codec, size in itertools.product(("fp4_e3m0", "fp4_e2m1"), ("64", "256", "1024")):
-        runs[f"{codec}, blocks of {size}"] = streaming(10, quantization__codec=codec, quantization__block_size=size)
+        runs[f"{codec}, blocks of {size}"] = streaming(
+            10, quantization__codec=codec, quantization__block_size=size
+        )
     return _table(WIDE_BATCH, 600, runs)
 
 
@@ -212,10 +251,22 @@ def _parity() -> Table:
         "streaming, M=2, H=100": streaming(100),
         f"streaming, M=2, H=100{after}": streaming(100),
     }
-    paper = {"DiLoCo, M=2, H=30": "+0.9 %", "streaming, M=2, H=30": "+0.6 %", "streaming, M=2, H=100": "+1.4 %"}
+    paper = {
+        "DiLoCo, M=2, H=30": "+0.9 %",
+        "streaming, M=2, H=30": "+0.6 %",
+        "streaming, M=2, H=100": "+1.4 %",
+    }
     begins = {name: first for name in runs if name.endswith(after)}
-    warm_up = {"lr_schedule.warmup_steps": "1000"}  # the papers'; at this length better for all, and most for DiLoCo
-    return _table(MANY_STEPS, 9000, {name: run | warm_up for name, run in runs.items()}, begins=begins, paper=paper)
+    warm_up = {
+        "lr_schedule.warmup_steps": "1000"
+    }  # the papers'; at this length better for all, and most for DiLoCo
+    return _table(
+        MANY_STEPS,
+        9000,
+        {name: run | warm_up for name, run in runs.items()},
+        begins=begins,
+        paper=paper,
+    )
 
 
 def _parity_tuning() -> Table:
@@ -223,7 +274,9 @@ def _parity_tuning() -> Table:
     chosen = {"lr 0.4, momentum 0.8": ("0.4", "0.8"), "lr 0.4, momentum 0.9": ("0.4", "0.9")}
     chosen |= {"lr 0.7, momentum 0.9": ("0.7", "0.9"), "lr 0.7, momentum 0.5": ("0.7", "0.5")}
     runs = {
-        f"streaming, {name}": streaming(30, outer_optimizer__lr=lr, outer_optimizer__momentum=momentum)
+        f"streaming, {name}": streaming(
+            30, outer_optimizer__lr=lr, outer_optimizer__momentum=momentum
+        )
         for name, (lr, momentum) in chosen.items()
     }
     warm_up = {"lr_schedule.warmup_steps": "1000"}
@@ -240,7 +293,9 @@ def _larger_batch() -> Table:
         control, name = f"data parallel, warm-up {steps:,}", f"streaming, warm-up {steps:,}"
         runs |= {control: ALONE | warm_up, name: streaming(10) | warm_up}
         controls |= {control: control, name: control}
-    return _table(Shape(MANY_STEPS.settings, sequences=32, sequence_length=64), 3000, runs, controls=controls)
+    return _table(
+        Shape(MANY_STEPS.settings, sequences=32, sequence_length=64), 3000, runs, controls=controls
+    )
 
 
 def _warm_up() -> Table:
@@ -257,26 +312,44 @@ def _warm_up() -> Table:
 
 def _first_steps() -> Table:
     """How much of what a short run loses it loses at its beginning."""
-    begins = {f"{steps:,} steps of data parallelism, then streaming": steps for steps in (125, 250, 500, 1000)}
+    begins = {
+        f"{steps:,} steps of data parallelism, then streaming": steps
+        for steps in (125, 250, 500, 1000)
+    }
     runs = {CONTROL: ALONE | kept(125), "streaming from the first step": streaming(10)}
     return _table(MANY_STEPS, 2000, runs | {name: streaming(10) for name in begins}, begins=begins)
 
 
 def _drops() -> Table:
-    runs = {f"{share} % dropped": streaming(10, link__drop_probability=f"{share / 100:g}") for share in (0, 10, 30, 50)}
+    runs = {
+        f"{share} % dropped": streaming(10, link__drop_probability=f"{share / 100:g}")
+        for share in (0, 10, 30, 50)
+    }
     return _table(MANY_STEPS, 2000, runs, paper={"50 % dropped": "+2.1 % perplexity"})
 
 
 def _shards() -> Table:
-    names = {"one order for all": "none", "random documents each": "random", "a cluster each": "clusters"}
-    held_out = {"validation.sequences": "4096"}  # all of it: the corpus is of several kinds, one after the other
-    runs = {name: streaming(10) | held_out | {"data.shard_by": value} for name, value in names.items()}
+    names = {
+        "one order for all": "none",
+        "random documents each": "random",
+        "a cluster each": "clusters",
+    }
+    held_out = {
+        "validation.sequences": "4096"
+    }  # all of it: the corpus is of several kinds, one after the other
+    runs = {
+        name: streaming(10) | held_out | {"data.shard_by": value} for name, value in names.items()
+    }
     controls = {"a cluster each": "random documents each"}
-    return _table(MANY_STEPS, 2000, runs, controls=controls, paper={"a cluster each": "-0.4 % perplexity"})
+    return _table(
+        MANY_STEPS, 2000, runs, controls=controls, paper={"a cluster each": "-0.4 % perplexity"}
+    )
 
 
 def _sync_every() -> Table:
-    runs = {CONTROL: ALONE} | {f"streaming, H={every}": streaming(every) for every in (5, 10, 30, 100, 300)}
+    runs = {CONTROL: ALONE} | {
+        f"streaming, H={every}": streaming(every) for every in (5, 10, 30, 100, 300)
+    }
     return _table(MANY_STEPS, 2000, runs)
 
 
@@ -293,7 +366,12 @@ def _outer_optimizers() -> Table:
         "sign_momentum, lr 0.001": ("sign_momentum", "0.001", "0.9"),
     }
     runs = {
-        name: streaming(10, outer_optimizer__name=kind, outer_optimizer__lr=lr, outer_optimizer__momentum=momentum)
+        name: streaming(
+            10,
+            outer_optimizer__name=kind,
+            outer_optimizer__lr=lr,
+            outer_optimizer__momentum=momentum,
+        )
         for name, (kind, lr, momentum) in chosen.items()
     }
     runs["adam, lr 0.3, epsilon 0.1"]["diloco.outer_optimizer.epsilon"] = "0.1"
@@ -302,7 +380,11 @@ def _outer_optimizers() -> Table:
 
 def _tuning() -> Table:
     """What brings short runs nearer to data parallelism."""
-    average = WHOLE_MODEL | {"outer_optimizer__name": "sgd", "outer_optimizer__lr": "1", "quantization__codec": "fp32"}
+    average = WHOLE_MODEL | {
+        "outer_optimizer__name": "sgd",
+        "outer_optimizer__lr": "1",
+        "quantization__codec": "fp32",
+    }
     runs = {
         CONTROL: ALONE,
         "data parallel, inner lr 2e-3": ALONE | {"optimizer.lr": "2e-3"},
@@ -312,20 +394,30 @@ def _tuning() -> Table:
         "alpha 0.5, lr 0.4, momentum 0.8, inner lr 8e-3": streaming(10) | {"optimizer.lr": "8e-3"},
         "alpha 0.5, lr 0.7, momentum 0.5": streaming(10, **LIGHT),
         "alpha 0, lr 0.7, momentum 0.5": streaming(10, overlap__mixing="0", **LIGHT),
-        "alpha 0, lr 0.28, momentum 0.8": streaming(10, overlap__mixing="0", outer_optimizer__lr="0.28"),
+        "alpha 0, lr 0.28, momentum 0.8": streaming(
+            10, overlap__mixing="0", outer_optimizer__lr="0.28"
+        ),
         "alpha 0.25, lr 0.7, momentum 0.5": streaming(10, overlap__mixing="0.25", **LIGHT),
-        "alpha 0, tau 0, lr 0.7, momentum 0.5": streaming(10, overlap__mixing="0", overlap__delay="0", **LIGHT),
+        "alpha 0, tau 0, lr 0.7, momentum 0.5": streaming(
+            10, overlap__mixing="0", overlap__delay="0", **LIGHT
+        ),
         "whole model, alpha 0, tau 0, lr 0.7, momentum 0.5": streaming(10, **WHOLE_MODEL, **LIGHT),
-        "alpha 0.5, lr 0.4, momentum 0.8, outer warm-up of 20 rounds": streaming(10, outer_optimizer__warmup_rounds="20"),
+        "alpha 0.5, lr 0.4, momentum 0.8, outer warm-up of 20 rounds": streaming(
+            10, outer_optimizer__warmup_rounds="20"
+        ),
         "averaged every step": streaming(1, **average),
-        "averaged every step, inner lr 5.6e-3": streaming(1, **average) | {"optimizer.lr": "5.6e-3"},
-        "averaged every 10 steps, inner lr 5.6e-3": streaming(10, **average) | {"optimizer.lr": "5.6e-3"},
+        "averaged every step, inner lr 5.6e-3": streaming(1, **average)
+        | {"optimizer.lr": "5.6e-3"},
+        "averaged every 10 steps, inner lr 5.6e-3": streaming(10, **average)
+        | {"optimizer.lr": "5.6e-3"},
     }
     return _table(MANY_STEPS, 2000, runs)
 
 
 def _workers() -> Table:
-    runs = {f"streaming, M={workers}": streaming(10, workers=str(workers)) for workers in (1, 2, 4, 8)}
+    runs = {
+        f"streaming, M={workers}": streaming(10, workers=str(workers)) for workers in (1, 2, 4, 8)
+    }
     return _table(MANY_STEPS, 2000, {CONTROL: ALONE} | runs)
 
 

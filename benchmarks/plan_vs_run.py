@@ -30,7 +30,9 @@ GOODPUT = 1448 / 1514
 SYNC_EVERY = 10
 
 
-def settings(workers: int, codec: str, delay: int, steps: int, extra: dict[str, str]) -> dict[str, str]:
+def settings(
+    workers: int, codec: str, delay: int, steps: int, extra: dict[str, str]
+) -> dict[str, str]:
     outer = {
         "diloco.workers": str(workers),
         "diloco.sync_every": str(SYNC_EVERY),
@@ -49,19 +51,31 @@ def finished_run(rate: float, chosen: dict[str, str], workers: int, folder: Path
             path.unlink()
         watch(OVERLAP, rate, chosen | {"run.folder": str(folder)}, workers, folder)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        sizes = {record["fragment"]: record["parameters"] for record in records if record.get("kind") == "round"}
+        sizes = {
+            record["fragment"]: record["parameters"]
+            for record in records
+            if record.get("kind") == "round"
+        }
         fragments = [sizes[fragment] for fragment in sorted(sizes)]
-        kept.write_text(json.dumps({"settings": chosen, "summary": records[-1], "fragments": fragments}))
+        kept.write_text(
+            json.dumps({"settings": chosen, "summary": records[-1], "fragments": fragments})
+        )
     found: dict[str, Any] = json.loads(kept.read_text())
     if found["settings"] != chosen:
-        raise SystemExit(f"{folder} holds a run with other settings: choose another --out, or remove it")
+        raise SystemExit(
+            f"{folder} holds a run with other settings: choose another --out, or remove it"
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument("--rates", default="200,100,50,20,10,5", help="Mbit/s of every worker's link, each way")
+    parser.add_argument(
+        "--rates", default="200,100,50,20,10,5", help="Mbit/s of every worker's link, each way"
+    )
     parser.add_argument("--codecs", type=codec_names, default=["fp32", "fp4_e3m0"])
     parser.add_argument("--delays", default="1,5")
     parser.add_argument("--steps", type=positive, default=60)
@@ -75,24 +89,42 @@ def main() -> None:
         for delay in map(int, own.delays.split(",")):
             chosen = settings(own.workers, codec, delay, own.steps, extra)
             diloco = load_config("debug", chosen).diloco
-            free = finished_run(math.inf, chosen, own.workers, own.out / f"{codec}-tau{delay}-unlimited")
+            free = finished_run(
+                math.inf, chosen, own.workers, own.out / f"{codec}-tau{delay}-unlimited"
+            )
             known = conditions_from(free["summary"]["observed"])
             for rate in map(float, own.rates.split(",")):
                 folder = own.out / f"{codec}-tau{delay}-{rate:g}mbit"
                 run = finished_run(rate, chosen, own.workers, folder)
                 links = even_links(own.workers, rate * 1e6 * GOODPUT, known.links.latency_seconds)
                 own_steps = conditions_from(run["summary"]["observed"])
-                told = replace(known, links=links, step_seconds=own_steps.step_seconds, jitter=own_steps.jitter)
-                said = 100 * predict_diloco(run["fragments"], diloco, told, steps=own.steps).utilisation
+                told = replace(
+                    known, links=links, step_seconds=own_steps.step_seconds, jitter=own_steps.jitter
+                )
+                said = (
+                    100
+                    * predict_diloco(run["fragments"], diloco, told, steps=own.steps).utilisation
+                )
                 measured = run["summary"]["measured_utilisation_percent"]
                 errors.append(said - measured)
-                rows.append([codec, str(delay), f"{rate:g}", f"{said:.1f}", f"{measured:.1f}", f"{said - measured:+.1f}"])
+                rows.append(
+                    [
+                        codec,
+                        str(delay),
+                        f"{rate:g}",
+                        f"{said:.1f}",
+                        f"{measured:.1f}",
+                        f"{said - measured:+.1f}",
+                    ]
+                )
                 print(" ".join(rows[-1]), flush=True)
     title = (
         f"utilisation predicted and measured, {own.workers} workers, H = {SYNC_EVERY}, {own.steps} steps, n = 1 run a row; "
         f"error of the prediction, points: {summary(errors, 1)}; absolute, median {statistics.median(map(abs, errors)):.1f}"
     )
-    print_table(title, ["codec", "tau", "Mbit/s", "predicted %", "measured %", "error, points"], rows)
+    print_table(
+        title, ["codec", "tau", "Mbit/s", "predicted %", "measured %", "error, points"], rows
+    )
 
 
 if __name__ == "__main__":

@@ -36,11 +36,34 @@ def seconds(action: Callable[[], object], rounds: int) -> list[float]:
 def some_round(workers: int) -> Round:
     now = time.perf_counter()
     others = range(1, workers)
-    traffic = Traffic(10**6, 10**6, 0.01, 0.01, 0.1, now, now + 0.01, now + 0.5, dict.fromkeys(others, now + 0.1))
-    traffic.link_bytes, traffic.link_until = dict.fromkeys(others, 10**6), dict.fromkeys(others, now + 0.5)
+    traffic = Traffic(
+        10**6, 10**6, 0.01, 0.01, 0.1, now, now + 0.01, now + 0.5, dict.fromkeys(others, now + 0.1)
+    )
+    traffic.link_bytes, traffic.link_until = (
+        dict.fromkeys(others, 10**6),
+        dict.fromkeys(others, now + 0.5),
+    )
     traffic.dot = 0.5
     return Round(
-        0, 1, 10, 10**6, 1.0, workers, 11, now, now, now, now + 0.6, now, now, now, traffic, 1.0, 1.0, 1.0, torch.ones(())
+        0,
+        1,
+        10,
+        10**6,
+        1.0,
+        workers,
+        11,
+        now,
+        now,
+        now,
+        now + 0.6,
+        now,
+        now,
+        now,
+        traffic,
+        1.0,
+        1.0,
+        1.0,
+        torch.ones(()),
     )
 
 
@@ -50,7 +73,9 @@ def record_of(facts: Round, workers: int) -> RoundRecord:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=6.3)
     parser.add_argument("--rounds", type=positive, default=30)
     parser.add_argument("--workers", type=positive, default=2)
@@ -71,19 +96,30 @@ def main() -> None:
             total += torch.dot(moved, moved)
 
     facts = some_round(own.workers)
-    with tempfile.TemporaryDirectory() as folder, MetricsWriter(Path(folder), Metrics(), 0, own.workers) as writer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        MetricsWriter(Path(folder), Metrics(), 0, own.workers) as writer,
+    ):
         record = record_of(facts, own.workers)
         rows = {
-            "drift before the mix": ("in training", lambda: torch.linalg.vector_norm(torch.sub(delta, shared, out=scratch))),
+            "drift before the mix": (
+                "in training",
+                lambda: torch.linalg.vector_norm(torch.sub(delta, shared, out=scratch)),
+            ),
             "scalar product with the mean": ("background", scalar_product),
             "norm of the mean": ("background", lambda: torch.linalg.vector_norm(delta)),
             "norm of the update": ("background", distance),
             "record of a round": ("in training, first rank", lambda: record_of(facts, own.workers)),
             "its lines and tags": ("in training, first rank", lambda: writer.write_round(record)),
         }
-        measured = {name: (where, seconds(action, own.rounds)) for name, (where, action) in rows.items()}
+        measured = {
+            name: (where, seconds(action, own.rounds)) for name, (where, action) in rows.items()
+        }
     title = f"one exchange of {own.megabytes:g} MB, {own.workers} workers; n = {own.rounds}; milliseconds, median (min ... max)"
-    table = [[name, where, summary([1e3 * one for one in found])] for name, (where, found) in measured.items()]
+    table = [
+        [name, where, summary([1e3 * one for one in found])]
+        for name, (where, found) in measured.items()
+    ]
     print_table(title, ["what", "where", "ms"], table)
 
 

@@ -86,7 +86,11 @@ class Row:
     def utilisations(self, references: Sequence[float]) -> list[float]:
         """In percent; `references`: tokens/s of each repeat."""
         pairs = zip(self.repeats, references, strict=True)
-        return [100 * window.tokens_per_second / reference for measured, reference in pairs for window in measured.windows]
+        return [
+            100 * window.tokens_per_second / reference
+            for measured, reference in pairs
+            for window in measured.windows
+        ]
 
 
 @dataclass
@@ -109,8 +113,17 @@ class Table:
         """Tokens/s of each repeat's fastest method without a limit."""
         found = []
         for number in range(len(self.row(DATA_PARALLEL, math.inf).repeats)):
-            free = [row.repeats[number].windows for row in self.rows if row.rate == math.inf and number < len(row.repeats)]
-            found.append(max(statistics.median(window.tokens_per_second for window in windows) for windows in free))
+            free = [
+                row.repeats[number].windows
+                for row in self.rows
+                if row.rate == math.inf and number < len(row.repeats)
+            ]
+            found.append(
+                max(
+                    statistics.median(window.tokens_per_second for window in windows)
+                    for windows in free
+                )
+            )
         return found
 
     def utilisation(self, method: str, rate: float) -> float:
@@ -120,7 +133,9 @@ class Table:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure_table(experiment: Experiment, rates: list[str], methods: list[str], repeats: int, out: Path) -> Table:
+def measure_table(
+    experiment: Experiment, rates: list[str], methods: list[str], repeats: int, out: Path
+) -> Table:
     """All methods take turns at a rate, and all rates in a repeat, so that a machine whose speed drifts treats them alike."""
     table = Table(experiment, [])
     for repeat in range(repeats):
@@ -129,14 +144,21 @@ def measure_table(experiment: Experiment, rates: list[str], methods: list[str], 
             for method in methods:
                 length = None
                 if method == DATA_PARALLEL:
-                    length = length_of_data_parallel(expected_seconds(rate, table) if table.rows else 0.0)
+                    length = length_of_data_parallel(
+                        expected_seconds(rate, table) if table.rows else 0.0
+                    )
                 name = "".join(c if c.isalnum() else "-" for c in method)
-                measured = measure(method, rate, experiment, length, out / f"{name}-{rate:g}-{repeat}")
+                measured = measure(
+                    method, rate, experiment, length, out / f"{name}-{rate:g}-{repeat}"
+                )
                 if repeat == 0:
                     table.rows.append(Row(method, rate, []))
                 table.row(method, rate).repeats.append(measured)
                 speeds = [window.tokens_per_second for window in measured.windows]
-                print(f"repeat {repeat}, {_named(rate)}, {method}: {statistics.median(speeds):,.0f} tokens/s", flush=True)
+                print(
+                    f"repeat {repeat}, {_named(rate)}, {method}: {statistics.median(speeds):,.0f} tokens/s",
+                    flush=True,
+                )
     return table
 
 
@@ -163,7 +185,9 @@ def _free_step(table: Table) -> tuple[float, float]:
     """Seconds of a step without a limit, and the bytes that a worker sends in one with data parallelism: of the first repeat,
     so that a table which is continued has the same rates."""
     free = [row.repeats[0].windows for row in table.rows if row.rate == math.inf]
-    seconds = min(statistics.median(window.seconds_per_step for window in windows) for windows in free)
+    seconds = min(
+        statistics.median(window.seconds_per_step for window in windows) for windows in free
+    )
     return seconds, table.row(DATA_PARALLEL, math.inf).repeats[0].sent_per_step
 
 
@@ -174,7 +198,10 @@ def cells(row: Row, references: list[float]) -> list[str]:
     windows = row.windows
     if row.method == DATA_PARALLEL:
         shares = [used / 100 for used in row.utilisations(references)]
-        exposed = [max(0.0, 1 - share) * window.seconds_per_step for share, window in zip(shares, windows, strict=True)]
+        exposed = [
+            max(0.0, 1 - share) * window.seconds_per_step
+            for share, window in zip(shares, windows, strict=True)
+        ]
     else:
         exposed = [window.exposed_seconds or 0.0 for window in windows]
     starts = [
@@ -190,7 +217,13 @@ def cells(row: Row, references: list[float]) -> list[str]:
         _summary([window.tokens_per_second for window in windows], 0),
         _summary(row.utilisations(references), 1),
         _summary(starts, 1) if starts else "-",
-        _summary([100 * (1 - lost / window.seconds_per_step) for lost, window in zip(exposed, windows, strict=True)], 1),
+        _summary(
+            [
+                100 * (1 - lost / window.seconds_per_step)
+                for lost, window in zip(exposed, windows, strict=True)
+            ],
+            1,
+        ),
         _summary([1e3 * seconds for seconds in exposed], 1),
         _summary([measured.sent_per_step / 1e3 for measured in row.repeats], 1),
         _summary([measured.peak_mbit for measured in row.repeats], 1),
@@ -223,7 +256,9 @@ def conclusions(table: Table) -> list[str]:
         )
     for method in table.methods if TORCHFT in table.methods else ():
         if method not in (TORCHFT, DATA_PARALLEL):
-            found.append(f"{method} beside torchft, at {len(table.rates)} rates: {_beside_torchft(table, method)}")
+            found.append(
+                f"{method} beside torchft, at {len(table.rates)} rates: {_beside_torchft(table, method)}"
+            )
     return found
 
 
@@ -231,7 +266,9 @@ def _beside_torchft(table: Table, method: str) -> str:
     """Ahead or behind only where the spreads do not touch."""
     ahead = behind = 0
     for rate in table.rates:
-        own, other = (table.row(name, rate).utilisations(table.references()) for name in (method, TORCHFT))
+        own, other = (
+            table.row(name, rate).utilisations(table.references()) for name in (method, TORCHFT)
+        )
         ahead += min(own) > max(other)
         behind += max(own) < min(other)
     return f"ahead at {ahead}, behind at {behind}, no difference beyond the spread at {len(table.rates) - ahead - behind}"
@@ -239,7 +276,9 @@ def _beside_torchft(table: Table, method: str) -> str:
 
 def _rate_at(table: Table, wanted: float) -> float | None:
     """Where data parallelism's utilisation crosses a value, between two measured rates on logarithmic scales."""
-    points = [(rate, table.utilisation(DATA_PARALLEL, rate)) for rate in table.rates if rate < math.inf]
+    points = [
+        (rate, table.utilisation(DATA_PARALLEL, rate)) for rate in table.rates if rate < math.inf
+    ]
     for (fast, more), (slow, less) in itertools.pairwise(points):
         if less <= wanted <= more and more > less:
             share = math.log(wanted / less) / math.log(more / less)
@@ -250,12 +289,19 @@ def _rate_at(table: Table, wanted: float) -> float | None:
 def plot(table: Table, path: Path) -> None:
     limited = [rate for rate in reversed(table.rates) if rate < math.inf]
     series = [
-        Series(method, [(rate, table.utilisation(method, rate)) for rate in limited], dash=method == TORCHFT, markers=True)
+        Series(
+            method,
+            [(rate, table.utilisation(method, rate)) for rate in limited],
+            dash=method == TORCHFT,
+            markers=True,
+        )
         for method in table.methods
     ]
     title = f"{table.experiment.workers} workers, H = {table.experiment.sync_every}"
     x_label, y_label = "link of each worker, Mbit/s", "compute utilisation, %"
-    chart = line_chart(series, title=title, x_label=x_label, y_label=y_label, x_log=True, y_range=(0.0, None))
+    chart = line_chart(
+        series, title=title, x_label=x_label, y_label=y_label, x_log=True, y_range=(0.0, None)
+    )
     write_picture(chart, path)
 
 
@@ -272,13 +318,26 @@ def _summary(values: Sequence[float], digits: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--sync-every", type=positive, default=100, help="H")
-    parser.add_argument("--cycles", type=positive, default=1, help="whole cycles of H steps that are measured, after the first")
+    parser.add_argument(
+        "--cycles",
+        type=positive,
+        default=1,
+        help="whole cycles of H steps that are measured, after the first",
+    )
     parser.add_argument("--delay", type=int, default=5, help="tau, where communication overlaps")
-    parser.add_argument("--rates", type=lambda text: text.split(","), default=["inf", "1x", "0.05x"])
-    parser.add_argument("--methods", default="", help="names, separated by ';' (default: all): " + "; ".join(METHODS))
+    parser.add_argument(
+        "--rates", type=lambda text: text.split(","), default=["inf", "1x", "0.05x"]
+    )
+    parser.add_argument(
+        "--methods",
+        default="",
+        help="names, separated by ';' (default: all): " + "; ".join(METHODS),
+    )
     parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
     parser.add_argument("--plot", type=Path, help="a PNG of utilisation over rate")
@@ -291,13 +350,21 @@ def main() -> None:
         )
     for rate in own.rates:
         if not _is_rate(rate):
-            parser.error(f"--rates {rate}: a rate is a number of Mbit/s above 0, inf, or a multiple such as 0.1x")
+            parser.error(
+                f"--rates {rate}: a rate is a number of Mbit/s above 0, inf, or a multiple such as 0.1x"
+            )
     extra = further_settings(parser, words, SET_BY_THE_TABLE)
     asked = [name.strip() for name in own.methods.split(";") if name.strip()]
     for name in asked:
         if name not in METHODS or not is_installed(name):
-            parser.error(f"no method {name!r} here; there are: {'; '.join(filter(is_installed, METHODS))}")
-    methods = [name for name in METHODS if name == DATA_PARALLEL or name in asked or (not asked and is_installed(name))]
+            parser.error(
+                f"no method {name!r} here; there are: {'; '.join(filter(is_installed, METHODS))}"
+            )
+    methods = [
+        name
+        for name in METHODS
+        if name == DATA_PARALLEL or name in asked or (not asked and is_installed(name))
+    ]
     if not is_installed(TORCHFT):
         print("torchft is not installed, so it has no rows: pip install -e .[bench]")
 

@@ -136,17 +136,27 @@ def length_of_data_parallel(seconds_per_step: float) -> Length:
     return Length(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
 
 
-def measure(method: str, rate: float, experiment: Experiment, length: Length | None, folder: Path) -> Measured:
+def measure(
+    method: str, rate: float, experiment: Experiment, length: Length | None, folder: Path
+) -> Measured:
     """`rate` in Mbit/s, of every worker's link in each direction; `length` is given with data parallelism. What was measured
     lies in the folder, and is not measured again."""
     length = length or Length(experiment.steps, experiment.sync_every // 2)
-    settings = experiment.settings(method) | {"training.steps": str(length.steps), "metrics.log_every": str(length.every)}
+    settings = experiment.settings(method) | {
+        "training.steps": str(length.steps),
+        "metrics.log_every": str(length.every),
+    }
     finished = folder / "finished.json"
     if finished.exists():
         kept = json.loads(finished.read_text())
         if kept["settings"] != settings:
-            raise SystemExit(f"{folder} holds a run with other settings: choose another --out, or remove it")
-        return Measured(**kept["measured"] | {"windows": [Window(**window) for window in kept["measured"]["windows"]]})
+            raise SystemExit(
+                f"{folder} holds a run with other settings: choose another --out, or remove it"
+            )
+        return Measured(
+            **kept["measured"]
+            | {"windows": [Window(**window) for window in kept["measured"]["windows"]]}
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("metrics*.jsonl"):  # an earlier start was interrupted
         path.unlink()
@@ -170,14 +180,19 @@ class Seen:
     """Number of the sample at which it was there, and the record."""
 
 
-def watch(method: str, rate: float, settings: Mapping[str, str], workers: int, folder: Path) -> Seen:
+def watch(
+    method: str, rate: float, settings: Mapping[str, str], workers: int, folder: Path
+) -> Seen:
     """Runs the workers to their end. They start at full speed; the links are slow from the first record on."""
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     module = "benchmarks.torchft_train" if method == TORCHFT else "torchtitan_diloco.launch"
     command = [sys.executable, "-m", module, *words]
     seen, log, limited = Seen([], [], []), folder / "log.txt", False
     with Network(workers) as network, log.open("w") as output:
-        programs = [network.start(worker, command, _environment(network, worker), output) for worker in range(workers)]
+        programs = [
+            network.start(worker, command, _environment(network, worker), output)
+            for worker in range(workers)
+        ]
         while any(program.poll() is None for program in programs):
             time.sleep(SAMPLE_SECONDS)
             _look(seen, network, folder)
@@ -191,7 +206,11 @@ def watch(method: str, rate: float, settings: Mapping[str, str], workers: int, f
 
 
 def _environment(network: Network, worker: int) -> dict[str, str]:
-    torchft = {"LIGHTHOUSE": network.address(0), "ADDRESS": network.address(worker), "RUST_LOG": "warn"}
+    torchft = {
+        "LIGHTHOUSE": network.address(0),
+        "ADDRESS": network.address(worker),
+        "RUST_LOG": "warn",
+    }
     return dict(os.environ) | {"OMP_NUM_THREADS": "1"} | network.launch_variables(worker) | torchft
 
 
@@ -237,12 +256,19 @@ def summarise(seen: Seen, sync_every: int, *, data_parallel: bool) -> Measured:
 def _window(seen: Seen, first: int, last: int) -> Window:
     """From one record to another."""
     parts = [seen.records[number] for number in range(first, last + 1)]
-    counts = [int(after["step"] - before["step"]) for (_, before), (_, after) in itertools.pairwise(parts)]
+    counts = [
+        int(after["step"] - before["step"]) for (_, before), (_, after) in itertools.pairwise(parts)
+    ]
     records = [record for _, record in parts[1:]]
-    seconds = math.fsum(count * record["speed/seconds_per_step"] for count, record in zip(counts, records, strict=True))
+    seconds = math.fsum(
+        count * record["speed/seconds_per_step"]
+        for count, record in zip(counts, records, strict=True)
+    )
     tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
     key = "diloco/exposed_seconds_mean_over_ranks"
-    exposed = math.fsum(record[key] for record in records) / sum(counts) if key in records[0] else None
+    exposed = (
+        math.fsum(record[key] for record in records) / sum(counts) if key in records[0] else None
+    )
     return Window(sum(counts), seconds / sum(counts), tokens * sum(counts) / seconds, exposed)
 
 
@@ -253,6 +279,9 @@ def _peak_mbit(seen: Seen, start: int, end: int) -> float:
             since += 1
         seconds = seen.times[number] - seen.times[since]
         if seconds >= PEAK_SECONDS:
-            most = max(after - before for before, after in zip(seen.sent[since], seen.sent[number], strict=True))
+            most = max(
+                after - before
+                for before, after in zip(seen.sent[since], seen.sent[number], strict=True)
+            )
             peak = max(peak, most * 8e-6 / seconds)
     return peak

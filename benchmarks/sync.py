@@ -73,7 +73,10 @@ def row(name: str, case: Case, measured: Measured) -> list[str]:
 def rows(own: argparse.Namespace) -> list[Sequence[str]]:
     found: list[Sequence[str]] = []
     for fragments, delay in product(own.fragments, own.delays):
-        cases = [Case(own.megabytes, fragments, delay, codec, own.rounds, own.inner_seconds) for codec in own.codecs]
+        cases = [
+            Case(own.megabytes, fragments, delay, codec, own.rounds, own.inner_seconds)
+            for codec in own.codecs
+        ]
         found += [row(case.codec, case, run_ours(case)) for case in cases]
         if torchft_manager.is_installed():
             found.append(row("torchft, fp32", cases[0], torchft_sync.run(cases[0])))
@@ -83,17 +86,27 @@ def rows(own: argparse.Namespace) -> list[Sequence[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=33.6, help="parameters in fp32")
     parser.add_argument("--fragments", type=_numbers, default=[1, 2])
     parser.add_argument("--delays", type=_numbers, default=[0])
     parser.add_argument("--codecs", type=codec_names, default=["fp32", "bf16", "int8", "fp4_e3m0"])
     parser.add_argument("--rounds", type=positive, default=9, help="syncs of every fragment")
-    parser.add_argument("--rate", default="", help="of the link, as tc writes it (200mbit); both directions share it")
-    parser.add_argument("--inner-seconds", type=float, default=0.4, help="of one inner step, with delays above 0")
+    parser.add_argument(
+        "--rate",
+        default="",
+        help="of the link, as tc writes it (200mbit); both directions share it",
+    )
+    parser.add_argument(
+        "--inner-seconds", type=float, default=0.4, help="of one inner step, with delays above 0"
+    )
     own = parser.parse_args()
     if own.megabytes < SMALLEST:
-        parser.error(f"--megabytes {own.megabytes:g} is less than one block, an embedding and a head take: give {SMALLEST}")
+        parser.error(
+            f"--megabytes {own.megabytes:g} is less than one block, an embedding and a head take: give {SMALLEST}"
+        )
     try:
         link.enter_own_network("benchmarks.sync", own.rate)
     except link.NoNetworkError as error:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from benchmarks import link
 from torchtitan_diloco.config.diloco_schema import Link, Quantization
 from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, StreamingDiLoCo
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 
 WORKERS = 2
@@ -78,9 +84,16 @@ def build_model(megabytes: float) -> nn.ModuleDict:
     """Half of the values in blocks, the rest in an embedding and a head."""
 
     def block() -> nn.Module:
-        shapes = {"norm": (WIDTH,), "qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (8 * WIDTH, WIDTH)}
+        shapes = {
+            "norm": (WIDTH,),
+            "qkv": (3 * WIDTH, WIDTH),
+            "out": (WIDTH, WIDTH),
+            "up": (8 * WIDTH, WIDTH),
+        }
         shapes["down"] = (WIDTH, 4 * WIDTH)
-        return nn.ParameterDict({name: nn.Parameter(torch.randn(shape) * 0.02) for name, shape in shapes.items()})
+        return nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(shape) * 0.02) for name, shape in shapes.items()}
+        )
 
     blocks = nn.ModuleList(block() for _ in range(block_count(megabytes)))
     left = round(megabytes * 1e6 / 4) - sum(parameter.numel() for parameter in blocks.parameters())
@@ -93,12 +106,20 @@ def build_model(megabytes: float) -> nn.ModuleDict:
 
 def fragment_names(case: Case) -> list[tuple[str, ...]]:
     """The modules of each fragment: what is outside the blocks is the last one, of about half the bytes."""
-    blocks, rest = [f"blocks.{number}" for number in range(block_count(case.megabytes))], ("embedding", "head")
+    blocks, rest = (
+        [f"blocks.{number}" for number in range(block_count(case.megabytes))],
+        ("embedding", "head"),
+    )
     if case.fragments == 1:
         return [(*blocks, *rest)]
     if case.fragments - 1 > len(blocks):
-        raise ValueError(f"--fragments {case.fragments} is more than the {len(blocks)} blocks of this model and the rest")
-    return [*(tuple(blocks[first :: case.fragments - 1]) for first in range(case.fragments - 1)), rest]
+        raise ValueError(
+            f"--fragments {case.fragments} is more than the {len(blocks)} blocks of this model and the rest"
+        )
+    return [
+        *(tuple(blocks[first :: case.fragments - 1]) for first in range(case.fragments - 1)),
+        rest,
+    ]
 
 
 @torch.no_grad()
@@ -129,7 +150,9 @@ def measure(case: Case) -> Measured:
 
 def start(case: Case) -> tuple[World, nn.ModuleDict, float]:
     """The process, its model, and the peak of its memory in MB after steps without an outer loop."""
-    world = join_world(Distributed(), Link(timeout_seconds=TIMEOUT), device="cpu", workers=WORKERS, fsdp=0)
+    world = join_world(
+        Distributed(), Link(timeout_seconds=TIMEOUT), device="cpu", workers=WORKERS, fsdp=0
+    )
     model = build_model(case.megabytes)
     floor = torch.ones(round(case.megabytes * 1e6 / 4 / case.fragments))
     for _ in range(3):
@@ -140,7 +163,12 @@ def start(case: Case) -> tuple[World, nn.ModuleDict, float]:
 
 
 def measure_syncs(
-    case: Case, world: World, model: nn.Module, sizes: list[int], step: Callable[[], None], sent: Callable[[], int]
+    case: Case,
+    world: World,
+    model: nn.Module,
+    sizes: list[int],
+    step: Callable[[], None],
+    sent: Callable[[], int],
 ) -> list[Sync]:
     """`sizes`: values in each fragment; `step`: what follows an inner step; `sent`: bytes since the last call."""
     measured = []

@@ -16,10 +16,20 @@ def serve_lighthouse(bind: str, workers: int, *, join_seconds: int) -> Any:
     """Where the workers meet."""
     from torchft.coordination import LighthouseServer
 
-    return LighthouseServer(bind=bind, min_replicas=workers, join_timeout_ms=1000 * join_seconds, quorum_tick_ms=100)
+    return LighthouseServer(
+        bind=bind, min_replicas=workers, join_timeout_ms=1000 * join_seconds, quorum_tick_ms=100
+    )
 
 
-def start_manager(model: nn.Module, worker: int, workers: int, *, lighthouse: str, address: str, timeout: timedelta) -> Any:
+def start_manager(
+    model: nn.Module,
+    worker: int,
+    workers: int,
+    *,
+    lighthouse: str,
+    address: str,
+    timeout: timedelta,
+) -> Any:
     """`address`: of this worker. All start from the same seed."""
     from torchft import Manager, ProcessGroupGloo
 

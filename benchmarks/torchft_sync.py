@@ -7,7 +7,16 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from benchmarks.sync_measure import TIMEOUT, WORKERS, Case, Measured, fragment_names, measure_syncs, peak_megabytes, start
+from benchmarks.sync_measure import (
+    TIMEOUT,
+    WORKERS,
+    Case,
+    Measured,
+    fragment_names,
+    measure_syncs,
+    peak_megabytes,
+    start,
+)
 from benchmarks.torchft_manager import serve_lighthouse, start_manager
 from tests.processes import ProcessPool
 
@@ -17,7 +26,9 @@ def run(case: Case) -> Measured:
     lighthouse = serve_lighthouse("127.0.0.1:0", WORKERS, join_seconds=10)
     port = lighthouse.address().rpartition(":")[2]
     pool = ProcessPool()
-    measured: Measured = pool.run(measure_torchft, WORKERS, case, f"http://localhost:{port}", timeout=TIMEOUT)[0]
+    measured: Measured = pool.run(
+        measure_torchft, WORKERS, case, f"http://localhost:{port}", timeout=TIMEOUT
+    )[0]
     pool.close()
     lighthouse.shutdown()
     return measured
@@ -29,11 +40,18 @@ def measure_torchft(case: Case, lighthouse: str) -> Measured:
 
     logging.disable(logging.INFO)
     world, model, plain = start(case)
-    fragments: list[nn.Module] = [nn.ModuleList(model.get_submodule(name) for name in names) for names in fragment_names(case)]
+    fragments: list[nn.Module] = [
+        nn.ModuleList(model.get_submodule(name) for name in names) for names in fragment_names(case)
+    ]
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in fragments]
+    outer = [
+        torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        for part in fragments
+    ]
     timeout = timedelta(seconds=TIMEOUT)
-    manager = start_manager(model, world.worker, WORKERS, lighthouse=lighthouse, address="localhost", timeout=timeout)
+    manager = start_manager(
+        model, world.worker, WORKERS, lighthouse=lighthouse, address="localhost", timeout=timeout
+    )
     loop = DiLoCo(
         manager,
         fragments,

@@ -66,7 +66,13 @@ def main(words: list[str]) -> None:
     train(config, plan, world, model, iter(loader))
 
 
-def train(config: Config, plan: RunPlan, world: World, model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def train(
+    config: Config,
+    plan: RunPlan,
+    world: World,
+    model: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+) -> None:
     from torchft.local_sgd import DiLoCo
 
     logging.disable(logging.INFO)
@@ -75,12 +81,18 @@ def train(config: Config, plan: RunPlan, world: World, model: nn.Module, batches
     outer = config.diloco.outer_optimizer
     # Its fragments are modules; a dictionary of the same parameters is one.
     parts = [fragment.parts for fragment in build_fragments(model, config.diloco.fragments)]
-    fragments = [nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in group}) for group in parts]
+    fragments = [
+        nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in group})
+        for group in parts
+    ]
     loop = DiLoCo(
         manager,
         list(fragments),
         optimizer,
-        [torch.optim.SGD(part.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True) for part in fragments],
+        [
+            torch.optim.SGD(part.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
+            for part in fragments
+        ],
         sync_every=config.diloco.sync_every,
         fragment_sync_delay=config.diloco.overlap.delay,
         fragment_update_alpha=config.diloco.overlap.mixing,
@@ -91,7 +103,10 @@ def train(config: Config, plan: RunPlan, world: World, model: nn.Module, batches
     log = Log(config, plan, world)
     with loop:
         for step in range(1, plan.total_steps + 1):
-            set_lr(optimizer, config.optimizer.lr * lr_factor(step, plan.total_steps, config.lr_schedule))
+            set_lr(
+                optimizer,
+                config.optimizer.lr * lr_factor(step, plan.total_steps, config.lr_schedule),
+            )
             cross_entropy = accumulate_gradients(config, plan, world, model, batches)
             clip_gradients(model.parameters(), config.training.max_gradient_norm, None)
             optimizer.step()
@@ -105,12 +120,18 @@ def train(config: Config, plan: RunPlan, world: World, model: nn.Module, batches
 
 
 def accumulate_gradients(
-    config: Config, plan: RunPlan, world: World, model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]
+    config: Config,
+    plan: RunPlan,
+    world: World,
+    model: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
 ) -> float:
     """As in the trainer's step. The sum of the cross-entropy over this worker's tokens."""
     total = torch.zeros(())
     for inputs, targets in islice(batches, plan.accumulation):
-        head = loss_head(targets, z_loss=config.training.z_loss, chunk_tokens=config.training.loss_chunk_tokens)
+        head = loss_head(
+            targets, z_loss=config.training.z_loss, chunk_tokens=config.training.loss_chunk_tokens
+        )
         sums = model(inputs, head=head)
         (sums.objective * (world.size / plan.tokens_per_step)).backward()
         total += sums.cross_entropy
@@ -119,10 +140,16 @@ def accumulate_gradients(
 
 def meet(world: World, model: nn.Module) -> tuple[Any, Any]:
     """torchft's manager of this worker, and on worker 0 the lighthouse at which they meet."""
-    served = serve_lighthouse(f"0.0.0.0:{LIGHTHOUSE_PORT}", world.size, join_seconds=60) if world.is_first else None
+    served = (
+        serve_lighthouse(f"0.0.0.0:{LIGHTHOUSE_PORT}", world.size, join_seconds=60)
+        if world.is_first
+        else None
+    )
     lighthouse = f"http://{os.environ['LIGHTHOUSE']}:{LIGHTHOUSE_PORT}"
     own = os.environ["ADDRESS"]
-    manager = start_manager(model, world.worker, world.size, lighthouse=lighthouse, address=own, timeout=TIMEOUT)
+    manager = start_manager(
+        model, world.worker, world.size, lighthouse=lighthouse, address=own, timeout=TIMEOUT
+    )
     return manager, served
 
 
@@ -130,7 +157,11 @@ class Log:
     """Records of the same steps as our trainer's."""
 
     def __init__(self, config: Config, plan: RunPlan, world: World) -> None:
-        self._every, self._tokens, self.exposed_seconds = config.metrics.log_every, plan.tokens_per_step, 0.0
+        self._every, self._tokens, self.exposed_seconds = (
+            config.metrics.log_every,
+            plan.tokens_per_step,
+            0.0,
+        )
         self._path = Path(config.run.folder) / "metrics.jsonl" if world.is_first else None
         self._last, self._since = 0, time.perf_counter()
         if self._path is not None:

@@ -57,12 +57,16 @@ class Turn:
 
 def own_loop(config: Config, metrics: MetricsWriter) -> tuple[Trainer, Batches, Loop]:
     """The step of a run with its report, as often as a run writes one."""
-    world = join_world(config.distributed, config.diloco.link, device=config.run.device, workers=1, fsdp=0)
+    world = join_world(
+        config.distributed, config.diloco.link, device=config.run.device, workers=1, fsdp=0
+    )
     trainer = Trainer(config, world)
     logger.setLevel("ERROR")
     batches = TimedIterator(iter(trainer.loader))
     flops = trainer.model.flops_per_token(config.training.sequence_length)
-    reports = StepReports(world, trainer.plan, flops, metrics, lag=1, outer=trainer.outer, behind={})
+    reports = StepReports(
+        world, trainer.plan, flops, metrics, lag=1, outer=trainer.outer, behind={}
+    )
 
     def step() -> None:
         reports.step_begins()
@@ -74,7 +78,9 @@ def own_loop(config: Config, metrics: MetricsWriter) -> tuple[Trainer, Batches, 
     return trainer, batches, Loop("torchtitan_diloco", step, trainer.plan.parameters)
 
 
-def bare_loop(name: str, model: nn.Module, blocks: list[nn.Module], trainer: Trainer, batches: Batches) -> Loop:
+def bare_loop(
+    name: str, model: nn.Module, blocks: list[nn.Module], trainer: Trainer, batches: Batches
+) -> Loop:
     config, device = trainer.config, trainer.world.device
     if config.compile.enable:
         for block in blocks:
@@ -97,7 +103,9 @@ def bare_loop(name: str, model: nn.Module, blocks: list[nn.Module], trainer: Tra
 
 def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
     config = trainer.config
-    model = Decoder(config.model, trainer.vocab_size, config.training.sequence_length).to(trainer.world.device)
+    model = Decoder(config.model, trainer.vocab_size, config.training.sequence_length).to(
+        trainer.world.device
+    )
     model.init_weights(config.run.seed)
     return bare_loop("bare PyTorch loop", model, list(model.blocks), trainer, batches)
 
@@ -112,13 +120,16 @@ def titan(trainer: Trainer, batches: Batches) -> Loop:
         n_heads=shape.heads,
         vocab_size=trainer.vocab_size,
         multiple_of=1,
-        ffn_dim_multiplier=shape.feed_forward / (4 * shape.width),  # its three matrices then hold what ours do in two
+        ffn_dim_multiplier=shape.feed_forward
+        / (4 * shape.width),  # its three matrices then hold what ours do in two
         max_seq_len=trainer.config.training.sequence_length,
     )
     model = Transformer(arguments).to(trainer.world.device)
     with torch.no_grad():
         model.init_weights()
-    return bare_loop("torchtitan's Llama 3, bare loop", model, list(model.layers.values()), trainer, batches)
+    return bare_loop(
+        "torchtitan's Llama 3, bare loop", model, list(model.layers.values()), trainer, batches
+    )
 
 
 def turn(loop: Loop, steps: int, device: torch.device) -> Turn:
@@ -127,7 +138,9 @@ def turn(loop: Loop, steps: int, device: torch.device) -> Turn:
     for _ in range(steps):
         loop.step()
     _finish(device)
-    return Turn((time.perf_counter() - started) / steps, (time.process_time() - cpu_started) / steps)
+    return Turn(
+        (time.perf_counter() - started) / steps, (time.process_time() - cpu_started) / steps
+    )
 
 
 def _finish(device: torch.device) -> None:
@@ -145,7 +158,11 @@ def warmed_up(loop: Loop, steps: int, device: torch.device, before: int) -> Loop
 
 
 def row(
-    loop: Loop, turns: list[Turn], ours: list[Turn], tokens: int, utilisation: Callable[[float], float | None]
+    loop: Loop,
+    turns: list[Turn],
+    ours: list[Turn],
+    tokens: int,
+    utilisation: Callable[[float], float | None],
 ) -> list[str]:
     used = utilisation(tokens / sorted(one.seconds for one in turns)[len(turns) // 2])
     return [
@@ -175,11 +192,18 @@ def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--steps", type=positive, default=10, help="steps of each loop in one round")
+    parser.add_argument(
+        "--steps", type=positive, default=10, help="steps of each loop in one round"
+    )
     own, words = parser.parse_known_args()
-    config = config_of(parser, [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"])
+    config = config_of(
+        parser,
+        [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"],
+    )
     with MetricsWriter(None, config.metrics) as metrics:
         trainer, batches, ours = own_loop(config, metrics)
         device = trainer.world.device
@@ -203,10 +227,24 @@ def main() -> None:
         f"n = {own.rounds} rounds of {own.steps} steps; median (min ... max)\n"
         "ratio: of the time of torchtitan_diloco's step to that of this loop's, per round; above 1 the loop is faster"
     )
-    header = ["loop", "M parameters", "tokens/s", "ratio", "CPU ms a step", "ratio of CPU time", "MFU %", "peak GiB"]
+    header = [
+        "loop",
+        "M parameters",
+        "tokens/s",
+        "ratio",
+        "CPU ms a step",
+        "ratio of CPU time",
+        "MFU %",
+        "peak GiB",
+    ]
     columns = [list(column) for column in zip(*rounds, strict=True)]
     print_table(
-        title, header, [row(loop, turns, columns[0], tokens, utilisation) for loop, turns in zip(loops, columns, strict=True)]
+        title,
+        header,
+        [
+            row(loop, turns, columns[0], tokens, utilisation)
+            for loop, turns in zip(loops, columns, strict=True)
+        ],
     )
     step = sorted(one.seconds for one in columns[0])[own.rounds // 2]
     shares = [100 * seconds / step for seconds in outer]

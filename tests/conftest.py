@@ -14,9 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cor
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.load_profile("deterministic")
 
-for number in STOP_SIGNALS:  # nohup and background jobs ignore some, and all that is started here would inherit it
+for number in (
+    STOP_SIGNALS
+):  # nohup and background jobs ignore some, and all that is started here would inherit it
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -29,7 +33,21 @@ def processes() -> Iterator[ProcessPool]:
     pool.close()
 
 
-WORDS = ["the", "a", "one", "lake", "bird", "stone", "sings", "falls", "rests", "over", "under", "near", "old"]
+WORDS = [
+    "the",
+    "a",
+    "one",
+    "lake",
+    "bird",
+    "stone",
+    "sings",
+    "falls",
+    "rests",
+    "over",
+    "under",
+    "near",
+    "old",
+]
 
 
 @pytest.fixture

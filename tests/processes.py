@@ -21,7 +21,12 @@ class ProcessPool:
         self._members: list[tuple[Any, Connection]] = []
 
     def run(
-        self, function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60, dying: Collection[int] = ()
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *arguments: Any,
+        timeout: float = 60,
+        dying: Collection[int] = (),
     ) -> list[Any]:
         """function(*arguments) on `size` ranks; the results by rank. `function` must be importable by name. The ranks
         `dying` are meant to end their process: their result is DIED."""
@@ -50,13 +55,17 @@ class ProcessPool:
             self.close()
         return results
 
-    def _collect(self, pipes: list[Connection], deadline: float, dying: Collection[int]) -> list[Any]:
+    def _collect(
+        self, pipes: list[Connection], deadline: float, dying: Collection[int]
+    ) -> list[Any]:
         """Every rank's result. The first failure ends the wait: the others may hang in a collective with it."""
         results: list[Any] = [None] * len(pipes)
         pending = set(range(len(pipes)))
         failures: list[str] = []
         while pending and not failures:
-            ready = wait([pipes[rank] for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [pipes[rank] for rank in pending], timeout=max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 failures.append(f"ranks {sorted(pending)} did not finish in time")
             for rank in [rank for rank in pending if pipes[rank] in ready]:

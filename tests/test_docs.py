@@ -29,7 +29,11 @@ def shortened(block: str, out: Path) -> str:
         command = line.split(" #")[0]
         if "./run_tests.sh" in command:
             line = f"{command} --collect-only -q"
-        elif "./run_train.sh" in command and "--help" not in command and "--print-config" not in command:
+        elif (
+            "./run_train.sh" in command
+            and "--help" not in command
+            and "--print-config" not in command
+        ):
             folder = "" if "--run.folder" in command else f" --run.folder {out}/run{number}"
             line = f"{command} {SHORT}{folder}"
         lines.append(line)
@@ -41,12 +45,16 @@ def test_there_is_something_to_run() -> None:
 
 
 @pytest.mark.timeout(900)  # a page has several runs
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
+)
 def test_blocks_run_as_written(page: Path, tmp_path: Path) -> None:
     """One after the other, as they follow on each other: they share a folder."""
     (tmp_path / "out").mkdir()
     for number, block in enumerate(blocks(page), start=1):
-        run_block(f"{page.name}, block {number}", block, tmp_path / "out", tmp_path / f"block{number}")
+        run_block(
+            f"{page.name}, block {number}", block, tmp_path / "out", tmp_path / f"block{number}"
+        )
 
 
 def run_block(name: str, block: str, out: Path, runs: Path) -> None:
@@ -68,14 +76,17 @@ def run_block(name: str, block: str, out: Path, runs: Path) -> None:
 
 
 def test_the_readmes_own_loop_runs_as_written(tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S
+    )
     (tmp_path / "own_loop.py").write_text(block)
     start = re.search(r"start it with: (torchrun .*)", block)
     assert start is not None
     outcome = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *start.group(1).split()[1:]],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ
+        | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -88,7 +99,10 @@ def test_the_readmes_own_loop_runs_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_a_page_names_is_there(page: Path) -> None:
-    named = re.findall(r"`((?:torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests)/[\w./-]*)`", page.read_text())
+    named = re.findall(
+        r"`((?:torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests)/[\w./-]*)`",
+        page.read_text(),
+    )
     linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
     for path in named:
         assert (REPOSITORY / path).exists(), f"{page.name} names {path}"

@@ -58,25 +58,48 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}.py", f"version = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(
+            f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
 
 
 def base_python() -> str:
     """The Python under the virtual environment that the tests may run in: a bare one."""
-    return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+    return str(
+        Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    )
 
 
 class Checkout:
     """A clean checkout of a small repository, and a machine with the programs in `programs` and no others."""
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.programs, self.wheels = folder / "re po", folder / "programs", folder / "wheels"
+        self.root, self.programs, self.wheels = (
+            folder / "re po",
+            folder / "programs",
+            folder / "wheels",
+        )
         self.elsewhere = folder / "elsewhere"
-        for made in (self.root / "scripts", self.root / "torchtitan_diloco/tools", self.programs, self.elsewhere):
+        for made in (
+            self.root / "scripts",
+            self.root / "torchtitan_diloco/tools",
+            self.programs,
+            self.elsewhere,
+        ):
             made.mkdir(parents=True)
-        copied = ("run_train.sh", "run_tests.sh", "scripts/environment.sh", "torchtitan_diloco/tools/requirements.py")
+        copied = (
+            "run_train.sh",
+            "run_tests.sh",
+            "scripts/environment.sh",
+            "torchtitan_diloco/tools/requirements.py",
+        )
         for file in copied:
             shutil.copy(REPOSITORY / file, self.root / file)
         (self.root / "pyproject.toml").write_text(PYPROJECT)
@@ -101,7 +124,9 @@ class Checkout:
     def fill_disk(self) -> None:
         """Let it look as if 20 MB were free."""
         (self.programs / "df").unlink()
-        (self.programs / "df").write_text("#!/bin/sh\necho Filesystem\necho /dev/x 9 9 20480 9% /\n")
+        (self.programs / "df").write_text(
+            "#!/bin/sh\necho Filesystem\necho /dev/x 9 9 20480 9% /\n"
+        )
         (self.programs / "df").chmod(0o755)
 
     def environment(self, settings: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -129,7 +154,11 @@ class Checkout:
         return self.root / ".venv/bin/python"
 
     def installed(self, package: str) -> str:
-        command = [str(self.venv_python), "-c", f"from importlib import metadata; print(metadata.version({package!r}))"]
+        command = [
+            str(self.venv_python),
+            "-c",
+            f"from importlib import metadata; print(metadata.version({package!r}))",
+        ]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
@@ -197,7 +226,10 @@ def test_an_interrupted_set_up_is_completed(checkout: Checkout) -> None:
     """pip was killed after it had unpacked a package's description, but not the package."""
     checkout.add_python("python3", 'case "$*" in *venv*re*po*) sleep 600;; esac')
     with subprocess.Popen(
-        [checkout.root / "run_train.sh"], env=checkout.environment(), stderr=subprocess.PIPE, text=True
+        [checkout.root / "run_train.sh"],
+        env=checkout.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("setting up")
@@ -235,7 +267,9 @@ def test_two_first_starts_at_once(checkout: Checkout) -> None:
     assert sum("\nset up in" in errors for _, errors in answers) == 1, "one did the work"
 
 
-def test_a_python_that_has_everything_is_used_untouched(checkout: Checkout, finished: Checkout) -> None:
+def test_a_python_that_has_everything_is_used_untouched(
+    checkout: Checkout, finished: Checkout
+) -> None:
     before = sorted(finished.venv_python.parents[1].rglob("*"))
     settings: list[dict[str, str]] = [
         {"PYTHON": str(finished.venv_python)},
@@ -254,13 +288,20 @@ def test_a_python_that_has_everything_is_used_untouched(checkout: Checkout, fini
 def test_a_python_that_lacks_something_is_named_and_left_alone(checkout: Checkout) -> None:
     checkout.fill_disk()
     run = checkout.start(PYTHON=base_python())
-    assert run.stderr.startswith(f"{base_python()} lacks tiny (not installed); taking {checkout.root}/.venv\n")
+    assert run.stderr.startswith(
+        f"{base_python()} lacks tiny (not installed); taking {checkout.root}/.venv\n"
+    )
 
 
 def test_a_newer_python_than_the_default_is_found(checkout: Checkout) -> None:
     checkout.add_python("python3", 'case "$1" in --version) echo Python 3.9.1;; esac; exit 1')
     checkout.add_python("python3.12")
-    script = ["bash", "-c", 'source "$0/scripts/environment.sh"; find_base_python', str(checkout.root)]
+    script = [
+        "bash",
+        "-c",
+        'source "$0/scripts/environment.sh"; find_base_python',
+        str(checkout.root),
+    ]
     run = subprocess.run(script, env=checkout.environment(), capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "python3.12\n")
 
@@ -294,7 +335,9 @@ def test_neither_venv_nor_pip(checkout: Checkout) -> None:
 
 
 def test_no_network(checkout: Checkout) -> None:
-    run = checkout.start(PIP_NO_INDEX="", PIP_INDEX_URL="https://127.0.0.1:9/", PIP_FIND_LINKS="", PIP_RETRIES="1")
+    run = checkout.start(
+        PIP_NO_INDEX="", PIP_INDEX_URL="https://127.0.0.1:9/", PIP_FIND_LINKS="", PIP_RETRIES="1"
+    )
     assert "pip cannot reach its package index" in said_in_one_line(run)
 
 
@@ -308,7 +351,9 @@ def test_any_other_failure_shows_the_end_of_pips_output(checkout: Checkout) -> N
     run = checkout.start()
     assert run.returncode == 1
     assert "a broken build" in run.stderr
-    assert run.stderr.splitlines()[-1].endswith(f"all of pip's output is in {checkout.root}/.venv/install.log")
+    assert run.stderr.splitlines()[-1].endswith(
+        f"all of pip's output is in {checkout.root}/.venv/install.log"
+    )
 
 
 def test_too_little_disk_space(checkout: Checkout) -> None:
@@ -320,13 +365,16 @@ def test_too_little_disk_space(checkout: Checkout) -> None:
 
 def test_the_disk_runs_full(checkout: Checkout) -> None:
     checkout.add_python(
-        "python3", 'case "$*" in *"-m venv"*) echo "OSError: [Errno 28] No space left on device"; exit 1;; esac'
+        "python3",
+        'case "$*" in *"-m venv"*) echo "OSError: [Errno 28] No space left on device"; exit 1;; esac',
     )
     assert "no disk space left while setting up" in said_in_one_line(checkout.start())
 
 
 def test_a_repository_that_cannot_be_written(checkout: Checkout) -> None:
-    (checkout.root / ".cache").write_text("a file where a folder is needed")  # for root, permissions are no obstacle
+    (checkout.root / ".cache").write_text(
+        "a file where a folder is needed"
+    )  # for root, permissions are no obstacle
     assert f"cannot write to {checkout.root}; copy" in said_in_one_line(checkout.start())
 
 
@@ -363,17 +411,27 @@ def test_requirements_follow_the_extras_they_name() -> None:
     project = {
         "name": "torchtitan_diloco",
         "dependencies": ["torch>=2.11,<2.14"],
-        "optional-dependencies": {"test": ["pytest>=8", "torchtitan_diloco[zstd]"], "zstd": ["zstandard"]},
+        "optional-dependencies": {
+            "test": ["pytest>=8", "torchtitan_diloco[zstd]"],
+            "zstd": ["zstandard"],
+        },
     }
     conditional = {
         "name": "x",
-        "dependencies": ["a>=1; platform_system == 'Nowhere'", f"b; platform_system == '{platform.system()}'"],
+        "dependencies": [
+            "a>=1; platform_system == 'Nowhere'",
+            f"b; platform_system == '{platform.system()}'",
+        ],
     }
     assert requirements(conditional, []) == {"b": ""}
     with pytest.raises(ValueError, match="cannot read the condition"):
         requirements({"name": "x", "dependencies": ["a; python_version < '3.12'"]}, [])
     assert requirements(project, []) == {"torch": ">=2.11,<2.14"}
-    assert requirements(project, ["test"]) == {"torch": ">=2.11,<2.14", "pytest": ">=8", "zstandard": ""}
+    assert requirements(project, ["test"]) == {
+        "torch": ">=2.11,<2.14",
+        "pytest": ">=8",
+        "zstandard": "",
+    }
 
 
 def test_what_is_missing_is_told_in_words() -> None:

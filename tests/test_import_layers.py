@@ -55,7 +55,9 @@ def violations(part: str, source: str) -> list[str]:
         target = module.split(".")[1]
         if target == part or target not in LEVEL:
             continue
-        if LEVEL[target] >= LEVEL[part] and not (LEVEL[target] == LEVEL[part] and part == "components"):
+        if LEVEL[target] >= LEVEL[part] and not (
+            LEVEL[target] == LEVEL[part] and part == "components"
+        ):
             found.append(f"{part} imports {module}")
     return found
 
@@ -69,7 +71,10 @@ def test_imports_never_go_upward(path: Path) -> None:
 @pytest.mark.parametrize("path", REMOTE_CODE, ids=relative)
 def test_an_export_carries_no_import_of_this_package(path: Path) -> None:
     """Beside their like, which lie in the same folder, these files find torch and transformers only."""
-    roots = {module.split(".")[0] or module.split(".")[1] for module in imported_modules(path.read_text())}
+    roots = {
+        module.split(".")[0] or module.split(".")[1]
+        for module in imported_modules(path.read_text())
+    }
     assert roots <= {"typing", "torch", "transformers", *(other.stem for other in REMOTE_CODE)}
 
 
@@ -82,11 +87,17 @@ def test_the_check_sees_a_violation() -> None:
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_only_public_names_of_torch(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
             root: ast.expr = node.value
             while isinstance(root, ast.Attribute):
                 root = root.value
-            assert not (isinstance(root, ast.Name) and root.id in {"torch", "dist", "nn", "F"}), ast.unparse(node)
+            assert not (isinstance(root, ast.Name) and root.id in {"torch", "dist", "nn", "F"}), (
+                ast.unparse(node)
+            )
     for module in imported_modules(path.read_text()):
         if module.startswith("torch."):
             assert not any(part.startswith("_") for part in module.split(".")), module

@@ -34,7 +34,10 @@ def test_runs_of_a_table_are_valid_and_take_the_same_tokens_a_step(table: Table)
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_no_run_of_a_table_is_another_one_by_another_name(table: Table) -> None:
-    runs = {(run_folder(Path(), settings | RUN), table.begins.get(name)) for name, settings in table.runs.items()}
+    runs = {
+        (run_folder(Path(), settings | RUN), table.begins.get(name))
+        for name, settings in table.runs.items()
+    }
     assert len(runs) == len(table.runs)
 
 
@@ -54,12 +57,18 @@ def test_a_short_table_is_the_long_one_in_miniature() -> None:
     for name, settings in table.runs.items():
         changed = {key for key, value in settings.items() if short.runs[name][key] != value}
         assert changed <= {"lr_schedule.warmup_steps", "checkpoint.every", "checkpoint.keep_every"}
-        assert int(short.runs[name]["lr_schedule.warmup_steps"]) * 10 == int(settings["lr_schedule.warmup_steps"])
+        assert int(short.runs[name]["lr_schedule.warmup_steps"]) * 10 == int(
+            settings["lr_schedule.warmup_steps"]
+        )
     assert table.of_length(table.steps) == table
 
 
 def test_tables_share_their_runs() -> None:
-    same = [("robustness-drops", "0 % dropped"), ("sync-every", "streaming, H=10"), ("workers", "streaming, M=2")]
+    same = [
+        ("robustness-drops", "0 % dropped"),
+        ("sync-every", "streaming, H=10"),
+        ("workers", "streaming, M=2"),
+    ]
     assert len({run_folder(Path(), TABLES[table].runs[name] | RUN) for table, name in same}) == 1
 
 
@@ -81,14 +90,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
-def test_a_finished_run_is_kept_and_other_settings_are_another_run(started: list[Path], tmp_path: Path) -> None:
+def test_a_finished_run_is_kept_and_other_settings_are_another_run(
+    started: list[Path], tmp_path: Path
+) -> None:
     assert [train(tmp_path, RUN) for _ in range(3)] == [1.5] * 3
     assert train(tmp_path, RUN | {"run.seed": "1"}) == 2.5
     assert train(tmp_path, RUN | {"optimizer.beta2": "0.95"}) == 3.5
     assert len(set(started)) == len(started) == 3
 
 
-def test_an_interrupted_run_goes_on_from_its_checkpoint_or_starts_anew(started: list[Path], tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_from_its_checkpoint_or_starts_anew(
+    started: list[Path], tmp_path: Path
+) -> None:
     folder = run_folder(tmp_path, RUN)
     records = folder / "metrics.jsonl"
     (folder / "checkpoints").mkdir(parents=True)
@@ -111,4 +124,10 @@ def test_losses_are_compared_seed_by_seed(capsys: pytest.CaptureFixture[str]) ->
     )
     assert "control" in control
     cells = [cell.strip() for cell in dropped.strip("|").split("|")]
-    assert cells == ["50 % dropped", "200", "1.5350 (1.0100 ... 2.0600)", "+2.00 (+1.00 ... +3.00) %", "+2.1 % perplexity"]
+    assert cells == [
+        "50 % dropped",
+        "200",
+        "1.5350 (1.0100 ... 2.0600)",
+        "+2.00 (+1.00 ... +3.00) %",
+        "+2.1 % perplexity",
+    ]

@@ -13,11 +13,16 @@ from tests.test_trainer import curve, records, settings, streaming, train
 from torchtitan_diloco.report.facts import data_parallel_bytes
 from torchtitan_diloco.report.run_records import open_runs
 
-SHARES = [f"time/share_{name}_percent_mean_over_ranks" for name in ("compute", "data", "exposed_communication", "other")]
+SHARES = [
+    f"time/share_{name}_percent_mean_over_ranks"
+    for name in ("compute", "data", "exposed_communication", "other")
+]
 
 
 def run_two_workers(text: Path, processes: ProcessPool, **changes: Any) -> Path:
-    chosen = streaming(text, metrics__tensorboard="true", metrics__log_every=4, training__steps=20, **changes)
+    chosen = streaming(
+        text, metrics__tensorboard="true", metrics__log_every=4, training__steps=20, **changes
+    )
     processes.run(train, 2, chosen)
     return Path(chosen["run.folder"])
 
@@ -29,7 +34,9 @@ def test_every_exchange_is_told_by_all_workers(text: Path, processes: ProcessPoo
     assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
     for fragment in fragments:
         own = [record for record in rounds if record["fragment"] == fragment]
-        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1)), "none is missing, none told twice"
+        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1)), (
+            "none is missing, none told twice"
+        )
         assert all(record["applied_step"] <= record["step"] <= 20 for record in own)
     assert sum(curve(steps, "diloco/fragments_applied_mean_over_ranks")) == len(rounds)
     for key in ("sent_bytes", "received_bytes"):
@@ -44,7 +51,10 @@ def test_every_exchange_is_told_by_all_workers(text: Path, processes: ProcessPoo
 
     (summary,) = records(folder, "summary")
     assert summary["step"] == 20
-    assert summary["sent_bytes_mean_over_workers"] == sum(curve(steps, "diloco/sent_bytes_sum_over_ranks")) / 2
+    assert (
+        summary["sent_bytes_mean_over_workers"]
+        == sum(curve(steps, "diloco/sent_bytes_sum_over_ranks")) / 2
+    )
     assert 0 < summary["measured_utilisation_percent"] <= 100
     assert 0 < summary["predicted_utilisation_percent"] <= 100
 
@@ -57,17 +67,25 @@ def test_the_timeline_is_a_trace_and_an_image(text: Path, processes: ProcessPool
     assert all(event["dur"] >= 0 and math.isfinite(event["ts"]) for event in events)
     assert {event["args"]["fragment"] for event in events} == {0, 1, 2}
 
-    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "scalars": 0}).Reload()
+    board = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"images": 0, "scalars": 0}
+    ).Reload()
     tags = board.Tags()
     assert tags["images"] == ["timeline/last_rounds"]
     assert "custom_scalars__config__" in tags["tensors"]
-    for tag in ("round_sent_bytes_mean_over_workers", "round_participants", "round_hidden_percent_mean_over_workers"):
+    for tag in (
+        "round_sent_bytes_mean_over_workers",
+        "round_participants",
+        "round_hidden_percent_mean_over_workers",
+    ):
         assert f"{tag}/fragment_0" in tags["scalars"], tag
     told = len([record for record in records(folder, "round") if record["fragment"] == 2])
     assert len(board.Scalars("round_cosine_to_mean_mean_over_workers/fragment_2")) == told
 
 
-def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(text: Path, processes: ProcessPool) -> None:
+def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(
+    text: Path, processes: ProcessPool
+) -> None:
     chosen = settings(text, diloco__workers=2)
     processes.run(train, 2, chosen)
     folder = Path(chosen["run.folder"])
@@ -79,7 +97,9 @@ def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(text: Pat
     assert all(record[SHARES[2]] is None for record in records(folder) if SHARES[0] in record)
 
 
-def test_streaming_after_data_parallelism_counts_its_own_steps(text: Path, processes: ProcessPool) -> None:
+def test_streaming_after_data_parallelism_counts_its_own_steps(
+    text: Path, processes: ProcessPool
+) -> None:
     first = {"diloco__method": "none", "training__stop_after": 8, "checkpoint__at_end": "true"}
     begun = run_two_workers(text, processes, run__folder=text.parent / "one-place", **first)
     takes_over = {"checkpoint__resume": begun, "run__folder": text.parent / "several"}
@@ -89,15 +109,24 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(text: Path, proce
     assert (summary["step"], summary["counted_after_step"]) == (20, 8)
     a_step = before["data_parallel_bytes_per_worker"] / 8
     assert summary["data_parallel_bytes_per_worker"] == pytest.approx(12 * a_step)
-    assert summary["sent_bytes_mean_over_workers"] == sum(curve(records(folder), "diloco/sent_bytes_sum_over_ranks")) / 2
+    assert (
+        summary["sent_bytes_mean_over_workers"]
+        == sum(curve(records(folder), "diloco/sent_bytes_sum_over_ranks")) / 2
+    )
     (run,) = open_runs([folder])
     assert [data_parallel_bytes(run, step) for step in (8, 20)] == pytest.approx([0, 12 * a_step])
 
 
 def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:
     """Two legs tell the rounds that one run does; what was in flight when the first ended is told by the second."""
-    whole = run_two_workers(text, processes, run__folder=text.parent / "whole", diloco__overlap__delay=3)
-    changes = {"run__folder": text.parent / "legs", "diloco__overlap__delay": 3, "checkpoint__every": 9}
+    whole = run_two_workers(
+        text, processes, run__folder=text.parent / "whole", diloco__overlap__delay=3
+    )
+    changes = {
+        "run__folder": text.parent / "legs",
+        "diloco__overlap__delay": 3,
+        "checkpoint__every": 9,
+    }
     run_two_workers(text, processes, **changes)
     legs = text.parent / "legs"
     for checkpoint in (legs / "checkpoints").glob("step-*"):
@@ -110,15 +139,32 @@ def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: Proces
         return [tuple(record[key] for key in keys) for record in records(folder, "round")]
 
     assert told(legs) == told(whole)
-    unknown = [record for record in records(legs, "round") if record["workers"][0]["exchange_seconds"] is None]
+    unknown = [
+        record
+        for record in records(legs, "round")
+        if record["workers"][0]["exchange_seconds"] is None
+    ]
     assert unknown, "some were in flight"
-    for record in unknown:  # what it took was seen by processes that are gone: not known is not nothing
-        for key in ("weight", "sent_bytes", "sent_bits_per_parameter", "cosine_to_mean", "encoding_seconds"):
+    for (
+        record
+    ) in unknown:  # what it took was seen by processes that are gone: not known is not nothing
+        for key in (
+            "weight",
+            "sent_bytes",
+            "sent_bits_per_parameter",
+            "cosine_to_mean",
+            "encoding_seconds",
+        ):
             assert record["workers"][0][key] is None, key
 
 
 def test_no_round_is_lost_however_seldom_one_reports(text: Path, processes: ProcessPool) -> None:
-    changes = {"diloco__sync_every": 1, "diloco__overlap__delay": 0, "training__steps": 120, "validation__every": 0}
+    changes = {
+        "diloco__sync_every": 1,
+        "diloco__overlap__delay": 0,
+        "training__steps": 120,
+        "validation__every": 0,
+    }
     chosen = streaming(text, **changes, metrics__log_every=1000)
     processes.run(train, 2, chosen)
     told = records(Path(chosen["run.folder"]), "round")

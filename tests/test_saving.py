@@ -16,7 +16,13 @@ from tests.processes import ProcessPool
 from tests.test_checkpoint import FP32, STEPS, chosen, last, run
 from torchtitan_diloco.components import run_claim
 from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folder import Manifest, begin, complete_checkpoints, prune, step_of
+from torchtitan_diloco.components.checkpoint_folder import (
+    Manifest,
+    begin,
+    complete_checkpoints,
+    prune,
+    step_of,
+)
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.messages import WorkerLostError
@@ -35,7 +41,10 @@ def test_a_save_that_fails_leaves_the_others(text: Path, monkeypatch: pytest.Mon
         return original(*arguments)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
-    with pytest.raises(ValueError, match=r"the last checkpoint could not be saved: No space left on device: /full/disk"):
+    with pytest.raises(
+        ValueError,
+        match=r"the last checkpoint could not be saved: No space left on device: /full/disk",
+    ):
         run(chosen(text, "run"))
     assert [step_of(path) for path in complete_checkpoints(text.parent / "run")] == [5, 10, 20]
     run(chosen(text, "run"))
@@ -43,23 +52,47 @@ def test_a_save_that_fails_leaves_the_others(text: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_kept(text: Path) -> None:
-    run(chosen(text, "run", checkpoint__every=2, checkpoint__keep_latest=2, checkpoint__keep_every=10))
+    run(
+        chosen(
+            text, "run", checkpoint__every=2, checkpoint__keep_latest=2, checkpoint__keep_every=10
+        )
+    )
     assert [step_of(path) for path in complete_checkpoints(text.parent / "run")] == [10, 20, 22, 24]
 
 
 def alone(folder: Path, **settings: Any) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
-    return Checkpointer(Checkpoint(**settings), folder, world, model, torch.optim.AdamW(model.parameters()), DataParallel())
+    return Checkpointer(
+        Checkpoint(**settings),
+        folder,
+        world,
+        model,
+        torch.optim.AdamW(model.parameters()),
+        DataParallel(),
+    )
 
 
-def test_what_ends_a_run_is_told_and_not_what_ends_its_save_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_run_is_told_and_not_what_ends_its_save_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: Any) -> str:
         raise RuntimeError("connection closed by peer")
 
     def save_and_fail() -> None:
         with alone(tmp_path) as saver:
-            saver.save(Manifest(step=1, tokens=1, position=0, workers=1, ranks_per_worker=1, data={}, run={}, settings={}))
+            saver.save(
+                Manifest(
+                    step=1,
+                    tokens=1,
+                    position=0,
+                    workers=1,
+                    ranks_per_worker=1,
+                    data={},
+                    run={},
+                    settings={},
+                )
+            )
             raise ValueError("a worker is lost")
 
     monkeypatch.setattr(Checkpointer, "_write", lost)
@@ -67,7 +100,9 @@ def test_what_ends_a_run_is_told_and_not_what_ends_its_save_with_it(tmp_path: Pa
         save_and_fail()
 
 
-def test_a_worker_that_is_lost_ends_the_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_lost_ends_the_wait_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank whose machine is gone never says so: the save would be patient with its disk."""
     found = threading.Event()
 
@@ -78,7 +113,18 @@ def test_a_worker_that_is_lost_ends_the_wait_for_a_save(tmp_path: Path, monkeypa
     monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
     monkeypatch.setattr(DataParallel, "check", lost)
     saver = alone(tmp_path)
-    saver.save(Manifest(step=1, tokens=1, position=0, workers=1, ranks_per_worker=1, data={}, run={}, settings={}))
+    saver.save(
+        Manifest(
+            step=1,
+            tokens=1,
+            position=0,
+            workers=1,
+            ranks_per_worker=1,
+            data={},
+            run={},
+            settings={},
+        )
+    )
     with pytest.raises(WorkerLostError, match="worker 1 left"):
         saver.wait()
 
@@ -102,27 +148,40 @@ def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"in use by another run \(process \d+ on [^)]*\): wait"),
     ):
         run(chosen(text, "run"))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"], "nothing of the first is touched"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"], (
+        "nothing of the first is touched"
+    )
     run(chosen(text, "run"))
 
 
-def test_a_run_that_ended_after_this_one_looked_is_not_overwritten(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ended_after_this_one_looked_is_not_overwritten(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with a job that is queued again while the old one is in its last save."""
     run(chosen(text, "run", training__steps=10))
     original = run_claim.claim_run_folder
 
     def claim(*given: Any, **more: Any) -> Any:
-        shutil.copytree(last(text.parent / "run"), text.parent / "run" / "checkpoints" / "step-00000012")
+        shutil.copytree(
+            last(text.parent / "run"), text.parent / "run" / "checkpoints" / "step-00000012"
+        )
         return original(*given, **more)
 
     monkeypatch.setattr("torchtitan_diloco.trainer.claim_run_folder", claim)
-    with pytest.raises(ValueError, match=r"another run has just ended .* from .*step-00000010 instead of .*step-00000012"):
+    with pytest.raises(
+        ValueError,
+        match=r"another run has just ended .* from .*step-00000010 instead of .*step-00000012",
+    ):
         run(chosen(text, "run"))
 
 
 def _run_in_folders_of_their_own(wanted: dict[str, str], parent: Path) -> str:
     """Relative folders of nodes that share no disk."""
-    before, patience, own = Path.cwd(), run_claim.SEEN_WITHIN_SECONDS, parent / f"node-{os.environ['RANK']}"
+    before, patience, own = (
+        Path.cwd(),
+        run_claim.SEEN_WITHIN_SECONDS,
+        parent / f"node-{os.environ['RANK']}",
+    )
     own.mkdir()
     os.chdir(own)
     run_claim.SEEN_WITHIN_SECONDS = 0.5
@@ -135,17 +194,30 @@ def _run_in_folders_of_their_own(wanted: dict[str, str], parent: Path) -> str:
         run_claim.SEEN_WITHIN_SECONDS = patience
 
 
-def test_nodes_without_a_common_disk_are_told_before_anything_is_trained(text: Path, processes: ProcessPool) -> None:
+def test_nodes_without_a_common_disk_are_told_before_anything_is_trained(
+    text: Path, processes: ProcessPool
+) -> None:
     wanted = chosen(text, "run", **FP32) | {"run.folder": "run", "training.steps": "2"}
     (text.parent / "saves").mkdir()
     for told in processes.run(_run_in_folders_of_their_own, 2, wanted, text.parent / "saves"):
-        assert "run.folder = run of rank 0 is not seen by the nodes of ranks 1, so no checkpoint could be saved" in told
-    saves_nothing = wanted | {"checkpoint.every": "0", "checkpoint.every_minutes": "0", "checkpoint.at_end": "false"}
+        assert (
+            "run.folder = run of rank 0 is not seen by the nodes of ranks 1, so no checkpoint could be saved"
+            in told
+        )
+    saves_nothing = wanted | {
+        "checkpoint.every": "0",
+        "checkpoint.every_minutes": "0",
+        "checkpoint.at_end": "false",
+    }
     (text.parent / "does-not").mkdir()
-    assert processes.run(_run_in_folders_of_their_own, 2, saves_nothing, text.parent / "does-not") == ["run", "run"]
+    assert processes.run(
+        _run_in_folders_of_their_own, 2, saves_nothing, text.parent / "does-not"
+    ) == ["run", "run"]
 
 
-def test_a_save_under_way_is_finished_though_the_run_ends_with_an_error(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_under_way_is_finished_though_the_run_ends_with_an_error(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, finish, failed = Trainer.train_step, Checkpointer._finish, threading.Event()
 
     def train_step(self: Trainer, batches: Any) -> Any:

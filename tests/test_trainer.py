@@ -51,7 +51,10 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "distributed.train_timeout_seconds": 30,
         "diloco.link.timeout_seconds": 30,
     }
-    return {key: str(value) for key, value in (base | {k.replace("__", "."): v for k, v in changes.items()}).items()}
+    return {
+        key: str(value)
+        for key, value in (base | {k.replace("__", "."): v for k, v in changes.items()}).items()
+    }
 
 
 def words(chosen: dict[str, str]) -> list[str]:
@@ -68,7 +71,9 @@ def train(chosen: dict[str, str]) -> list[dict[str, Any]]:
 
 def join(config: Config) -> World:
     workers, fsdp = config.diloco.workers, config.parallel.fsdp
-    return join_world(config.distributed, config.diloco.link, device="cpu", workers=workers, fsdp=fsdp)
+    return join_world(
+        config.distributed, config.diloco.link, device="cpu", workers=workers, fsdp=fsdp
+    )
 
 
 def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -82,12 +87,16 @@ def curve(found: list[dict[str, Any]], key: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 1), (2, 2), (4, 2), (3, 3)])
-def test_any_number_of_processes_gives_the_same_curve(text: Path, processes: ProcessPool, size: int, workers: int) -> None:
+def test_any_number_of_processes_gives_the_same_curve(
+    text: Path, processes: ProcessPool, size: int, workers: int
+) -> None:
     """HSDP over workers x ranks with the same global batch: 12 sequences as 6, 3 or 2 micro-batches."""
     changes = {"training.batch_size": 1} if size == 4 else {}
     alone = train(settings(text, **changes))
     folder = text.parent / "many"
-    together = processes.run(train, size, settings(text, run__folder=folder, diloco__workers=workers, **changes))[0]
+    together = processes.run(
+        train, size, settings(text, run__folder=folder, diloco__workers=workers, **changes)
+    )[0]
     for key in ("train/loss_nats_per_token_global", "train/gradient_norm_mean_over_workers"):
         assert len(curve(alone, key)) == 8
         assert curve(together, key) == pytest.approx(curve(alone, key), rel=2e-4), key
@@ -108,8 +117,14 @@ def test_accumulation_is_one_large_batch(text: Path) -> None:
 def test_it_learns_and_the_same_seed_gives_the_same_run(text: Path) -> None:
     chosen = settings(text, training__steps=60, optimizer__lr="1e-2", validation__every=0)
     first = curve(train(chosen), "train/loss_nats_per_token_global")
-    again = curve(train(chosen | {"run.folder": str(text.parent / "again")}), "train/loss_nats_per_token_global")
-    other = curve(train(chosen | {"run.folder": str(text.parent / "o"), "run.seed": "1"}), "train/loss_nats_per_token_global")
+    again = curve(
+        train(chosen | {"run.folder": str(text.parent / "again")}),
+        "train/loss_nats_per_token_global",
+    )
+    other = curve(
+        train(chosen | {"run.folder": str(text.parent / "o"), "run.seed": "1"}),
+        "train/loss_nats_per_token_global",
+    )
     assert first[-1] < 0.6 * first[0]
     assert first == again
     assert first != other
@@ -119,7 +134,9 @@ def test_the_run_folder_starts_the_same_run_again(text: Path) -> None:
     first = train(settings(text))
     saved = text.parent / "run" / "config.toml"
     config = load_config(str(saved), {"run.folder": str(text.parent / "again")})
-    assert load_config(str(saved)).run.folder == "", "a second start must not write into the first one's folder"
+    assert load_config(str(saved)).run.folder == "", (
+        "a second start must not write into the first one's folder"
+    )
     world = join(config)
     again = records(Trainer(config, world).run())
     key = "train/loss_nats_per_token_global"
@@ -128,7 +145,9 @@ def test_the_run_folder_starts_the_same_run_again(text: Path) -> None:
     assert to_toml(load_config(str(saved))) == saved.read_text()
 
 
-def test_a_folder_that_holds_a_run_is_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_a_run_is_refused(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(settings(text))
     before = (text.parent / "run" / "metrics.jsonl").read_text()
     assert main(words(settings(text, checkpoint__resume="never"))) == 2
@@ -150,14 +169,20 @@ def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:
 
         def spoiled(hidden: torch.Tensor, weight: torch.Tensor) -> LossSums:
             sums: LossSums = plain(hidden, weight)
-            return sums._replace(objective=sums.objective * math.nan) if trainer.step in steps else sums
+            return (
+                sums._replace(objective=sums.objective * math.nan)
+                if trainer.step in steps
+                else sums
+            )
 
         return spoiled
 
     return head
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config("debug", settings(text, metrics__log_every=3, validation__every=0))
     trainer = Trainer(config, join(config))
     monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", nan_loss_at({2, 3}, trainer))
@@ -177,15 +202,27 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, monkeypatc
 def test_too_many_skipped_steps_end_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("debug", settings(text, training__max_skipped_steps=2))
     trainer = Trainer(config, join(config))
-    monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", nan_loss_at(set(range(100)), trainer))
-    with pytest.raises(ValueError, match=r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"):
+    monkeypatch.setattr(
+        torchtitan_diloco.trainer, "loss_head", nan_loss_at(set(range(100)), trainer)
+    )
+    with pytest.raises(
+        ValueError, match=r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"
+    ):
         trainer.run()
 
 
 def test_tensorboard_and_profiler_write_into_the_folder(text: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = train(settings(text, metrics__tensorboard="true", profiling__enable="true", profiling__start=2, profiling__steps=2))
+    found = train(
+        settings(
+            text,
+            metrics__tensorboard="true",
+            profiling__enable="true",
+            profiling__start=2,
+            profiling__steps=2,
+        )
+    )
     board = EventAccumulator(str(text.parent / "run" / "tensorboard"))
     board.Reload()
     for key in ("train/loss_nats_per_token_global", "validation/loss_nats_per_token_global"):
@@ -215,28 +252,52 @@ def test_mistakes_are_told_in_one_line(
     assert "Traceback" not in message
 
 
-def test_a_warm_up_longer_than_the_run_is_pointed_out(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warm_up_longer_than_the_run_is_pointed_out(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words(settings(text, lr_schedule__warmup_steps=9))) == 0
-    assert "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in capsys.readouterr().out
+    assert (
+        "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in capsys.readouterr().out
+    )
 
 
-def test_a_start_that_is_to_stop_says_how_the_run_goes_on(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_is_to_stop_says_how_the_run_goes_on(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chosen = settings(text, training__stop_after=3, checkpoint__at_end="false")
     assert main(words(chosen)) == 0
     said = capsys.readouterr().out
-    assert [path.name for path in Path(chosen["run.folder"], "checkpoints").iterdir()] == ["step-00000003"]
-    assert "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one or none, the same command" in said
+    assert [path.name for path in Path(chosen["run.folder"], "checkpoints").iterdir()] == [
+        "step-00000003"
+    ]
+    assert (
+        "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one or none, the same command"
+        in said
+    )
 
 
-def test_a_stop_at_the_end_or_behind_is_pointed_out(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_at_the_end_or_behind_is_pointed_out(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words(settings(text, training__stop_after=8))) == 0
-    assert "training.stop_after = 8 does nothing: the run ends after step 8" in capsys.readouterr().out
+    assert (
+        "training.stop_after = 8 does nothing: the run ends after step 8" in capsys.readouterr().out
+    )
 
 
 def test_a_signal_ends_the_run_after_a_whole_step(text: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan_diloco.train", *words(settings(text, training__steps=1_000_000))]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_diloco.train",
+        *words(settings(text, training__steps=1_000_000)),
+    ]
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     timer = threading.Timer(60, process.kill)
     timer.start()
@@ -281,12 +342,18 @@ def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessP
         assert curve(sharded, key) == pytest.approx(curve(alone, key), rel=2e-4), key
     values = sum(curve(alone, "diloco/sent_bytes_sum_over_ranks"))
     assert values > 0
-    assert sum(curve(sharded, "diloco/sent_bytes_sum_over_ranks")) == pytest.approx(values, rel=0.05)
+    assert sum(curve(sharded, "diloco/sent_bytes_sum_over_ranks")) == pytest.approx(
+        values, rel=0.05
+    )
 
 
 def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
     """With mixing 0 and every fragment just applied, local and shared parameters are the same; before, they are not."""
-    changes = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0, "diloco.fragments.layers_per_fragment": 0}
+    changes = {
+        "diloco.overlap.delay": 0,
+        "diloco.overlap.mixing": 0.0,
+        "diloco.fragments.layers_per_fragment": 0,
+    }
     found = processes.run(train, 2, streaming(text, validation__every=2, **changes))[0]
     shared = curve(found, "validation/loss_nats_per_token_global")
     local = curve(found, "validation/local_loss_nats_per_token_mean_over_workers")
@@ -296,7 +363,9 @@ def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool)
 
 def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *words(streaming(text))]
-    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    outcome = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
     assert outcome.returncode == 0, outcome.stderr
     for expected in (
         "each fragment every 4 steps, applied 1 steps later",
@@ -310,12 +379,20 @@ def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
     assert "Warning" not in outcome.stderr
 
 
-@pytest.mark.parametrize(("kind", "sync_every"), [(signal.SIGKILL, 4), (signal.SIGKILL, 1000), (signal.SIGSTOP, 1000)])
-def test_a_lost_worker_is_named_in_a_line(text: Path, kind: signal.Signals, sync_every: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sync_every"), [(signal.SIGKILL, 4), (signal.SIGKILL, 1000), (signal.SIGSTOP, 1000)]
+)
+def test_a_lost_worker_is_named_in_a_line(
+    text: Path, kind: signal.Signals, sync_every: int
+) -> None:
     """Both with an exchange in flight and between two. The processes are started here, so that no launcher ends the one
     that is to say who is missing."""
     chosen = streaming(
-        text, training__steps=100_000, diloco__sync_every=sync_every, validation__every=0, diloco__link__timeout_seconds=4
+        text,
+        training__steps=100_000,
+        diloco__sync_every=sync_every,
+        validation__every=0,
+        diloco__link__timeout_seconds=4,
     )
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     processes = []
@@ -332,7 +409,11 @@ def test_a_lost_worker_is_named_in_a_line(text: Path, kind: signal.Signals, sync
         }
         command = [sys.executable, "-m", "torchtitan_diloco.train", *words(chosen)]
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True
+            )
+        )
     survivor, victim = processes
     timer = threading.Timer(100, survivor.kill)
     timer.start()

@@ -17,16 +17,51 @@ from torchtitan_diloco.saved_model import add_device_argument, add_saved_argumen
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.generate", description="Write text with a model that a run has saved."
+        prog="python -m torchtitan_diloco.generate",
+        description="Write text with a model that a run has saved.",
     )
     add_saved_arguments(parser)
-    parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="at most so many new tokens (default 100)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default 0: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that make P (default 1.0)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="texts, with the seeds from --seed on (default 1)")
+    parser.add_argument(
+        "--prompt", default="", help="text to go on from (default: the beginning of a document)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=100,
+        metavar="N",
+        help="at most so many new tokens (default 100)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: the likeliest token (default 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="only the K likeliest tokens (default 0: all)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="only the likeliest that make P (default 1.0)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the same seed gives the same text (default 0)"
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts, with the seeds from --seed on (default 1)",
+    )
     add_device_argument(parser)
     return parser
 
@@ -41,7 +76,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 130
-    except BrokenPipeError:  # whoever read the text has seen enough; nothing must be written to it when Python ends
+    except (
+        BrokenPipeError
+    ):  # whoever read the text has seen enough; nothing must be written to it when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

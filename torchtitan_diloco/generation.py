@@ -33,7 +33,17 @@ def generate(
     """
     _check_tokens(model, tokens, vocab_size, stop)
     _check_choice(max_new_tokens, temperature, top_k, top_p, seed)
-    return _generate(model, [int(token) for token in tokens], vocab_size, max_new_tokens, temperature, top_k, top_p, seed, stop)
+    return _generate(
+        model,
+        [int(token) for token in tokens],
+        vocab_size,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        stop,
+    )
 
 
 def _generate(
@@ -50,7 +60,9 @@ def _generate(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(max_new_tokens):
         context = context[-model.sequence_length :]
-        token = choose(next_logits(model, context)[:vocab_size], temperature, top_k, top_p, generator)
+        token = choose(
+            next_logits(model, context)[:vocab_size], temperature, top_k, top_p, generator
+        )
         if token == stop:
             return
         yield token
@@ -69,14 +81,20 @@ def _last_place(hidden: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(hidden[0, -1], matrix)
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
+def choose(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
     """One of the ids, by the logits [vocabulary]."""
     if not bool(logits.isfinite().all()):
-        raise ValueError("the model's logits are not finite: its weights are damaged, or its training has diverged")
+        raise ValueError(
+            "the model's logits are not finite: its weights are damaged, or its training has diverged"
+        )
     if temperature == 0:
         return int(logits.argmax())
     # Less than the greatest logit first: a temperature near 0 must not make an infinity of it.
-    scaled, ids = ((logits.double() - logits.max()) / temperature).sort(descending=True, stable=True)
+    scaled, ids = ((logits.double() - logits.max()) / temperature).sort(
+        descending=True, stable=True
+    )
     if top_k:
         scaled, ids = scaled[:top_k], ids[:top_k]
     probabilities = scaled.softmax(dim=0)
@@ -93,7 +111,9 @@ def _check_tokens(model: Decoder, tokens: Sequence[int], vocab_size: int, stop: 
             "vocabulary of the tokenizer that the model was trained with"
         )
     if len(tokens) == 0:
-        raise ValueError("tokens is empty: give at least one, such as the end-of-document token, after which documents begin")
+        raise ValueError(
+            "tokens is empty: give at least one, such as the end-of-document token, after which documents begin"
+        )
     for name, ids in (("tokens", tokens), ("stop", () if stop is None else (stop,))):
         outside = [int(token) for token in ids if not 0 <= token < vocab_size]
         if outside:
@@ -103,14 +123,22 @@ def _check_tokens(model: Decoder, tokens: Sequence[int], vocab_size: int, stop: 
             )
 
 
-def _check_choice(max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def _check_choice(
+    max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens} is negative: give 0 or more")
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature = {temperature} is not a number from 0 on: 0 is greedy, 1 is the model's own spread")
+        raise ValueError(
+            f"temperature = {temperature} is not a number from 0 on: 0 is greedy, 1 is the model's own spread"
+        )
     if top_k < 0:
-        raise ValueError(f"top_k = {top_k} is negative: give the number of tokens to choose from, or 0 for all of them")
+        raise ValueError(
+            f"top_k = {top_k} is negative: give the number of tokens to choose from, or 0 for all of them"
+        )
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p = {top_p} is not above 0 and at most 1: give 1 to choose from all tokens")
+        raise ValueError(
+            f"top_p = {top_p} is not above 0 and at most 1: give 1 to choose from all tokens"
+        )
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed = {seed} is not in 0 ... {LARGEST_SEED}: give another one")

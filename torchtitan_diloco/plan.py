@@ -17,7 +17,12 @@ from torchtitan_diloco.planner.conditions import Conditions, Links
 from torchtitan_diloco.planner.observed import conditions_of_run, probe
 from torchtitan_diloco.planner.paper_model import PaperModel, paper_methods
 from torchtitan_diloco.planner.paper_table import paper_table, table_like_the_papers
-from torchtitan_diloco.planner.step_time import REMEDY, one_for_each, parse_step_times, step_seconds_from_flops
+from torchtitan_diloco.planner.step_time import (
+    REMEDY,
+    one_for_each,
+    parse_step_times,
+    step_seconds_from_flops,
+)
 from torchtitan_diloco.planner.units import (
     format_bandwidth,
     format_duration,
@@ -46,26 +51,78 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of one in train_configs/")
-    add("--bandwidth", metavar="RATE", help="of each worker, such as 2Gbit or 25MB/s; A,B,... one for each worker")
-    add("--upload", metavar="RATE", help="where workers send at another rate than they receive; A,B,... as above")
-    add("--latency", metavar="TIME", default="0s", help="one way, half of what ping shows, such as 30ms (default 0)")
-    add("--step-time", metavar="SECONDS", help="compute of one inner step of one worker; A,B,... one for each worker")
-    add("--mfu", metavar="SHARE", help="instead of a step time: share of the peak that training reaches, such as 40%%")
+    add(
+        "--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of one in train_configs/"
+    )
+    add(
+        "--bandwidth",
+        metavar="RATE",
+        help="of each worker, such as 2Gbit or 25MB/s; A,B,... one for each worker",
+    )
+    add(
+        "--upload",
+        metavar="RATE",
+        help="where workers send at another rate than they receive; A,B,... as above",
+    )
+    add(
+        "--latency",
+        metavar="TIME",
+        default="0s",
+        help="one way, half of what ping shows, such as 30ms (default 0)",
+    )
+    add(
+        "--step-time",
+        metavar="SECONDS",
+        help="compute of one inner step of one worker; A,B,... one for each worker",
+    )
+    add(
+        "--mfu",
+        metavar="SHARE",
+        help="instead of a step time: share of the peak that training reaches, such as 40%%",
+    )
     add("--device", metavar="NAME", help="accelerator whose peak is known, such as H100")
-    add("--peak-tflops", metavar="N", type=float, help="bf16 peak of an accelerator, where it is not known")
-    add("--jitter", metavar="SHARE", help="standard deviation of step times, such as 5%% (default 0)")
-    add("--coding", metavar="RATE", help="fp32 bytes a rank encodes or decodes in a second, such as 2GB/s")
+    add(
+        "--peak-tflops",
+        metavar="N",
+        type=float,
+        help="bf16 peak of an accelerator, where it is not known",
+    )
+    add(
+        "--jitter",
+        metavar="SHARE",
+        help="standard deviation of step times, such as 5%% (default 0)",
+    )
+    add(
+        "--coding",
+        metavar="RATE",
+        help="fp32 bytes a rank encodes or decodes in a second, such as 2GB/s",
+    )
     add(
         "--probe",
         action="store_true",
         help="measure links and steps first, by a short run of --config between the real workers",
     )
-    add("--run", metavar="RUN", type=Path, help="take links and steps as a finished run has met them: its folder")
+    add(
+        "--run",
+        metavar="RUN",
+        type=Path,
+        help="take links and steps as a finished run has met them: its folder",
+    )
     add("--utilisation", metavar="SHARE", default="95%", help="that is wanted (default 95%%)")
-    add("--table", action="store_true", help="print the paper's table: for the paper's models, or with --config for that one")
-    add("--plot", metavar="FILE", type=Path, help="draw utilisation over bandwidth, as .png or .svg")
-    add("--write", metavar="FILE", type=Path, help="write the recommended settings as a TOML that extends the given one")
+    add(
+        "--table",
+        action="store_true",
+        help="print the paper's table: for the paper's models, or with --config for that one",
+    )
+    add(
+        "--plot", metavar="FILE", type=Path, help="draw utilisation over bandwidth, as .png or .svg"
+    )
+    add(
+        "--write",
+        metavar="FILE",
+        type=Path,
+        help="write the recommended settings as a TOML that extends the given one",
+    )
     return parser
 
 
@@ -78,7 +135,9 @@ def main(words: Sequence[str] | None = None) -> int:
                 "--table prints a table and plans nothing: leave it out, or leave out --plot, --write, --probe and --run"
             )
         if options.table and options.config is None:
-            print(f"{PAPER_LINE} of nominal size, H = 100; Gbit/s for a utilisation of\n\n{paper_table()}")
+            print(
+                f"{PAPER_LINE} of nominal size, H = 100; Gbit/s for a utilisation of\n\n{paper_table()}"
+            )
             return 0
         config = _config(options, settings)
         if config is not None:  # None: --print-config, which is answered
@@ -95,12 +154,17 @@ def _check_flags(settings: Sequence[str]) -> None:
     for word in settings:
         if word.startswith("--") and "." not in word and word != "--print-config":
             nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-            raise ValueError(f"{word} is unknown: " + (f"did you mean {nearest[0]}?" if nearest else "--help lists all flags"))
+            raise ValueError(
+                f"{word} is unknown: "
+                + (f"did you mean {nearest[0]}?" if nearest else "--help lists all flags")
+            )
 
 
 def _config(options: argparse.Namespace, settings: list[str]) -> Config | None:
     if options.config is None:
-        raise ValueError("which model? give --config, such as --config 1b, or --table alone for the paper's models")
+        raise ValueError(
+            "which model? give --config, such as --config 1b, or --table alone for the paper's models"
+        )
     return from_command_line(["--config", options.config, *settings])
 
 
@@ -110,10 +174,14 @@ def _answer(options: argparse.Namespace, config: Config, settings: list[str]) ->
         return
     wanted = parse_share(options.utilisation, "--utilisation")
     if not 0 < wanted < 1:
-        raise ValueError(f'--utilisation "{options.utilisation}" cannot be planned for: give less than 100%, such as 95%')
+        raise ValueError(
+            f'--utilisation "{options.utilisation}" cannot be planned for: give less than 100%, such as 95%'
+        )
     workers = config.diloco.workers
     if workers == 1:
-        raise ValueError("diloco.workers = 1: nothing goes between workers; give another config, or --diloco.workers 2")
+        raise ValueError(
+            "diloco.workers = 1: nothing goes between workers; give another config, or --diloco.workers 2"
+        )
     if options.probe and options.run:
         raise ValueError("--probe and --run both say what was measured: give one of them")
     if not (options.probe or options.run):
@@ -155,7 +223,9 @@ def _answer(options: argparse.Namespace, config: Config, settings: list[str]) ->
             f"Planned for {format_bandwidth(links.slowest)}, latency {format_duration(links.latency_seconds)} one way, steps "
             f"of {format_duration(max(conditions.step_seconds))}: predicted utilisation {share}"
         )
-        write_variant(options.write, options.config, replace(config, diloco=plan.best.diloco), comment)
+        write_variant(
+            options.write, options.config, replace(config, diloco=plan.best.diloco), comment
+        )
         print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
 
 
@@ -182,15 +252,25 @@ def _workload(config: Config) -> "Workload":
     from torchtitan_diloco.distributed.world import World
     from torchtitan_diloco.planner.workload import Workload, model_facts
 
-    rows = config.model.vocab_size or vocabulary_rows(config.model, open_tokenizer(config.data).vocab_size)
-    length, workers, ranks = config.training.sequence_length, config.diloco.workers, max(1, config.parallel.fsdp)
+    rows = config.model.vocab_size or vocabulary_rows(
+        config.model, open_tokenizer(config.data).vocab_size
+    )
+    length, workers, ranks = (
+        config.training.sequence_length,
+        config.diloco.workers,
+        max(1, config.parallel.fsdp),
+    )
     facts = model_facts(config.model, rows, length)
     world = World(rank=0, size=workers * ranks, workers=workers, device=torch.device("cpu"))
     plan = plan_run(config.training, world, facts.parameters, facts.embedding_parameters)
-    return Workload(config.model, rows, length, plan.tokens_per_step, plan.total_steps, workers, ranks)
+    return Workload(
+        config.model, rows, length, plan.tokens_per_step, plan.total_steps, workers, ranks
+    )
 
 
-def _conditions(options: argparse.Namespace, workload: "Workload", measured: Conditions | None) -> tuple[Conditions, str]:
+def _conditions(
+    options: argparse.Namespace, workload: "Workload", measured: Conditions | None
+) -> tuple[Conditions, str]:
     """Links and steps as the plan takes them to be, and where the step times come from. What is given goes before what was
     measured."""
     if measured is not None and measured.workers != workload.workers:
@@ -198,7 +278,11 @@ def _conditions(options: argparse.Namespace, workload: "Workload", measured: Con
             f"--run {options.run}: that run had {measured.workers} workers, and diloco.workers = {workload.workers}: give a "
             "run of as many, or --diloco.workers"
         )
-    links = _links(options, workload.workers) if measured is None or options.bandwidth is not None else measured.links
+    links = (
+        _links(options, workload.workers)
+        if measured is None or options.bandwidth is not None
+        else measured.links
+    )
     jitter = parse_share(options.jitter, "--jitter") if options.jitter is not None else 0.0
     if measured is None or options.step_time is not None or options.mfu is not None:
         step_seconds, origin = _step_times(options, workload)
@@ -214,12 +298,19 @@ def _step_times(options: argparse.Namespace, workload: "Workload") -> tuple[tupl
     """Seconds of every worker, and where they come from."""
     if options.step_time is not None:
         if options.mfu is not None:
-            raise ValueError("--step-time and --mfu both say how long a step takes: give one of them")
+            raise ValueError(
+                "--step-time and --mfu both say how long a step takes: give one of them"
+            )
         return parse_step_times(options.step_time, workload.workers), "given"
     from torchtitan_diloco.tools.device import PEAK_BF16_FLOPS
 
     seconds, origin = step_seconds_from_flops(
-        workload.flops_per_step, workload.ranks, options.mfu, options.peak_tflops, options.device, PEAK_BF16_FLOPS
+        workload.flops_per_step,
+        workload.ranks,
+        options.mfu,
+        options.peak_tflops,
+        options.device,
+        PEAK_BF16_FLOPS,
     )
     return (seconds,) * workload.workers, origin
 

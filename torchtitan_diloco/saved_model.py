@@ -59,8 +59,12 @@ class SavedModel:
 
 def add_saved_arguments(parser: argparse.ArgumentParser) -> None:
     """What all commands on a saved model are told alike: the arguments of `open_saved`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
-    parser.add_argument("--step", type=int, metavar="N", help="a checkpoint of the run (default: the latest)")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="a checkpoint of the run (default: the latest)"
+    )
     parser.add_argument(
         "--weights",
         default=SHARED,
@@ -70,7 +74,12 @@ def add_saved_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto: CUDA if there)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="(default auto: CUDA if there)",
+    )
 
 
 def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
@@ -99,7 +108,9 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
             )
         return path.absolute()
     if not path.is_dir():
-        raise ValueError(f"{run} does not exist: name the folder of a run (outputs/...) or of one of its checkpoints")
+        raise ValueError(
+            f"{run} does not exist: name the folder of a run (outputs/...) or of one of its checkpoints"
+        )
     found = complete_checkpoints(path)
     if not found:
         raise ValueError(
@@ -125,7 +136,9 @@ def _worker_of(weights: str, path: Path, manifest: Manifest) -> int | None:
     return int(number[1])
 
 
-def _read_into(model: Decoder, path: Path, manifest: Manifest, worker: int | None, tokenizer: Tokenizer) -> None:
+def _read_into(
+    model: Decoder, path: Path, manifest: Manifest, worker: int | None, tokenizer: Tokenizer
+) -> None:
     """The shared parameters are those of the outer loop. What it does not hold, because it is frozen or because there is no
     outer loop, is the same in all workers."""
     parameters = {name: value.detach() for name, value in model.named_parameters()}
@@ -140,15 +153,32 @@ def _read_into(model: Decoder, path: Path, manifest: Manifest, worker: int | Non
                 f"the tokenizer {tokenizer.name} of {tokenizer.vocab_size} tokens. Put back the tokenizer that the run was "
                 "trained with"
             )
-    read_tensors(path / SHARED, {OUTER + name: value for name, value in parameters.items() if name in shared})
-    read_tensors(path / own_folder, {MODEL + name: value for name, value in parameters.items() if name not in shared})
+    read_tensors(
+        path / SHARED, {OUTER + name: value for name, value in parameters.items() if name in shared}
+    )
+    read_tensors(
+        path / own_folder,
+        {MODEL + name: value for name, value in parameters.items() if name not in shared},
+    )
 
 
 def _sizes(path: Path, manifest: Manifest, folder: str, prefix: str) -> dict[str, tuple[int, ...]]:
     """Of the parameters in a folder, whose files are whole."""
-    wrong = damage(path, manifest, [name for name in sorted(manifest.files) if name.split("/")[0] == folder])
+    wrong = damage(
+        path, manifest, [name for name in sorted(manifest.files) if name.split("/")[0] == folder]
+    )
     if wrong:
-        earlier = [step_of(other) for other in complete_checkpoints(path.parent.parent) if other.name < path.name]
-        raise ValueError(wrong + (f". Here, --step {earlier[-1]} takes that one" if earlier else ""))
+        earlier = [
+            step_of(other)
+            for other in complete_checkpoints(path.parent.parent)
+            if other.name < path.name
+        ]
+        raise ValueError(
+            wrong + (f". Here, --step {earlier[-1]} takes that one" if earlier else "")
+        )
     known = saved_tensors(path / folder).items()
-    return {name.removeprefix(prefix): tuple(entry.size) for name, entry in known if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in known
+        if name.startswith(prefix)
+    }

@@ -32,7 +32,12 @@ from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.config.toml_writer import to_toml
 from torchtitan_diloco.config.unused import unused_settings
-from torchtitan_diloco.data.loader import build_train_loader, build_validation_batches, open_split, open_tokenizer
+from torchtitan_diloco.data.loader import (
+    build_train_loader,
+    build_validation_batches,
+    open_split,
+    open_tokenizer,
+)
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.advice import advice
@@ -63,9 +68,16 @@ class Trainer:
         self.start = agree_on_start(world, config.checkpoint.resume, config.run.folder)
         self.tokenizer = open_tokenizer(config.data)
         if self.start.manifest is not None:
-            check_tokenizer(self.start.checkpoint, self.start.manifest, self.tokenizer.name, self.tokenizer.fingerprint)
+            check_tokenizer(
+                self.start.checkpoint,
+                self.start.manifest,
+                self.tokenizer.name,
+                self.tokenizer.fingerprint,
+            )
         self.train_tokens = open_split(config.data, self.tokenizer, "train")
-        self.worker_shards = share_out(config.data, self.train_tokens, self.tokenizer, world.workers)
+        self.worker_shards = share_out(
+            config.data, self.train_tokens, self.tokenizer, world.workers
+        )
         self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
         self._assert_agreement()
 
@@ -74,10 +86,14 @@ class Trainer:
             self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
         counts = self.model.parameter_counts()
         started = {"start_step": self.start.step, "start_tokens": self.start.tokens}
-        self.plan = plan_run(config.training, world, counts["total"], counts["embedding"], **started)
+        self.plan = plan_run(
+            config.training, world, counts["total"], counts["embedding"], **started
+        )
         dtype = compute_dtype(config.parallel.compute_dtype, world.device)
         if dtype == torch.bfloat16 and world.device.type != "cuda":
-            raise ValueError('parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use "auto" or "float32"')
+            raise ValueError(
+                'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use "auto" or "float32"'
+            )
         spec.parallelize(
             self.model,
             self._fsdp_mesh(),
@@ -89,7 +105,9 @@ class Trainer:
         spec.materialize(self.model, world.device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
-        self.precision = autocast(dtype, world.device) if self._fsdp_mesh() is None else nullcontext()
+        self.precision = (
+            autocast(dtype, world.device) if self._fsdp_mesh() is None else nullcontext()
+        )
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
 
@@ -111,8 +129,14 @@ class Trainer:
         self.step = self.start.step
         self.behind = {} if self.start.manifest is None else self.start.manifest.run
         """What a run that goes on has behind it."""
-        if self.start.manifest is not None and self.start.manifest.settings.get("diloco.method") != config.diloco.method:
-            self.behind |= {"totals": {}, "totals_after": self.start.step}  # those of another method
+        if (
+            self.start.manifest is not None
+            and self.start.manifest.settings.get("diloco.method") != config.diloco.method
+        ):
+            self.behind |= {
+                "totals": {},
+                "totals_after": self.start.step,
+            }  # those of another method
         self.skipped_in_a_row: int = self.behind.get("skipped_in_a_row", 0)
         self.validator = self._validator()
 
@@ -122,26 +146,43 @@ class Trainer:
         """Trains to the last step, or to the one after which `stop_after` or a signal ends it. Returns the run's folder."""
         config, total_steps = self.config, self.plan.total_steps
         until = min(total_steps, config.training.stop_after or total_steps)
-        own_folder = replace(config, run=replace(config.run, folder=""))  # starts the same run again, in a folder of its own
-        saves = config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.at_end or until < total_steps
+        own_folder = replace(
+            config, run=replace(config.run, folder="")
+        )  # starts the same run again, in a folder of its own
+        saves = (
+            config.checkpoint.every
+            or config.checkpoint.every_minutes
+            or config.checkpoint.at_end
+            or until < total_steps
+        )
         claimed = config.run, config.checkpoint.resume, self.start, to_toml(own_folder)
         folder, held = claim_run_folder(self.world, *claimed, saves=bool(saves))
         self._log_plan(folder)
         self._take_up()
         together = config.diloco.method == "none" or self.world.workers == 1
-        lag, ask_every = (1, 1) if together else (max(STEPS_APART, config.diloco.overlap.delay), ASK_EVERY)
+        lag, ask_every = (
+            (1, 1) if together else (max(STEPS_APART, config.diloco.overlap.delay), ASK_EVERY)
+        )
         garbage = GarbageControl(config.run.garbage_collect_every)
         batches = TimedIterator(iter(self.loader))
         with (
             StopRequest(self.world, lag, ask_every) as stop,
             MetricsWriter(
-                folder if self.world.is_first else None, config.metrics, self.step, self.world.workers, held
+                folder if self.world.is_first else None,
+                config.metrics,
+                self.step,
+                self.world.workers,
+                held,
             ) as metrics,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            Checkpointer(config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer) as checkpointer,
+            Checkpointer(
+                config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer
+            ) as checkpointer,
         ):
             flops = self.model.flops_per_token(config.training.sequence_length)
-            reports = StepReports(self.world, self.plan, flops, metrics, lag, self.outer, self.behind)
+            reports = StepReports(
+                self.world, self.plan, flops, metrics, lag, self.outer, self.behind
+            )
             if self.start.checkpoint and self.validator.missed(self.step):
                 reports.pause(self.validator.validate(self.step, metrics))
             while self.step < until:
@@ -149,7 +190,9 @@ class Trainer:
                 reports.step_done(self.train_step(batches), batches.take_seconds())
                 profiler.step()
                 garbage.after_step(self.step)
-                asked, saving = stop.agreed(self.step, self.world.is_first and checkpointer.minutes_have_passed())
+                asked, saving = stop.agreed(
+                    self.step, self.world.is_first and checkpointer.minutes_have_passed()
+                )
                 finished = self.step == total_steps
                 pausing = self.step == until and not finished
                 stopping = pausing or (asked and not finished)
@@ -173,9 +216,17 @@ class Trainer:
                     self.outer.drain()
                     break
             checkpointer.wait()
-            facts = self.step, self.validator.validated, reports.totals, self.behind.get("totals_after", 0), reports.observed
+            facts = (
+                self.step,
+                self.validator.validated,
+                reports.totals,
+                self.behind.get("totals_after", 0),
+                reports.observed,
+            )
             summary = summary_record(self.plan, config.diloco, self.world.size, *facts)
-            if self.step > self.start.step:  # else the record of the start before stays the last word
+            if (
+                self.step > self.start.step
+            ):  # else the record of the start before stays the last word
                 metrics.write_summary(summary)
                 metrics.draw(self.step)
         garbage.close()
@@ -186,7 +237,9 @@ class Trainer:
                 again = "with a later one or none, the same command"
             saved = config.checkpoint.at_end or self.step >= until
             hint = f"; {again} with --run.folder {folder} goes on" if saved else ""
-            logger.info(f"stopped after step {self.step} of {total_steps}, as asked by {asker}{hint}")
+            logger.info(
+                f"stopped after step {self.step} of {total_steps}, as asked by {asker}{hint}"
+            )
         log_summary(summary)
         logger.info(f"took {clock(reports.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
@@ -208,7 +261,9 @@ class Trainer:
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
             with self.precision:
-                head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
+                head = loss_head(
+                    targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens
+                )
                 sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
@@ -219,13 +274,19 @@ class Trainer:
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.outer.step(weight=0.0 if skipped else plan.tokens_per_step * self.worker_shards.shares[self.world.worker])
+        self.outer.step(
+            weight=0.0
+            if skipped
+            else plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
+        )
         self._guard(skipped, norm)
         return StepResult(loss, norm, skipped)
 
     @property
     def lr(self) -> float:
-        return self.config.optimizer.lr * lr_factor(self.step, self.plan.total_steps, self.config.lr_schedule)
+        return self.config.optimizer.lr * lr_factor(
+            self.step, self.plan.total_steps, self.config.lr_schedule
+        )
 
     def _guard(self, skipped: bool, norm: float) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -253,7 +314,9 @@ class Trainer:
             run={
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "validated": self.validator.validated,
-                "totals": dict(reports.totals),  # it is written later, while the run goes on counting
+                "totals": dict(
+                    reports.totals
+                ),  # it is written later, while the run goes on counting
                 "totals_after": self.behind.get("totals_after", 0),
                 "elapsed_seconds": reports.elapsed_seconds,
             },
@@ -274,20 +337,32 @@ class Trainer:
 
     def _position(self) -> int:
         manifest = self.start.manifest
-        return manifest.position if manifest is not None and manifest.data == self._data_identity() else 0
+        return (
+            manifest.position
+            if manifest is not None and manifest.data == self._data_identity()
+            else 0
+        )
 
     def _take_up(self) -> None:
         """Goes on where the checkpoint was saved, and says what is different."""
         manifest = self.start.manifest
         if manifest is None:
             return
-        notes = restore(self.start, self.config.checkpoint, self.world, self.model, self.optimizer, self.outer)
+        notes = restore(
+            self.start, self.config.checkpoint, self.world, self.model, self.optimizer, self.outer
+        )
         if manifest.data != self._data_identity():
-            notes.append("the data are others than before, or in another order: they are read from their beginning")
+            notes.append(
+                "the data are others than before, or in another order: they are read from their beginning"
+            )
         if self.config.model.weights:
             notes.append("model.weights is for a new run: the checkpoint's own are taken")
-        changes = changed_settings(manifest, {key: str(value) for key, value in flat_settings(self.config).items()})
-        logger.info(f"goes on from {self.start.checkpoint}: step {manifest.step}, {manifest.tokens:,} tokens")
+        changes = changed_settings(
+            manifest, {key: str(value) for key, value in flat_settings(self.config).items()}
+        )
+        logger.info(
+            f"goes on from {self.start.checkpoint}: step {manifest.step}, {manifest.tokens:,} tokens"
+        )
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")
 
@@ -305,7 +380,9 @@ class Trainer:
         if config.diloco.method == "none":
             return DataParallel()
         group, shards = self.world.group(WORKER), self.world.shards
-        return StreamingDiLoCo(self.model, group, config.diloco, shard_group=shards, seed=config.run.seed)
+        return StreamingDiLoCo(
+            self.model, group, config.diloco, shard_group=shards, seed=config.run.seed
+        )
 
     def _validator(self) -> Validator:
         """With the held-out sequences this rank reads at every validation: few, so they stay in memory."""
@@ -350,7 +427,9 @@ class Trainer:
             logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for {held}")
             logger.info(self.outer.table())
         elif self.world.workers > 1:
-            logger.info(f"{'outer':<10} none: gradients are averaged at every step; of [diloco] only workers and link are read")
+            logger.info(
+                f"{'outer':<10} none: gradients are averaged at every step; of [diloco] only workers and link are read"
+            )
         for warning in self._warnings() if self.world.is_first else ():
             logger.warning(warning)
 
@@ -364,11 +443,17 @@ class Trainer:
             )
         stop_after = self.config.training.stop_after
         if stop_after >= self.plan.total_steps:
-            found.append(f"training.stop_after = {stop_after} does nothing: the run ends after step {self.plan.total_steps}")
+            found.append(
+                f"training.stop_after = {stop_after} does nothing: the run ends after step {self.plan.total_steps}"
+            )
         return found
 
     def _assert_agreement(self) -> None:
-        settings = {key: str(value) for key, value in flat_settings(self.config).items() if key not in OWN_SETTINGS}
+        settings = {
+            key: str(value)
+            for key, value in flat_settings(self.config).items()
+            if key not in OWN_SETTINGS
+        }
         facts = settings | {
             "code": code_fingerprint(),
             "torch version": str(torch.__version__),

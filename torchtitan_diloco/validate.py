@@ -17,12 +17,22 @@ from torchtitan_diloco.saved_model import add_device_argument, add_saved_argumen
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.validate", description="Loss and perplexity of a model that a run has saved."
+        prog="python -m torchtitan_diloco.validate",
+        description="Loss and perplexity of a model that a run has saved.",
     )
     add_saved_arguments(parser)
-    parser.add_argument("--corpus", help="as data.validation_corpus (default: what the run held out)")
-    parser.add_argument("--sequences", type=int, metavar="N", help="the first N (default: the run's validation.sequences)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="sequences at once (default: the run's)")
+    parser.add_argument(
+        "--corpus", help="as data.validation_corpus (default: what the run held out)"
+    )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="the first N (default: the run's validation.sequences)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="sequences at once (default: the run's)"
+    )
     add_device_argument(parser)
     return parser
 
@@ -44,7 +54,11 @@ def _validate_and_tell(options: argparse.Namespace) -> None:
     device = pick_device(options.device, 0)
     saved = open_saved(options.run, options.step, options.weights)
     config = saved.config
-    data = config.data if options.corpus is None else replace(config.data, validation_corpus=options.corpus)
+    data = (
+        config.data
+        if options.corpus is None
+        else replace(config.data, validation_corpus=options.corpus)
+    )
     length = config.training.sequence_length
     batches = build_validation_batches(
         open_split(data, saved.tokenizer, "validation"),

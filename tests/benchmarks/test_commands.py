@@ -14,7 +14,10 @@ from benchmarks.contention import Work, a_thread, beside
 from torchtitan_diloco.config.diloco_schema import CodecName
 
 
-@pytest.mark.parametrize(("read", "text"), [(positive, "0"), (positive, "-3"), (positive, "1.5"), (positive_number, "-1")])
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [(positive, "0"), (positive, "-3"), (positive, "1.5"), (positive_number, "-1")],
+)
 @pytest.mark.parametrize("word", [None, "many"])
 def test_numbers(read: Callable[[str], float], text: str, word: str | None) -> None:
     assert read("3") == 3
@@ -24,7 +27,9 @@ def test_numbers(read: Callable[[str], float], text: str, word: str | None) -> N
 
 def test_a_setting_of_the_table_is_not_for_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    assert further_settings(parser, ["--optimizer.lr", "1e-3"], {"run.seed"}) == {"optimizer.lr": "1e-3"}
+    assert further_settings(parser, ["--optimizer.lr", "1e-3"], {"run.seed"}) == {
+        "optimizer.lr": "1e-3"
+    }
     for words, message in (
         (["--run.seed", "3"], "--run.seed 3: the table sets this"),
         (["--run.seed"], "look like --section.key"),
@@ -41,7 +46,9 @@ def test_a_mistake_in_the_configuration_is_no_traceback(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("options", [["--workers", "1"], ["--cycles", "0"], ["--diloco.quantization.codec", "int8"]])
+@pytest.mark.parametrize(
+    "options", [["--workers", "1"], ["--cycles", "0"], ["--diloco.quantization.codec", "int8"]]
+)
 def test_a_table_of_slow_links_refuses(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["slow_link", *options])
     with pytest.raises(SystemExit) as ended:
@@ -72,4 +79,6 @@ def test_a_thread_exchanges_beside_training(codec: CodecName) -> None:
             parameter.add_(1.0)
     work.once()
     assert work.state.rounds == 1
-    assert (work.state.outer > before).float().mean() > 0.9, "an outer step towards where the worker went"
+    assert (work.state.outer > before).float().mean() > 0.9, (
+        "an outer step towards where the worker went"
+    )

@@ -50,7 +50,9 @@ def network() -> Iterator[Network]:
 def outputs(network: Network, programs: dict[int, list[str]]) -> dict[int, str]:
     files = {worker: tempfile.TemporaryFile("w+") for worker in programs}  # noqa: SIM115
     started = {
-        worker: network.start(worker, [sys.executable, "-S", "-c", *words], os.environ, files[worker])
+        worker: network.start(
+            worker, [sys.executable, "-S", "-c", *words], os.environ, files[worker]
+        )
         for worker, words in programs.items()
     }
     found = {}
@@ -71,19 +73,31 @@ def test_workers_see_each_other_and_nothing_else(network: Network) -> None:
 def test_what_is_sent_arrives_and_is_counted_on_both_links(network: Network) -> None:
     before = [network.counters(worker) for worker in range(3)]
     found = outputs(network, {0: [RECEIVE], 1: [SEND, str(SENT)], 2: [SEND, str(SENT // 2)]})
-    assert sorted(found[0].split()) == sorted([network.address(1), str(SENT), network.address(2), str(SENT // 2)])
+    assert sorted(found[0].split()) == sorted(
+        [network.address(1), str(SENT), network.address(2), str(SENT // 2)]
+    )
     after = [network.counters(worker) for worker in range(3)]
-    sent, received = ([new[way] - old[way] for old, new in zip(before, after, strict=True)] for way in (0, 1))
+    sent, received = (
+        [new[way] - old[way] for old, new in zip(before, after, strict=True)] for way in (0, 1)
+    )
     assert received[0] >= 1.5 * SENT
     assert SENT <= sent[1] <= 1.3 * SENT, "with headers, and what TCP may have sent twice"
     assert SENT / 2 <= sent[2] <= 0.65 * SENT
 
 
 def test_a_bucket_holds_each_end_of_a_link_to_its_rate(network: Network) -> None:
-    assert [rates_of(network, worker) for worker in range(3)] == [("", "100Mbit"), ("", "100Mbit"), ("8Mbit", "100Mbit")]
+    assert [rates_of(network, worker) for worker in range(3)] == [
+        ("", "100Mbit"),
+        ("", "100Mbit"),
+        ("8Mbit", "100Mbit"),
+    ]
     network.set_rate(1, up=2, down=math.inf)
     network.set_rate(2, up=math.inf, down=3)
-    assert [rates_of(network, worker) for worker in range(3)] == [("", "100Mbit"), ("2Mbit", ""), ("", "3Mbit")]
+    assert [rates_of(network, worker) for worker in range(3)] == [
+        ("", "100Mbit"),
+        ("2Mbit", ""),
+        ("", "3Mbit"),
+    ]
 
 
 def rates_of(network: Network, worker: int) -> tuple[str, str]:
@@ -104,7 +118,9 @@ def rates_of(network: Network, worker: int) -> tuple[str, str]:
 
 
 def test_closing_ends_what_still_runs_and_the_namespaces(network: Network) -> None:
-    program = network.start(0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"], os.environ)
+    program = network.start(
+        0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"], os.environ
+    )
     holders = [network.switch, *map(network.namespace, range(3))]
     network.close()
     assert program.returncode is not None

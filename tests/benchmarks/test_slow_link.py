@@ -31,7 +31,11 @@ def made_up(steps: int, every: int, seconds: float, late: int) -> Seen:
     for step in range(1, steps + 1):
         if step == 1 or step % every == 0 or step == steps:
             comes = min(step + late, steps) * seconds
-            record = {"step": step, "speed/seconds_per_step": seconds, "speed/tokens_per_second_global": TOKENS / seconds}
+            record = {
+                "step": step,
+                "speed/seconds_per_step": seconds,
+                "speed/tokens_per_second_global": TOKENS / seconds,
+            }
             records.append((math.ceil(comes / SAMPLE_SECONDS), record))
     return Seen(times, sent, records)
 
@@ -48,14 +52,20 @@ def test_whole_cycles_after_the_first_are_measured(cycles: int) -> None:
         assert window.tokens_per_second == pytest.approx(TOKENS / 0.2)
         assert window.exposed_seconds == pytest.approx(2 * 0.5 / SYNC_EVERY)
     assert measured.alone == pytest.approx(TOKENS / 0.2)
-    assert measured.sent_per_step == pytest.approx(1.5 * BYTES, rel=0.01), "the mean of the two workers"
-    assert measured.peak_mbit == pytest.approx(2 * BYTES * 8e-6 / 0.2, rel=0.01), "the worker that sends most"
+    assert measured.sent_per_step == pytest.approx(1.5 * BYTES, rel=0.01), (
+        "the mean of the two workers"
+    )
+    assert measured.peak_mbit == pytest.approx(2 * BYTES * 8e-6 / 0.2, rel=0.01), (
+        "the worker that sends most"
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.2, 3.0, 70.0])
 def test_data_parallelism_is_measured_after_the_link_has_become_slow(seconds: float) -> None:
     length = length_of_data_parallel(seconds)
-    measured = summarise(made_up(length.steps, length.every, seconds, 1), SYNC_EVERY, data_parallel=True)
+    measured = summarise(
+        made_up(length.steps, length.every, seconds, 1), SYNC_EVERY, data_parallel=True
+    )
     assert len(measured.windows) >= 2
     assert {window.steps for window in measured.windows} == {length.every}
     assert measured.alone is None
@@ -64,9 +74,15 @@ def test_data_parallelism_is_measured_after_the_link_has_become_slow(seconds: fl
 
 def test_at_the_rate_of_a_tenth_a_step_of_data_parallelism_takes_ten_times_as_long() -> None:
     def free(method: str, seconds: float, sent: float) -> Row:
-        return Row(method, math.inf, [Measured([Window(10, seconds, TOKENS / seconds, None)], None, sent, 0.0)])
+        return Row(
+            method,
+            math.inf,
+            [Measured([Window(10, seconds, TOKENS / seconds, None)], None, sent, 0.0)],
+        )
 
-    table = Table(Experiment(2, 100, 1, 5, {}), [free(DATA_PARALLEL, 0.15, 2e7), free(OURS, 0.1, 3e4)])
+    table = Table(
+        Experiment(2, 100, 1, 5, {}), [free(DATA_PARALLEL, 0.15, 2e7), free(OURS, 0.1, 3e4)]
+    )
     assert expected_seconds(rate_of_a_tenth(table), table) == pytest.approx(10 * 0.1)
     assert rate_of("2x", table) == pytest.approx(2 * rate_of_a_tenth(table), rel=0.05)
     assert (rate_of("inf", table), rate_of("2.5", table)) == (math.inf, 2.5)
@@ -76,13 +92,25 @@ def test_at_the_rate_of_a_tenth_a_step_of_data_parallelism_takes_ten_times_as_lo
 
 def test_nothing_is_concluded_that_was_not_measured() -> None:
     def row(method: str, rate: float, *seconds: float) -> Row:
-        return Row(method, rate, [Measured([Window(10, one, TOKENS / one, None)], None, 1e5, 0.0) for one in seconds])
+        return Row(
+            method,
+            rate,
+            [Measured([Window(10, one, TOKENS / one, None)], None, 1e5, 0.0) for one in seconds],
+        )
 
-    free = [row(DATA_PARALLEL, math.inf, 0.15, 0.15), row(OURS, math.inf, 0.1, 0.11), row(TORCHFT, math.inf, 0.105, 0.105)]
+    free = [
+        row(DATA_PARALLEL, math.inf, 0.15, 0.15),
+        row(OURS, math.inf, 0.1, 0.11),
+        row(TORCHFT, math.inf, 0.105, 0.105),
+    ]
     text = "\n".join(conclusions(Table(Experiment(2, 100, 1, 5, {}), free)))
     assert "10 % utilisation" not in text
     assert "ahead at 0, behind at 0, no difference beyond the spread at 1" in text
-    slow = [row(DATA_PARALLEL, 100.0, 1.5, 1.5), row(OURS, 100.0, 0.1, 0.11), row(TORCHFT, 100.0, 0.2, 0.2)]
+    slow = [
+        row(DATA_PARALLEL, 100.0, 1.5, 1.5),
+        row(OURS, 100.0, 0.1, 0.11),
+        row(TORCHFT, 100.0, 0.2, 0.2),
+    ]
     text = "\n".join(conclusions(Table(Experiment(2, 100, 1, 5, {}), free + slow)))
     assert "ahead at 1, behind at 0, no difference beyond the spread at 1" in text
     assert "at 100 Mbit/s, where it has" in text

@@ -15,9 +15,13 @@ from torchtitan_diloco.components.loss import chunked_loss
 from torchtitan_diloco.data.loader import IGNORE_INDEX
 
 
-def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def plain_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
     logits = (hidden @ weight.t()).float()
-    entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    entropy = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
     log_partition = logits.logsumexp(-1)[targets != IGNORE_INDEX]
     return entropy + z_loss * log_partition.square().sum(), entropy
 
@@ -39,7 +43,9 @@ def example(seed: int, batch: int, length: int, ignored: float) -> tuple[Tensor,
     z_loss=st.sampled_from([0.0, 1e-4, 0.5]),
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_values_and_gradients(seed: int, batch: int, length: int, chunk: int, z_loss: float, ignored: float) -> None:
+def test_values_and_gradients(
+    seed: int, batch: int, length: int, chunk: int, z_loss: float, ignored: float
+) -> None:
     hidden, weight, targets = example(seed, batch, length, ignored)
     objective, entropy = plain_loss(hidden, weight, targets, z_loss)
     expected = torch.autograd.grad(3 * objective, (hidden, weight))
@@ -81,7 +87,9 @@ def test_logits_of_the_batch_never_exist_at_once() -> None:
     largest = 0
 
     class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor):

@@ -65,8 +65,15 @@ def test_weight_decay_of_one_over_the_steps() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 100.0])
 def test_clipping(max_norm: float) -> None:
-    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
-    parameters[0].grad, parameters[1].grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)  # the third has none
+    parameters = [
+        nn.Parameter(torch.zeros(3)),
+        nn.Parameter(torch.zeros(2, 2)),
+        nn.Parameter(torch.zeros(1)),
+    ]
+    parameters[0].grad, parameters[1].grad = (
+        torch.full((3,), 2.0),
+        torch.full((2, 2), 1.0),
+    )  # the third has none
     norm = clip_gradients(parameters, max_norm, group=None)
     assert norm == pytest.approx(4.0)
     expected = 2.0 / 4.0 if max_norm == 1.0 else 2.0

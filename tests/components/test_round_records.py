@@ -56,7 +56,10 @@ def test_what_a_batch_of_messages_cannot_tell_is_unknown() -> None:
     unheard = Observed(2, 1)
     silent = record(0, rate=1e6)
     for worker in silent["workers"]:
-        worker |= {"heard_after_seconds": [None, None], "received_bits_per_second_from": [None, None]}
+        worker |= {
+            "heard_after_seconds": [None, None],
+            "received_bits_per_second_from": [None, None],
+        }
     unheard.add(silent)
     assert unheard.conditions(DiLoCo(workers=2), totals(0.1)) is None
 
@@ -73,7 +76,9 @@ def record(fragment: int, *, rate: float, exchange: float = 0.1) -> dict[str, An
 
     def worker(number: int) -> dict[str, Any]:
         return {
-            "received_bits_per_second_from": [None if other == number else rate for other in range(2)],
+            "received_bits_per_second_from": [
+                None if other == number else rate for other in range(2)
+            ],
             "heard_after_seconds": [None if other == number else 0.001 for other in range(2)],
             "encoding_seconds": 0.001,
             "decoding_seconds": 0.001,
@@ -119,7 +124,9 @@ def test_what_is_not_known_is_not_predicted() -> None:
     observed = Observed(2, 1)
     assert observed.predicted_utilisation(config, totals(0.5), 100) is None, "no round yet"
     observed.add(record(1, rate=1e8))
-    assert observed.predicted_utilisation(config, totals(0.5), 100) is None, "fragment 0 never had its turn"
+    assert observed.predicted_utilisation(config, totals(0.5), 100) is None, (
+        "fragment 0 never had its turn"
+    )
     observed.add(record(0, rate=1e8))
     assert observed.predicted_utilisation(config, {}, 100) is None, "no step times"
     assert measured_utilisation({}) is None

@@ -17,7 +17,9 @@ def write(folder: Path, name: str, text: str) -> str:
 
 def mistakes(name_or_path: str, **settings: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(name_or_path, {key.replace("__", "."): value for key, value in settings.items()})
+        load_config(
+            name_or_path, {key.replace("__", "."): value for key, value in settings.items()}
+        )
     return str(caught.value)
 
 
@@ -32,14 +34,18 @@ def test_command_line_goes_before_toml_and_toml_before_default(tmp_path: Path) -
 def test_extends_inherits_what_is_not_said(tmp_path: Path) -> None:
     write(tmp_path, "base.toml", "[training]\nsteps = 7\nbatch_size = 3\n[model]\nflavor = '35m'\n")
     write(tmp_path, "middle.toml", "extends = 'base.toml'\n[training]\nbatch_size = 4\n")
-    config = load_config(write(tmp_path, "leaf.toml", "extends = 'middle.toml'\n[model]\nlayers = 2\n"))
+    config = load_config(
+        write(tmp_path, "leaf.toml", "extends = 'middle.toml'\n[model]\nlayers = 2\n")
+    )
     assert (config.training.steps, config.training.batch_size) == (7, 4)
     assert (config.model.flavor, config.model.layers) == ("35m", 2)
     assert config.run.name == "leaf"
 
 
 def test_extends_finds_a_shipped_config_by_name(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, "mine.toml", "extends = '1b'\n[training]\nbatch_size = 2\n"))
+    config = load_config(
+        write(tmp_path, "mine.toml", "extends = '1b'\n[training]\nbatch_size = 2\n")
+    )
     assert (config.model.flavor, config.training.batch_size) == ("1b", 2)
 
 
@@ -81,7 +87,9 @@ def test_an_unknown_key_without_a_neighbour_lists_the_section() -> None:
 
 
 def test_unknown_toml_keys_and_sections_name_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.toml", "[trainnig]\nsteps = 1\n[training]\nsteps = 3\nstps = 1\n[zebra]\n")
+    path = write(
+        tmp_path, "a.toml", "[trainnig]\nsteps = 1\n[training]\nsteps = 3\nstps = 1\n[zebra]\n"
+    )
     message = mistakes(path)
     assert message.count(path) == 3
     assert "did you mean training.steps" in message
@@ -105,14 +113,18 @@ def test_unknown_toml_keys_and_sections_name_the_file(tmp_path: Path) -> None:
         ("diloco", "3", "is a section; set one of its keys: "),
     ],
 )
-def test_a_wrong_value_is_refused_with_key_value_and_remedy(key: str, value: str, reason: str) -> None:
+def test_a_wrong_value_is_refused_with_key_value_and_remedy(
+    key: str, value: str, reason: str
+) -> None:
     message = mistakes("debug", **{key: value})
     assert reason in message
     assert message.splitlines()[1].startswith(f"  command line: {key} = ")
 
 
 def test_several_mistakes_are_reported_together(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.toml", "[training]\nstps = 1\nbatch_size = -1\n[model]\nlayers = 'six'\n")
+    path = write(
+        tmp_path, "a.toml", "[training]\nstps = 1\nbatch_size = -1\n[model]\nlayers = 'six'\n"
+    )
     message = mistakes(path, diloco__workerz="3")
     assert message.startswith("4 mistakes")
     for key in ("training.stps", "training.batch_size", "model.layers", "diloco.workerz"):
@@ -152,11 +164,16 @@ def test_a_length_given_on_the_command_line_takes_back_the_presets_own() -> None
 
 
 def test_numbers_as_humans_write_them() -> None:
-    config = load_config("debug", {"training.tokens": "25e9", "profiling.ranks": "0,3", "optimizer.lr": "1"})
+    config = load_config(
+        "debug", {"training.tokens": "25e9", "profiling.ranks": "0,3", "optimizer.lr": "1"}
+    )
     assert config.training.tokens == 25_000_000_000
     assert config.profiling.ranks == (0, 3)
     assert config.optimizer.lr == 1.0
-    assert load_config("35m", {"training.global_batch_size": "none"}).training.global_batch_size is None
+    assert (
+        load_config("35m", {"training.global_batch_size": "none"}).training.global_batch_size
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +190,9 @@ def test_malformed_command_lines(words: list[str], reason: str) -> None:
 
 
 def test_command_line_forms() -> None:
-    config = from_command_line(["--config=35m", "--optimizer.lr", "1e-3", "--run.seed=4", "--run.seed", "5"])
+    config = from_command_line(
+        ["--config=35m", "--optimizer.lr", "1e-3", "--run.seed=4", "--run.seed", "5"]
+    )
     assert config is not None
     assert (config.model.flavor, config.optimizer.lr, config.run.seed) == ("35m", 1e-3, 5)
 
@@ -190,7 +209,12 @@ names = text.filter(lambda name: not {"/", "\\"} & set(name))
     layers=st.none() | st.integers(1, 99),
 )
 def test_what_is_written_loads_to_the_same_config(
-    tmp_path_factory: pytest.TempPathFactory, name: str, description: str, seed: int, lr: float, layers: int | None
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    description: str,
+    seed: int,
+    lr: float,
+    layers: int | None,
 ) -> None:
     before = load_config("debug")
     before = dataclasses.replace(
@@ -204,7 +228,9 @@ def test_what_is_written_loads_to_the_same_config(
     assert load_config(str(path)) == before
 
 
-def test_print_config_and_help_print_and_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_print_config_and_help_print_and_stop(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert from_command_line(["--config", "1b", "--print-config", "--run.seed", "9"]) is None
     printed = capsys.readouterr().out
     again = load_config(write(tmp_path, "printed.toml", printed))

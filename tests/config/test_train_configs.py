@@ -26,12 +26,16 @@ def test_preset_builds(name: str) -> None:
     config = load_config(name)
     vocabulary = config.model.vocab_size or 320
     with torch.device("meta"):
-        model = MODELS[config.model.name].build(config.model, vocabulary, config.training.sequence_length)
+        model = MODELS[config.model.name].build(
+            config.model, vocabulary, config.training.sequence_length
+        )
     counts = model.parameter_counts()
     size = config.diloco.workers * max(1, config.parallel.fsdp)
     world = World(rank=0, size=size, workers=config.diloco.workers, device=torch.device("cpu"))
     plan = plan_run(config.training, world, counts["total"], counts["embedding"])
-    assert plan.total_steps > config.lr_schedule.warmup_steps, "the run would end within its warm-up"
+    assert plan.total_steps > config.lr_schedule.warmup_steps, (
+        "the run would end within its warm-up"
+    )
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert config.run.description, "a preset says what it is"
 

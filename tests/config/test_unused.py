@@ -12,8 +12,14 @@ from torchtitan_diloco.config.unused import READ_BY, unused_settings
 @pytest.mark.parametrize(
     ("chosen", "told"),
     [
-        ({"diloco.outer_optimizer.name": "sgd"}, 'momentum = 0.8 does nothing with diloco.outer_optimizer.name = "sgd"'),
-        ({"diloco.outer_optimizer.beta2": "0.9"}, 'beta2 = 0.9 does nothing with diloco.outer_optimizer.name = "nesterov"'),
+        (
+            {"diloco.outer_optimizer.name": "sgd"},
+            'momentum = 0.8 does nothing with diloco.outer_optimizer.name = "sgd"',
+        ),
+        (
+            {"diloco.outer_optimizer.beta2": "0.9"},
+            'beta2 = 0.9 does nothing with diloco.outer_optimizer.name = "nesterov"',
+        ),
         (
             {"diloco.outer_optimizer.decay_rounds": "9"},
             'decay_rounds = 9 does nothing with diloco.outer_optimizer.decay = "constant"',
@@ -28,13 +34,19 @@ from torchtitan_diloco.config.unused import READ_BY, unused_settings
         ),
     ],
 )
-def test_a_setting_that_is_not_read_is_named_with_what_decides(chosen: dict[str, str], told: str) -> None:
+def test_a_setting_that_is_not_read_is_named_with_what_decides(
+    chosen: dict[str, str], told: str
+) -> None:
     (line,) = unused_settings(load_config("debug", chosen))
     assert told in line
 
 
 def test_without_an_outer_loop_its_settings_are_not_looked_at() -> None:
-    nothing = {"diloco.method": "none", "diloco.sync_every": "1", "diloco.outer_optimizer.name": "sgd"}
+    nothing = {
+        "diloco.method": "none",
+        "diloco.sync_every": "1",
+        "diloco.outer_optimizer.name": "sgd",
+    }
     assert not list(unused_settings(load_config("debug", nothing)))
 
 

@@ -24,13 +24,17 @@ MakeShards = Callable[..., Path]
 def make_shards(tmp_path: Path) -> MakeShards:
     """A folder of shards whose token i of a split is i % 251, in pieces of the given lengths."""
 
-    def make(name: str = "shards", *, train: int = 1000, validation: int = 300, shard_tokens: int = 170) -> Path:
+    def make(
+        name: str = "shards", *, train: int = 1000, validation: int = 300, shard_tokens: int = 170
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         for split, tokens in zip(SPLITS, (train, validation), strict=True):
             writer = ShardWriter(folder, split, build_tokenizer("bytes"), shard_tokens)
             for piece, start in enumerate(range(0, tokens, 53)):
-                writer.add(piece, np.arange(start, min(start + 53, tokens)) % 251, ends_document=True)
+                writer.add(
+                    piece, np.arange(start, min(start + 53, tokens)) % 251, ends_document=True
+                )
             writer.finish_shard()
         write_manifest(folder, SETTINGS)
         return folder

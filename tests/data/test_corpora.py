@@ -23,7 +23,9 @@ def texts(tmp_path: Path) -> Path:
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "a.md").write_text("a")
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "c1"}\n{"text": "c2"}\n'))
+    (tmp_path / "sub" / "c.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "c1"}\n{"text": "c2"}\n')
+    )
     (tmp_path / "empty.txt").touch()
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / ".hidden").mkdir()
@@ -34,7 +36,10 @@ def texts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("{}", ["a", "b", "c1", "c2"]),  # other files, hidden ones and empty ones are left out of a folder
+        (
+            "{}",
+            ["a", "b", "c1", "c2"],
+        ),  # other files, hidden ones and empty ones are left out of a folder
         ("{}/*.txt", ["b"]),
         ("{}/**/*.jsonl*", ["c1", "c2"]),
         ("{}/b.txt, {}/a.md", ["b", "a"]),  # the order is the user's
@@ -60,7 +65,10 @@ def test_tilde_is_the_home_folder(texts: Path, monkeypatch: pytest.MonkeyPatch) 
         ("{}/b.text", r"the text file {}/b\.text does not exist; nearest in {}: b\.txt"),
         ("{}/subb/c.txt", r"/subb/c\.txt does not exist; nearest in {}: sub"),
         ("{}/zzz*.txt", r"no file matches {}/zzz\*\.txt"),
-        ("{}/nothere/*.qqqqqqq", r"no file matches {}/nothere/\*\.qqqqqqq; {} has nothing of a similar name"),
+        (
+            "{}/nothere/*.qqqqqqq",
+            r"no file matches {}/nothere/\*\.qqqqqqq; {} has nothing of a similar name",
+        ),
         ("{}/empty.txt", r"empty\.txt' has no text: all of its 1 files"),
         ("{}/.hidden/none", r"does not exist"),
         (" , ", r"names no file"),
@@ -73,7 +81,10 @@ def test_errors_name_what_is_wrong(texts: Path, spec: str, message: str) -> None
 
 
 def test_folder_without_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"the folder {tmp_path} has no text file .*no folder of token shards either"):
+    with pytest.raises(
+        ValueError,
+        match=rf"the folder {tmp_path} has no text file .*no folder of token shards either",
+    ):
         open_corpus(str(tmp_path))
 
 
@@ -101,7 +112,9 @@ def test_fingerprint_follows_the_files(texts: Path) -> None:
     assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.parametrize(("spec", "name"), [("{}/*.txt", "texts"), ("{}/notes.v2.txt", "notes"), ("{}", "texts")])
+@pytest.mark.parametrize(
+    ("spec", "name"), [("{}/*.txt", "texts"), ("{}/notes.v2.txt", "notes"), ("{}", "texts")]
+)
 def test_name_is_fit_for_a_file(tmp_path: Path, spec: str, name: str) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -121,7 +134,14 @@ def test_standard_library_is_there_and_repeatable() -> None:
 
 
 def test_standard_library_leaves_out_tests_and_packages(tmp_path: Path) -> None:
-    for name in ("b/x.py", "a.py", "test/t.py", "b/tests/t.py", "site-packages/p.py", "b/__pycache__/c.py"):
+    for name in (
+        "b/x.py",
+        "a.py",
+        "test/t.py",
+        "b/tests/t.py",
+        "site-packages/p.py",
+        "b/__pycache__/c.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert [piece.text for piece in StandardLibrary(tmp_path).pieces()] == ["a.py", "b/x.py"]
@@ -137,7 +157,9 @@ def test_standard_library_in_old_encodings(tmp_path: Path) -> None:
 
 
 def test_python_without_source(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"{tmp_path} has no \.py file; set data\.corpus to text files"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path} has no \.py file; set data\.corpus to text files"
+    ):
         StandardLibrary(tmp_path)
 
 
@@ -159,14 +181,22 @@ def test_hugging_face_folder_of_files(tmp_path: Path, rows: list[dict[str, str]]
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (folder / "test.jsonl").write_text(json.dumps({"text": "of the test"}))
-    assert documents(f"hf:{folder}") == documents(f"hf:{folder}:train") == [row["text"] for row in rows]
+    assert (
+        documents(f"hf:{folder}")
+        == documents(f"hf:{folder}:train")
+        == [row["text"] for row in rows]
+    )
     assert documents(f"hf:{folder}:test") == ["of the test"]
     assert open_corpus(f"hf:{folder}:test").fingerprint != open_corpus(f"hf:{folder}").fingerprint
-    with pytest.raises(ValueError, match=r"cannot open the corpus 'hf:.*:nosplit'.*the split \(\"nosplit\"\) right"):
+    with pytest.raises(
+        ValueError, match=r"cannot open the corpus 'hf:.*:nosplit'.*the split \(\"nosplit\"\) right"
+    ):
         documents(f"hf:{folder}:nosplit")
 
 
-def test_hugging_face_folder_saved_by_the_library(tmp_path: Path, rows: list[dict[str, str]]) -> None:
+def test_hugging_face_folder_saved_by_the_library(
+    tmp_path: Path, rows: list[dict[str, str]]
+) -> None:
     import datasets
 
     dataset = datasets.Dataset.from_list(rows)
@@ -179,7 +209,8 @@ def test_hugging_face_folder_saved_by_the_library(tmp_path: Path, rows: list[dic
 
 
 @pytest.mark.parametrize(
-    ("row", "message"), [({"content": "a"}, r"row 0: no field \"text\".*\['content'\]"), ({"text": ""}, "has no text")]
+    ("row", "message"),
+    [({"content": "a"}, r"row 0: no field \"text\".*\['content'\]"), ({"text": ""}, "has no text")],
 )
 def test_hugging_face_rows_without_text(tmp_path: Path, row: dict[str, str], message: str) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
@@ -194,7 +225,10 @@ def test_hugging_face_rows_without_text(tmp_path: Path, row: dict[str, str], mes
         ("hf:justaname", r"is not hf:OWNER/DATASET\[/SUBSET\]\[:SPLIT\]"),
         ("hf:a/b/c/d", r"is not hf:OWNER/DATASET"),
         ("hf:", r"is not hf:OWNER/DATASET"),
-        ("hf:owner/dataset/subset:train", r"cannot open the corpus 'hf:owner/dataset/subset:train' .*is the network"),
+        (
+            "hf:owner/dataset/subset:train",
+            r"cannot open the corpus 'hf:owner/dataset/subset:train' .*is the network",
+        ),
     ],
 )
 def test_hugging_face_names(spec: str, message: str) -> None:
@@ -204,5 +238,7 @@ def test_hugging_face_names(spec: str, message: str) -> None:
 
 def test_hugging_face_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"needs the package datasets: .* -m pip install -e '.*\[hf\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs the package datasets: .* -m pip install -e '.*\[hf\]'"
+    ):
         documents(f"hf:{tmp_path}")

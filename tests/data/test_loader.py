@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.data.conftest import MakeShards
-from torchtitan_diloco.data.loader import IGNORE_INDEX, TrainLoader, build_train_loader, build_validation_batches
+from torchtitan_diloco.data.loader import (
+    IGNORE_INDEX,
+    TrainLoader,
+    build_train_loader,
+    build_validation_batches,
+)
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.stream import Place, StreamIdentity
 
@@ -38,7 +43,9 @@ def take(loader: TrainLoader, batches: int) -> list[list[int]]:
         assert inputs.shape == targets.shape == (inputs.shape[0], LENGTH)
         assert inputs.is_contiguous()
         assert targets.is_contiguous()
-        numbers.append([number_of(sequence, target) for sequence, target in zip(inputs, targets, strict=True)])
+        numbers.append(
+            [number_of(sequence, target) for sequence, target in zip(inputs, targets, strict=True)]
+        )
     assert len(numbers) == batches
     return numbers
 
@@ -68,7 +75,9 @@ def test_an_epoch_has_every_sequence_once_and_the_next_another_order(shards: Tok
     assert flat != list(itertools.chain(*take(build(shards, seed=1), 99)))
 
 
-@pytest.mark.parametrize(("ranks", "accumulation", "batch_size"), [(4, 1, 3), (2, 2, 3), (1, 12, 1), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "batch_size"), [(4, 1, 3), (2, 2, 3), (1, 12, 1), (3, 2, 2)]
+)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_samples_of_a_step_do_not_depend_on_who_shares_it(
     shards: TokenShards, ranks: int, accumulation: int, batch_size: int, shuffle: bool
@@ -77,7 +86,14 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
     alone = take(build(shards, accumulation=4, batch_size=3, shuffle=shuffle), 4 * steps)
     shared = [
         take(
-            build(shards, ranks=ranks, rank=rank, accumulation=accumulation, batch_size=batch_size, shuffle=shuffle),
+            build(
+                shards,
+                ranks=ranks,
+                rank=rank,
+                accumulation=accumulation,
+                batch_size=batch_size,
+                shuffle=shuffle,
+            ),
             accumulation * steps,
         )
         for rank in range(ranks)
@@ -85,7 +101,9 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
     for step in range(steps):
         expected = list(itertools.chain(*alone[4 * step : 4 * step + 4]))
         mine = slice(accumulation * step, accumulation * step + accumulation)
-        assert list(itertools.chain(*(batch for rank in shared for batch in rank[mine]))) == expected
+        assert (
+            list(itertools.chain(*(batch for rank in shared for batch in rank[mine]))) == expected
+        )
 
 
 def test_it_is_a_stateful_data_loader(shards: TokenShards) -> None:
@@ -93,7 +111,9 @@ def test_it_is_a_stateful_data_loader(shards: TokenShards) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
-@pytest.mark.parametrize("saved_at", [0, 1, 5, 49, 50, 51, 99])  # 99 sequences: an epoch ends within batch 50
+@pytest.mark.parametrize(
+    "saved_at", [0, 1, 5, 49, 50, 51, 99]
+)  # 99 sequences: an epoch ends within batch 50
 def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, saved_at: int) -> None:
     settings = {"accumulation": 3, "ranks": 2, "rank": 1, "processes": processes}
     whole = take(build(shards, **settings | {"processes": 0}), saved_at + 8)
@@ -134,8 +154,12 @@ def test_resume_twice_and_with_another_number_of_processes(shards: TokenShards) 
     assert seen == whole
 
 
-@given(st.integers(0, 120), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9))
-def test_resume_property(saved_at: int, accumulation: int, ranks: int, batch_size: int, more: int) -> None:
+@given(
+    st.integers(0, 120), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9)
+)
+def test_resume_property(
+    saved_at: int, accumulation: int, ranks: int, batch_size: int, more: int
+) -> None:
     stream = StreamIdentity("corpus", LENGTH, batch_size, accumulation, ranks, 0, True)
     place = Place(7).after(saved_at, stream)
     assert place.after(more, stream) == Place(7).after(saved_at + more, stream)
@@ -154,7 +178,9 @@ def test_outdated_iterator_is_refused(shards: TokenShards) -> None:
     iterator = iter(loader)
     next(iterator)
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match=r"this iterator is out of date.*take iter\(loader\) again"):
+    with pytest.raises(
+        RuntimeError, match=r"this iterator is out of date.*take iter\(loader\) again"
+    ):
         next(iterator)
 
 
@@ -168,7 +194,9 @@ def test_position_goes_from_one_layout_to_another(shards: TokenShards) -> None:
     before = build(shards, batch_size=4, accumulation=2)
     seen = list(itertools.chain(*take(before, 4)))
     assert before.position == 16
-    after = [build(shards, ranks=2, rank=rank, batch_size=4, start=before.position) for rank in range(2)]
+    after = [
+        build(shards, ranks=2, rank=rank, batch_size=4, start=before.position) for rank in range(2)
+    ]
     assert seen + [number for rank in after for number in take(rank, 1)[0]] == expected
 
 
@@ -178,14 +206,21 @@ def test_position_goes_from_one_layout_to_another(shards: TokenShards) -> None:
         ({"seed": 1}, "run.seed was 0 and is 1"),
         ({"sequence_length": 11}, "training.sequence_length was 10 and is 11"),
         ({"batch_size": 3}, "training.batch_size was 2 and is 3"),
-        ({"accumulation": 2}, r"micro-batches per step and rank \(from training.global_batch_size\) was 1 and is 2"),
+        (
+            {"accumulation": 2},
+            r"micro-batches per step and rank \(from training.global_batch_size\) was 1 and is 2",
+        ),
         ({"ranks": 2}, "the number of ranks was 1 and is 2"),
         ({"shuffle": False}, "data.shuffle was True and is False"),
         ({"seed": 1, "ranks": 2}, "the number of ranks was 1 and is 2; run.seed was 0 and is 1"),
     ],
 )
-def test_state_of_another_stream_is_refused(shards: TokenShards, changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=rf"another stream of training data: {named}. Resume with the settings"):
+def test_state_of_another_stream_is_refused(
+    shards: TokenShards, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"another stream of training data: {named}. Resume with the settings"
+    ):
         build(shards, **changes).load_state_dict(build(shards).state_dict())
 
 
@@ -197,7 +232,9 @@ def test_state_of_another_corpus_is_refused(shards: TokenShards, make_shards: Ma
 
 
 def test_state_of_something_else_is_refused(shards: TokenShards) -> None:
-    with pytest.raises(ValueError, match=r"this is no state of the training data: it has no corpus, "):
+    with pytest.raises(
+        ValueError, match=r"this is no state of the training data: it has no corpus, "
+    ):
         build(shards).load_state_dict({"seed": 0})
 
 
@@ -211,7 +248,10 @@ def test_random_numbers_of_the_run_stay_as_they_were(shards: TokenShards) -> Non
 
 def test_corpus_shorter_than_a_sequence(make_shards: MakeShards) -> None:
     shards = TokenShards(make_shards("short", train=10), "train")
-    with pytest.raises(ValueError, match=r"train split of .*short is shorter than one sequence: it has 10 tokens, .* 11"):
+    with pytest.raises(
+        ValueError,
+        match=r"train split of .*short is shorter than one sequence: it has 10 tokens, .* 11",
+    ):
         build(shards)
     one = TokenShards(make_shards("one", train=11), "train")
     assert take(build(one), 3) == [[0, 0]] * 3
@@ -228,13 +268,20 @@ def test_damaged_token_is_an_error_also_from_a_reading_process(make_shards: Make
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(("batch_size", "sequences"), [(1, 1), (2, 7), (4, 16), (3, 29), (8, 1000)])
-def test_validation_counts_everything_once(make_shards: MakeShards, ranks: int, batch_size: int, sequences: int) -> None:
+def test_validation_counts_everything_once(
+    make_shards: MakeShards, ranks: int, batch_size: int, sequences: int
+) -> None:
     shards = TokenShards(make_shards(), "validation")  # 300 tokens: 29 sequences
     counted: Counter[int] = Counter()
     lengths = set()
     for rank in range(ranks):
         batches = build_validation_batches(
-            shards, sequence_length=LENGTH, batch_size=batch_size, rank=rank, ranks=ranks, sequences=sequences
+            shards,
+            sequence_length=LENGTH,
+            batch_size=batch_size,
+            rank=rank,
+            ranks=ranks,
+            sequences=sequences,
         )
         assert batches.sequences == min(sequences, 29)
         lengths.add(len(list(batches)))
@@ -252,5 +299,10 @@ def test_validation_counts_everything_once(make_shards: MakeShards, ranks: int, 
 
 def test_validation_shorter_than_a_sequence(make_shards: MakeShards) -> None:
     shards = TokenShards(make_shards(validation=10), "validation")
-    with pytest.raises(ValueError, match=r"validation split .*it has 10 tokens, .*a larger data\.validation_fraction or"):
-        build_validation_batches(shards, sequence_length=LENGTH, batch_size=1, rank=0, ranks=1, sequences=5)
+    with pytest.raises(
+        ValueError,
+        match=r"validation split .*it has 10 tokens, .*a larger data\.validation_fraction or",
+    ):
+        build_validation_batches(
+            shards, sequence_length=LENGTH, batch_size=1, rank=0, ranks=1, sequences=5
+        )

@@ -24,7 +24,9 @@ def test_every_small_size_is_a_permutation() -> None:
 
 
 @given(st.integers(1, 2**62), st.integers(0, 2**62), st.integers(0, 100))
-def test_any_position_of_any_corpus_has_a_sequence(sequences: int, position: int, seed: int) -> None:
+def test_any_position_of_any_corpus_has_a_sequence(
+    sequences: int, position: int, seed: int
+) -> None:
     (index,) = sequence_indices(np.array([position]), sequences=sequences, seed=seed, shuffle=True)
     assert 0 <= index < sequences
 
@@ -32,7 +34,10 @@ def test_any_position_of_any_corpus_has_a_sequence(sequences: int, position: int
 def test_positions_can_be_asked_for_in_any_grouping() -> None:
     positions = np.arange(95, 400)  # over several epochs of 101
     together = sequence_indices(positions, sequences=101, seed=5, shuffle=True)
-    alone = [sequence_indices(positions[i : i + 1], sequences=101, seed=5, shuffle=True)[0] for i in range(305)]
+    alone = [
+        sequence_indices(positions[i : i + 1], sequences=101, seed=5, shuffle=True)[0]
+        for i in range(305)
+    ]
     assert together.tolist() == alone
 
 
@@ -40,7 +45,9 @@ def test_epochs_and_seeds_differ() -> None:
     orders = [epoch_order(1000, epoch, seed) for epoch in range(4) for seed in range(4)]
     for i, first in enumerate(orders):
         for second in orders[:i]:
-            assert (first == second).mean() < 0.02, "two unrelated orders agree in one place of 1000 on average"
+            assert (first == second).mean() < 0.02, (
+                "two unrelated orders agree in one place of 1000 on average"
+            )
 
 
 def test_without_shuffling_it_is_the_identity() -> None:
@@ -61,13 +68,17 @@ def test_order_is_frozen() -> None:
 @pytest.mark.parametrize("sequences", [3, 4])
 def test_all_orders_are_equally_likely(sequences: int) -> None:
     positions = np.arange(4800 * sequences)
-    orders = sequence_indices(positions, sequences=sequences, seed=11, shuffle=True).reshape(-1, sequences)
+    orders = sequence_indices(positions, sequences=sequences, seed=11, shuffle=True).reshape(
+        -1, sequences
+    )
     counts = Counter(map(tuple, orders.tolist()))
     possible = {3: 6, 4: 24}[sequences]
     expected = 4800 / possible
     chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
     assert len(counts) == possible
-    assert chi_square < {3: 20.5, 4: 49.7}[sequences], "exceeded once in a thousand if they are equally likely"
+    assert chi_square < {3: 20.5, 4: 49.7}[sequences], (
+        "exceeded once in a thousand if they are equally likely"
+    )
 
 
 def test_looks_random() -> None:

@@ -47,15 +47,27 @@ def run(*arguments: object) -> int:
 
 def test_all_text_is_there_once_in_order(tmp_path: Path) -> None:
     texts = write_documents(tmp_path / "a.jsonl", documents=60)
-    assert run("--source", tmp_path / "a.jsonl", "--out", tmp_path / "all", "--validation-fraction", 0) == 0
+    assert (
+        run("--source", tmp_path / "a.jsonl", "--out", tmp_path / "all", "--validation-fraction", 0)
+        == 0
+    )
     expected = b"".join(text.encode() + b"\0" for text in texts)  # \0 for the end: no text has it
-    assert bytes(0 if token == END else token for token in tokens(tmp_path / "all", "train")) == expected
+    assert (
+        bytes(0 if token == END else token for token in tokens(tmp_path / "all", "train"))
+        == expected
+    )
 
 
 def test_held_out_pieces_are_in_validation_and_nowhere_else(tmp_path: Path) -> None:
     write_documents(tmp_path / "a.jsonl", documents=60)
     corpus = open_corpus(str(tmp_path / "a.jsonl"))
-    prepare(corpus, build_tokenizer("bytes"), tmp_path / "out", validation_fraction=0.3, shard_tokens=10_000)
+    prepare(
+        corpus,
+        build_tokenizer("bytes"),
+        tmp_path / "out",
+        validation_fraction=0.3,
+        shard_tokens=10_000,
+    )
     pieces = list(corpus.pieces())
     assert len(pieces) > 70, "some documents have several pieces"
     for split in SPLITS:
@@ -71,29 +83,55 @@ def test_held_out_pieces_are_in_validation_and_nowhere_else(tmp_path: Path) -> N
 
 def test_one_large_file_can_be_held_out_from(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a line of text\n" * 50_000)
-    done = prepare(open_corpus(str(tmp_path / "one.txt")), build_tokenizer("bytes"), tmp_path / "out", validation_fraction=0.1)
+    done = prepare(
+        open_corpus(str(tmp_path / "one.txt")),
+        build_tokenizer("bytes"),
+        tmp_path / "out",
+        validation_fraction=0.1,
+    )
     assert 0 < done.tokens["validation"] <= 3 * (PIECE_CHARACTERS + 1)
-    assert done.tokens["train"] + done.tokens["validation"] == 15 * 50_000 + sum(done.documents.values())
+    assert done.tokens["train"] + done.tokens["validation"] == 15 * 50_000 + sum(
+        done.documents.values()
+    )
 
 
 def test_threads_do_not_change_a_byte(tmp_path: Path) -> None:
     write_documents(tmp_path / "a.jsonl", documents=200)
     folders = [tmp_path / f"threads-{threads}" for threads in (1, 2, 7)]
     for threads, folder in zip((1, 2, 7), folders, strict=True):
-        common = ("--source", tmp_path / "a.jsonl", "--shard-tokens", "50K", "--validation-fraction", 0.1)
+        common = (
+            "--source",
+            tmp_path / "a.jsonl",
+            "--shard-tokens",
+            "50K",
+            "--validation-fraction",
+            0.1,
+        )
         assert run(*common, "--out", folder, "--threads", threads) == 0
     assert len(content(folders[0])) > 10
     assert content(folders[0]) == content(folders[1]) == content(folders[2])
 
 
 def start_preparing(source: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torchtitan_diloco.data.prepare", "--source", str(source), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_diloco.data.prepare",
+        "--source",
+        str(source),
+        "--out",
+        str(out),
+    ]
     settings = ["--shard-tokens", "40000", "--validation-fraction", "0.1", "--threads", "2", *more]
-    return subprocess.Popen([*command, *settings], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [*command, *settings], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--max-tokens", "3M")])
-def test_killed_at_any_point_and_restarted_is_uninterrupted(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_killed_at_any_point_and_restarted_is_uninterrupted(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
     source = tmp_path / "a.jsonl"
     write_documents(source, documents=330)
     whole = start_preparing(source, tmp_path / "whole", *more)
@@ -116,7 +154,9 @@ def test_killed_at_any_point_and_restarted_is_uninterrupted(tmp_path: Path, more
     last.communicate()
     whole.communicate()
     assert content(out) == content(tmp_path / "whole")
-    assert before == {name: (out / name).stat().st_mtime_ns for name in before}, "finished shards are kept"
+    assert before == {name: (out / name).stat().st_mtime_ns for name in before}, (
+        "finished shards are kept"
+    )
 
 
 def test_killed_between_manifest_and_clean_up(tmp_path: Path) -> None:
@@ -128,11 +168,22 @@ def test_killed_between_manifest_and_clean_up(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == expected
 
 
-def test_an_error_in_the_source_leaves_a_folder_that_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_source_leaves_a_folder_that_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = write_documents(tmp_path / "a.jsonl", documents=200)
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("no json\n")
-    command = ("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard-tokens", 10_000, "--threads", 1)
+    command = (
+        "--source",
+        tmp_path / "a.jsonl",
+        "--out",
+        tmp_path / "out",
+        "--shard-tokens",
+        10_000,
+        "--threads",
+        1,
+    )
     assert run(*command) == 2
     assert f"a.jsonl, line {len(texts) + 1}: not JSON" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob(".*.partial"))
@@ -150,7 +201,11 @@ def test_an_error_in_the_source_leaves_a_folder_that_continues(tmp_path: Path, c
     ],
 )
 def test_other_settings_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: bool, change: tuple[str, str], named: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    finished: bool,
+    change: tuple[str, str],
+    named: str,
 ) -> None:
     write_documents(tmp_path / "a.jsonl", documents=3)
     settings = {"--validation-fraction": "0.1", "--shard-tokens": "40000"}
@@ -158,7 +213,9 @@ def test_other_settings_are_refused(
     assert run(*common, *[word for pair in settings.items() for word in pair]) == 0
     if not finished:
         manifest = tmp_path / "out" / "corpus.json"
-        (tmp_path / "out" / "prepare.json").write_text(json.dumps(json.loads(manifest.read_text())["settings"]))
+        (tmp_path / "out" / "prepare.json").write_text(
+            json.dumps(json.loads(manifest.read_text())["settings"])
+        )
         manifest.unlink()
     settings |= dict([change])
     assert run(*common, *[word for pair in settings.items() for word in pair]) == 2
@@ -187,7 +244,10 @@ def test_finished_folder_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_max_tokens_ends_with_the_piece_that_reaches_it(tmp_path: Path) -> None:
     write_documents(tmp_path / "a.jsonl", documents=100)
-    assert run("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--max-tokens", "100K") == 0
+    assert (
+        run("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--max-tokens", "100K")
+        == 0
+    )
     assert 100_000 <= len(TokenShards(tmp_path / "out", "train")) <= 100_000 + PIECE_CHARACTERS
 
 
@@ -239,7 +299,9 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--tokenizer", "byts"), 'Did you mean "bytes"?'),
     ],
 )
-def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+def test_bad_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
     assert run("--source", "stdlib", "--out", tmp_path / "out", *arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -256,20 +318,26 @@ def test_bad_quantity(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: 
     assert "number" in capsys.readouterr().err
 
 
-def test_folder_with_other_things_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_with_other_things_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
     assert run("--source", "stdlib", "--out", tmp_path / "out") == 2
     assert "is not empty (thesis.tex); choose a new folder" in capsys.readouterr().err
 
 
-def test_folder_that_another_process_writes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_another_process_writes_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with only_writer(tmp_path / "out", wait=False):
         assert run("--source", "stdlib", "--out", tmp_path / "out") == 2
     assert "another process is writing" in capsys.readouterr().err
 
 
-def test_file_system_without_locks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -278,14 +346,18 @@ def test_file_system_without_locks(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "has no file locks" in capsys.readouterr().err
 
 
-def test_damaged_settings_of_an_unfinished_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_settings_of_an_unfinished_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "prepare.json").write_text("{")
     assert run("--source", "stdlib", "--out", tmp_path / "out") == 2
     assert f"cannot read {tmp_path / 'out' / 'prepare.json'}" in capsys.readouterr().err
 
 
-def test_interrupted_by_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_by_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_documents(tmp_path / "a.jsonl", documents=30)
 
     def interrupt(*_: object) -> None:
@@ -315,5 +387,8 @@ def test_hugging_face_source(tmp_path: Path) -> None:
 
 def test_lone_surrogates_do_not_stop_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}')
-    assert run("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--validation-fraction", 0) == 0
+    assert (
+        run("--source", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--validation-fraction", 0)
+        == 0
+    )
     assert np.array_equal(tokens(tmp_path / "out", "train"), [*"a\ufffdb".encode(), END])

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 import torchtitan_diloco.data.shards as shards_module
 from tests.data.conftest import MakeShards
 from torchtitan_diloco.data.shard_writer import ShardWriter
-from torchtitan_diloco.data.shards import HEADER_BYTES, TokenShards, read_header, token_dtype, write_manifest
+from torchtitan_diloco.data.shards import (
+    HEADER_BYTES,
+    TokenShards,
+    read_header,
+    token_dtype,
+    write_manifest,
+)
 from torchtitan_diloco.data.tokenizer import build_tokenizer, format_ranks
 
 
@@ -28,7 +34,12 @@ def test_any_range_across_shards(make_shards: MakeShards) -> None:
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
 
     check()
-    borders = [number for end in (0, 212, 424, 848, 1000) for number in (end - 1, end, end + 1) if 0 <= number <= 1000]
+    borders = [
+        number
+        for end in (0, 212, 424, 848, 1000)
+        for number in (end - 1, end, end + 1)
+        if 0 <= number <= 1000
+    ]
     for start, stop in itertools.combinations(borders, 2):
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
 
@@ -67,11 +78,15 @@ def test_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
     assert TokenShards(tmp_path, "train", tokenizer).read(0, 3).tolist() == [1, 70_000, 70_256]
 
 
-def test_more_shards_than_maps_at_once(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_maps_at_once(
+    make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shards_module, "_MAPS_AT_ONCE", 2)
     shards = TokenShards(make_shards(shard_tokens=1), "train")
     for start in (0, 500, 0, 900, 100):
-        assert shards.read(start, start + 100).tolist() == [token % 251 for token in range(start, start + 100)]
+        assert shards.read(start, start + 100).tolist() == [
+            token % 251 for token in range(start, start + 100)
+        ]
     assert len(shards._maps) == 2
 
 
@@ -109,13 +124,19 @@ SECOND = "train-00001.tokens"
     ("damage", "message"),
     [
         (lambda path: change(path, 0, b"X"), r"is not a token shard: it begins with b'XDTOKENS'"),
-        (lambda path: change(path, 8, b"\2"), r"has version 2 of the shard format, this code reads version 1"),
+        (
+            lambda path: change(path, 8, b"\2"),
+            r"has version 2 of the shard format, this code reads version 1",
+        ),
         (lambda path: change(path, 30, b"X"), r"the header of .* is damaged"),
         (
             lambda path: path.write_bytes(path.read_bytes()[:-1]),
             r"is truncated: 551 bytes where 212 tokens .* make 552",
         ),
-        (lambda path: path.write_bytes(path.read_bytes() + b"12"), r"is followed by something else: 554 bytes"),
+        (
+            lambda path: path.write_bytes(path.read_bytes() + b"12"),
+            r"is followed by something else: 554 bytes",
+        ),
         (lambda path: path.write_bytes(b"TDTOKENS"), r"is too short for a token shard: 8 bytes"),
         (lambda path: path.unlink(), r"cannot read the token shard .*No such file"),
         (
@@ -125,7 +146,9 @@ SECOND = "train-00001.tokens"
         (lambda path: seal(path, vocab_size=258), r"was written with another tokenizer than"),
     ],
 )
-def test_damaged_shard_is_refused_on_opening(make_shards: MakeShards, damage: object, message: str) -> None:
+def test_damaged_shard_is_refused_on_opening(
+    make_shards: MakeShards, damage: object, message: str
+) -> None:
     path = make_shards() / SECOND
     assert callable(damage)
     damage(path)
@@ -139,7 +162,9 @@ def test_token_beyond_the_vocabulary_is_named_when_it_is_read(make_shards: MakeS
     change(folder / SECOND, HEADER_BYTES + 2 * 7, struct.pack("<H", 257))
     shards = TokenShards(folder, "train")
     shards.read(0, 219)
-    with pytest.raises(ValueError, match=rf"{SECOND} is damaged: token 7 is 257, the vocabulary ends at 256"):
+    with pytest.raises(
+        ValueError, match=rf"{SECOND} is damaged: token 7 is 257, the vocabulary ends at 256"
+    ):
         shards.read(210, 230)
     with pytest.raises(ValueError, match=r"token 7 is 257"):
         shards.read(219, 220)
@@ -156,11 +181,16 @@ def test_verify_finds_a_flipped_bit(make_shards: MakeShards) -> None:
 def test_unfinished_folder(make_shards: MakeShards) -> None:
     folder = make_shards()
     (folder / "corpus.json").unlink()
-    with pytest.raises(ValueError, match=r"is not a finished folder of token shards.*run the same command again"):
+    with pytest.raises(
+        ValueError, match=r"is not a finished folder of token shards.*run the same command again"
+    ):
         TokenShards(folder, "train")
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "cannot read the manifest"), ('{"format_version": 9}', "version 1")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot read the manifest"), ('{"format_version": 9}', "version 1")],
+)
 def test_damaged_manifest(make_shards: MakeShards, content: str, message: str) -> None:
     folder = make_shards()
     (folder / "corpus.json").write_text(content)
@@ -169,16 +199,25 @@ def test_damaged_manifest(make_shards: MakeShards, content: str, message: str) -
 
 
 def test_empty_splits(make_shards: MakeShards) -> None:
-    with pytest.raises(ValueError, match=r"holds out nothing for validation .*raise data\.validation_fraction"):
+    with pytest.raises(
+        ValueError, match=r"holds out nothing for validation .*raise data\.validation_fraction"
+    ):
         TokenShards(make_shards("a", validation=0), "validation")
-    with pytest.raises(ValueError, match=r"has no tokens to train on; its source is 'made by a test'"):
+    with pytest.raises(
+        ValueError, match=r"has no tokens to train on; its source is 'made by a test'"
+    ):
         TokenShards(make_shards("b", train=0), "train")
 
 
 def test_another_tokenizer_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    (tmp_path / "other.tiktoken").write_bytes(format_ranks({bytes([byte]): 255 - byte for byte in range(256)}))
+    (tmp_path / "other.tiktoken").write_bytes(
+        format_ranks({bytes([byte]): 255 - byte for byte in range(256)})
+    )
     other = build_tokenizer(str(tmp_path / "other.tiktoken"))
-    with pytest.raises(ValueError, match=r'other\.tiktoken" \(257 tokens, .*is not what .* was prepared with: "bytes"'):
+    with pytest.raises(
+        ValueError,
+        match=r'other\.tiktoken" \(257 tokens, .*is not what .* was prepared with: "bytes"',
+    ):
         TokenShards(make_shards(), "train", other)
 
 

@@ -42,7 +42,9 @@ def test_text_is_tokenised_once(data: Data, capsys: pytest.CaptureFixture[str]) 
 
 def test_what_changes_the_tokens_changes_the_cache(data: Data) -> None:
     folders = [open_split(data, BYTES, "train").folder]
-    folders.append(open_split(dataclasses.replace(data, validation_fraction=0.2), BYTES, "train").folder)
+    folders.append(
+        open_split(dataclasses.replace(data, validation_fraction=0.2), BYTES, "train").folder
+    )
     (Path(data.corpus) / "new.txt").write_text("new")
     folders.append(open_split(data, BYTES, "train").folder)
     assert len(set(folders)) == 3
@@ -59,17 +61,23 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path) -> None:
     data = dataclasses.replace(data, validation_corpus=str(tmp_path / "held.txt"))
     validation = open_split(data, BYTES, "validation")
     assert BYTES.decode(validation.read(0, len(validation) - 1)) == "held out"
-    assert open_split(data, BYTES, "train").documents == 20, "nothing of the training text is held out as well"
+    assert open_split(data, BYTES, "train").documents == 20, (
+        "nothing of the training text is held out as well"
+    )
 
 
 def test_validation_corpus_that_is_trained_on(data: Data) -> None:
     data = dataclasses.replace(data, validation_corpus=data.corpus)
-    with pytest.raises(ValueError, match=r"is data\.corpus itself: validation would be on text that is trained on"):
+    with pytest.raises(
+        ValueError, match=r"is data\.corpus itself: validation would be on text that is trained on"
+    ):
         open_split(data, BYTES, "validation")
 
 
 @pytest.mark.parametrize(("validation", "tokens"), [(300, 300), (0, 1000)])
-def test_validation_from_a_shard_folder(data: Data, make_shards: MakeShards, validation: int, tokens: int) -> None:
+def test_validation_from_a_shard_folder(
+    data: Data, make_shards: MakeShards, validation: int, tokens: int
+) -> None:
     """Its held-out part if it has one, else all of it."""
     data = dataclasses.replace(data, validation_corpus=str(make_shards(validation=validation)))
     assert len(open_split(data, BYTES, "validation")) == tokens
@@ -83,16 +91,23 @@ def test_shard_folder(make_shards: MakeShards) -> None:
 
 def test_shard_folder_without_validation(make_shards: MakeShards) -> None:
     data = Data(corpus=str(make_shards(validation=0)))
-    with pytest.raises(ValueError, match=r"holds out nothing for validation .*--validation-fraction.*validation_corpus"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds out nothing for validation .*--validation-fraction.*validation_corpus",
+    ):
         open_split(data, BYTES, "validation")
 
 
 def test_missing_shard_folder_names_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "fineweb-10.5B"
     data = Data(corpus=str(folder), source="hf:owner/set/sub:train", tokenizer="my tokens.tiktoken")
-    with pytest.raises(ValueError, match=r'data\.corpus = ".*" is a folder of token shards that does not exist') as error:
+    with pytest.raises(
+        ValueError, match=r'data\.corpus = ".*" is a folder of token shards that does not exist'
+    ) as error:
         open_split(data, BYTES, "train")
-    command = f"prepare --source hf:owner/set/sub:train --tokenizer 'my tokens.tiktoken' --out {folder}"
+    command = (
+        f"prepare --source hf:owner/set/sub:train --tokenizer 'my tokens.tiktoken' --out {folder}"
+    )
     assert f"\n    {sys.executable} -m torchtitan_diloco.data.{command}\n" in str(error.value)
     folder.mkdir()
     with pytest.raises(ValueError, match="a folder of token shards that is not finished"):
@@ -106,17 +121,28 @@ def test_the_printed_command_works(data: Data, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Prepare it with") as error:
         open_split(wanted, BYTES, "train")
     command = str(error.value).split("\n")[1].strip()
-    assert subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=False).returncode
+        == 0
+    )
     assert open_split(wanted, BYTES, "train").documents == 20
 
 
 def test_missing_rank_file_names_both_commands(tmp_path: Path) -> None:
-    data = Data(corpus=str(tmp_path / "shards"), source="stdlib", tokenizer=str(tmp_path / "none.tiktoken"))
-    with pytest.raises(ValueError, match=r'data\.tokenizer = ".*none\.tiktoken" does not exist') as error:
+    data = Data(
+        corpus=str(tmp_path / "shards"), source="stdlib", tokenizer=str(tmp_path / "none.tiktoken")
+    )
+    with pytest.raises(
+        ValueError, match=r'data\.tokenizer = ".*none\.tiktoken" does not exist'
+    ) as error:
         open_tokenizer(data)
     first, second = str(error.value).splitlines()[1:]
-    assert first.endswith(f"train_tokenizer --source stdlib --vocab-size 32000 --out {data.tokenizer}")
-    assert second.endswith(f"prepare --source stdlib --tokenizer {data.tokenizer} --out {data.corpus}")
+    assert first.endswith(
+        f"train_tokenizer --source stdlib --vocab-size 32000 --out {data.tokenizer}"
+    )
+    assert second.endswith(
+        f"prepare --source stdlib --tokenizer {data.tokenizer} --out {data.corpus}"
+    )
     with pytest.raises(ValueError, match="does not exist") as error:
         open_tokenizer(dataclasses.replace(data, corpus="stdlib"))
     assert len(str(error.value).splitlines()) == 2, "the standard library is tokenised in the run"
@@ -129,7 +155,9 @@ def test_missing_text_is_no_shard_folder(tmp_path: Path) -> None:
 
 
 def test_hugging_face_dataset_is_prepared_first() -> None:
-    with pytest.raises(ValueError, match=r"is prepared before the run.*(?s:.*)prepare --source hf:owner/set:train") as error:
+    with pytest.raises(
+        ValueError, match=r"is prepared before the run.*(?s:.*)prepare --source hf:owner/set:train"
+    ) as error:
         open_split(Data(corpus="hf:owner/set:train"), BYTES, "train")
     assert 'set data.corpus = "corpora/owner-set-train"' in str(error.value)
 
@@ -147,7 +175,9 @@ print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)
 
 def open_in_process(corpus: Path, cache: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", OPEN_SPLIT, str(corpus), str(cache)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
@@ -183,7 +213,9 @@ def test_waiting_is_said(tmp_path: Path) -> None:
         waiting = "from pathlib import Path; import torchtitan_diloco.data.files as files; files._SAY_AFTER_SECONDS = 0\n"
         waiting += "with files.only_writer(Path('.'), wait=True): print('mine')"
         environment = {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen([sys.executable, "-c", waiting], cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", waiting], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+        )
         assert process.stdout is not None
         assert b"data: waiting for another process that is writing ." in process.stdout.readline()
     assert process.communicate()[0] == b"mine\n"

@@ -8,7 +8,12 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.data.text_files import PIECE_CHARACTERS, Piece, documents_of_file, split_into_pieces
+from torchtitan_diloco.data.text_files import (
+    PIECE_CHARACTERS,
+    Piece,
+    documents_of_file,
+    split_into_pieces,
+)
 
 
 def read(path: Path) -> list[Piece]:
@@ -55,7 +60,9 @@ def test_pieces_end_at_line_ends_where_lines_are_short(lines: list[str]) -> None
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("kind", [".txt", ".md", ".py"])
 def test_a_text_file_is_one_document(tmp_path: Path, kind: str, suffix: str) -> None:
-    text = "".join(f"line {number}, größer \U0001f600 \r\n" for number in range(30_000))  # beyond a block and a piece
+    text = "".join(
+        f"line {number}, größer \U0001f600 \r\n" for number in range(30_000)
+    )  # beyond a block and a piece
     path = compressed(tmp_path / f"a{kind}{suffix}", text.encode())
     assert texts(path) == [text]
     assert max(len(piece.text) for piece in read(path)) <= PIECE_CHARACTERS
@@ -65,14 +72,21 @@ def test_a_text_file_is_one_document(tmp_path: Path, kind: str, suffix: str) -> 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) -> None:
     documents = ["one", "two\nlines", "ü" * 70_000, "\ud800 alone"]
-    lines = [json.dumps({"id": number, "text": document}) for number, document in enumerate(documents)]
-    content = "\n".join([*lines, "", json.dumps({"text": ""}), "  "]).encode()  # blank lines and no text: no document
+    lines = [
+        json.dumps({"id": number, "text": document}) for number, document in enumerate(documents)
+    ]
+    content = "\n".join(
+        [*lines, "", json.dumps({"text": ""}), "  "]
+    ).encode()  # blank lines and no text: no document
     assert texts(compressed(tmp_path / f"a.jsonl{suffix}", content)) == documents
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_several_frames_in_one_file(tmp_path: Path, suffix: str) -> None:
-    frames = [compressed(tmp_path / f"{number}{suffix}", b"frame %d\n" % number).read_bytes() for number in range(3)]
+    frames = [
+        compressed(tmp_path / f"{number}{suffix}", b"frame %d\n" % number).read_bytes()
+        for number in range(3)
+    ]
     path = tmp_path / f"all.txt{suffix}"
     path.write_bytes(b"".join(frames))
     assert texts(path) == ["frame 0\nframe 1\nframe 2\n"]
@@ -81,13 +95,17 @@ def test_several_frames_in_one_file(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed", "rubbish behind"])
 def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: str) -> None:
-    path = compressed(tmp_path / f"a.txt{suffix}", b"".join(b"%d\n" % (n * n) for n in range(50_000)))
+    path = compressed(
+        tmp_path / f"a.txt{suffix}", b"".join(b"%d\n" % (n * n) for n in range(50_000))
+    )
     content = path.read_bytes()
     middle = len(content) // 2
     path.write_bytes(
         {
             "cut": content[:middle],
-            "flipped": content[:middle] + bytes(byte ^ 0xFF for byte in content[middle : middle + 64]) + content[middle + 64 :],
+            "flipped": content[:middle]
+            + bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
+            + content[middle + 64 :],
             "not compressed": b"plain text",
             "rubbish behind": content + b"rubbish",
         }[damage]
@@ -96,9 +114,14 @@ def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: st
         read(path)
 
 
-def test_zstd_without_its_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_without_its_package_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ValueError, match=r"a\.txt\.zst needs the package zstandard: .* -m pip install -e '.*\[zstd\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.txt\.zst needs the package zstandard: .* -m pip install -e '.*\[zstd\]'",
+    ):
         read(compressed(tmp_path / "a.txt.zst", b"text"))
 
 
@@ -107,7 +130,10 @@ def test_bytes_that_are_not_utf8_are_named_by_line_and_offset(tmp_path: Path, be
     head = b"ok\n" * before
     path = tmp_path / "latin.txt"
     path.write_bytes(head + b"gr\xfc\xdfe\n")
-    with pytest.raises(ValueError, match=rf"latin\.txt, line {before + 1} \(byte {3 * before + 2}\) is not UTF-8.*iconv"):
+    with pytest.raises(
+        ValueError,
+        match=rf"latin\.txt, line {before + 1} \(byte {3 * before + 2}\) is not UTF-8.*iconv",
+    ):
         read(path)
 
 
@@ -135,7 +161,10 @@ def test_characters_across_blocks(shift: int) -> None:
         (b"{nope", r"not JSON"),
         (b"[" * 100_000, r"not JSON"),
         (b'{"text": "gr\xfc"}', r"\(byte 12 of the line\) is not UTF-8"),
-        (b'{"content": "a", "id": 3}', r"no field \"text\" with a string; its fields are \['content', 'id'\]"),
+        (
+            b'{"content": "a", "id": 3}',
+            r"no field \"text\" with a string; its fields are \['content', 'id'\]",
+        ),
         (b'{"text": 3}', r"no field \"text\" with a string"),
         (b'["text"]', r"no field \"text\" with a string; it is b'\[\"text\"\]'"),
     ],

@@ -39,7 +39,9 @@ def test_time_is_linear_in_the_length() -> None:
     tokenizer = build_tokenizer("bytes")
     start = time.perf_counter()
     assert len(tokenizer.encode("x" * 4_000_000)) == 4_000_000
-    assert time.perf_counter() - start < 10, "0.1 s where it is linear, minutes where it is quadratic"
+    assert time.perf_counter() - start < 10, (
+        "0.1 s where it is linear, minutes where it is quadratic"
+    )
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "\ud83d\ude00"])
@@ -70,7 +72,9 @@ def test_fingerprint_is_that_of_the_encoding_not_of_the_path(tmp_path: Path) -> 
         Path(spec).write_bytes(format_ranks(BYTES | {merge: 256}))
     first, same, other = (build_tokenizer(spec).fingerprint for spec in specs)
     assert first == same != other
-    assert build_tokenizer("bytes").fingerprint == "3625b1f403981c51", "prepared corpora of users carry it"
+    assert build_tokenizer("bytes").fingerprint == "3625b1f403981c51", (
+        "prepared corpora of users carry it"
+    )
 
 
 def test_pickled_tokenizer_encodes_the_same(tmp_path: Path) -> None:
@@ -98,13 +102,17 @@ GOOD = [line(token, rank) for token, rank in BYTES.items()]
         (GOOD[:200], r"no token for 56 of the 256 bytes \(the first is 0xc8\)"),
     ],
 )
-def test_damaged_rank_file_is_refused_with_its_line(tmp_path: Path, lines: list[bytes], message: str) -> None:
+def test_damaged_rank_file_is_refused_with_its_line(
+    tmp_path: Path, lines: list[bytes], message: str
+) -> None:
     with pytest.raises(ValueError, match=rf"(?s)bad\.tiktoken.*{message}"):
         build_tokenizer(write(tmp_path / "bad.tiktoken", lines))
 
 
 def test_missing_rank_file_names_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.tiktoken.*does not exist.*data\.train_tokenizer --source"):
+    with pytest.raises(
+        ValueError, match=r"none\.tiktoken.*does not exist.*data\.train_tokenizer --source"
+    ):
         build_tokenizer(str(tmp_path / "none.tiktoken"))
 
 
@@ -114,25 +122,34 @@ def test_unreadable_rank_file(tmp_path: Path) -> None:
         build_tokenizer(str(tmp_path / "folder.tiktoken"))
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes"), ("cl100k", "cl100k_base")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes"), ("cl100k", "cl100k_base")]
+)
 def test_unknown_name_gets_the_nearest_one(name: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=rf'data\.tokenizer = "{name}".*Did you mean "{nearest}"'):
         build_tokenizer(name)
 
 
-def test_encoding_that_cannot_be_fetched_names_the_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_that_cannot_be_fetched_names_the_remedies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_network(*_: object, **__: object) -> None:
         raise requests.exceptions.ConnectionError("no network in this test")
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match=r"(?s)p50k_edit.*could not fetch.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)p50k_edit.*could not fetch.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer",
+    ):
         build_tokenizer("p50k_edit")
 
 
 def test_named_encoding_keeps_its_own_end_of_document(monkeypatch: pytest.MonkeyPatch) -> None:
     special = {"<|endoftext|>": 256, "<|other|>": 300}
-    encoding = tiktoken.Encoding("named", pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens=special)
+    encoding = tiktoken.Encoding(
+        "named", pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens=special
+    )
     monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["named"])
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
     tokenizer = build_tokenizer("named")
@@ -141,7 +158,9 @@ def test_named_encoding_keeps_its_own_end_of_document(monkeypatch: pytest.Monkey
 
 
 def test_named_encoding_without_end_of_document_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = tiktoken.Encoding("endless", pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens={})
+    encoding = tiktoken.Encoding(
+        "endless", pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens={}
+    )
     monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["endless"])
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
     with pytest.raises(ValueError, match=r'"endless" has no <\|endoftext\|> token'):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torchtitan_diloco.data.corpora import open_corpus
 from torchtitan_diloco.data.prepare import main as prepare_main
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, Tokenizer, build_tokenizer, format_ranks
-from torchtitan_diloco.data.train_tokenizer import byte_characters, learn_bpe, main, ranks_of, train_tokenizer
+from torchtitan_diloco.data.train_tokenizer import (
+    byte_characters,
+    learn_bpe,
+    main,
+    ranks_of,
+    train_tokenizer,
+)
 
 VOCAB_SIZE = 1500
 
@@ -19,7 +25,10 @@ VOCAB_SIZE = 1500
 def texts() -> list[str]:
     """1 MB of code, and what else text can be."""
     pieces = (piece.text for piece in open_corpus("stdlib").pieces())
-    return [*itertools.islice(pieces, 60), "don't DON'T größer 日本語 \U0001f600\u200d 12345 \r\n\r\n  \t x" * 50]
+    return [
+        *itertools.islice(pieces, 60),
+        "don't DON'T größer 日本語 \U0001f600\u200d 12345 \r\n\r\n  \t x" * 50,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +43,18 @@ def ours(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer(str(path))
 
 
-def test_encodes_text_exactly_as_it_was_learned(texts: list[str], learned: Any, ours: Tokenizer) -> None:
+def test_encodes_text_exactly_as_it_was_learned(
+    texts: list[str], learned: Any, ours: Tokenizer
+) -> None:
     unseen = [piece.text for piece in itertools.islice(open_corpus("stdlib").pieces(), 300, 340)]
     for text in [*texts, *unseen]:
         assert ours.encode(text).tolist() == learned.encode(text).ids
 
 
 @given(st.text(alphabet="ab'sSdDtT\u0301éß日\U0001f600 \t\n\r\u20031239.,-_", max_size=40))
-def test_encodes_odd_text_exactly_as_it_was_learned(learned: Any, ours: Tokenizer, text: str) -> None:
+def test_encodes_odd_text_exactly_as_it_was_learned(
+    learned: Any, ours: Tokenizer, text: str
+) -> None:
     assert ours.encode(text).tolist() == learned.encode(text).ids
 
 
@@ -89,7 +102,14 @@ def test_command_line_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     command = ["--source", str(tmp_path / "a.txt"), "--vocab-size", "270", "--out", str(out)]
     assert main(command) == 0
     assert "270 tokens (256 bytes, 13 merges, 1 end of document)" in capsys.readouterr().out
-    shards = ["--source", str(tmp_path / "a.txt"), "--tokenizer", str(out), "--out", str(tmp_path / "shards")]
+    shards = [
+        "--source",
+        str(tmp_path / "a.txt"),
+        "--tokenizer",
+        str(out),
+        "--out",
+        str(tmp_path / "shards"),
+    ]
     assert prepare_main([*shards, "--validation-fraction", "0"]) == 0
     assert main(command) == 2
     assert "exists; shards may depend on it" in capsys.readouterr().err
@@ -98,15 +118,24 @@ def test_command_line_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--vocab-size", "256"), "--vocab-size 256 is too small: 257 is every byte and the end-of-document token"),
+        (
+            ("--vocab-size", "256"),
+            "--vocab-size 256 is too small: 257 is every byte and the end-of-document token",
+        ),
         (("--vocab-size", "5000"), "is too large for this text: after "),
         (("--out", "tokenizer.json"), "must end in .tiktoken"),
         (("--source", "none.txt"), "none.txt does not exist"),
     ],
 )
-def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], message: str) -> None:
+def test_bad_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], message: str
+) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox\n" * 5)
-    options = {"--source": str(tmp_path / "a.txt"), "--vocab-size": "260", "--out": str(tmp_path / "t.tiktoken")}
+    options = {
+        "--source": str(tmp_path / "a.txt"),
+        "--vocab-size": "260",
+        "--out": str(tmp_path / "t.tiktoken"),
+    }
     options |= dict([arguments])
     assert main([word for pair in options.items() for word in pair]) == 2
     assert message in capsys.readouterr().err
@@ -125,7 +154,9 @@ def test_the_vocabulary_that_the_error_names_works(tmp_path: Path) -> None:
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"needs the package tokenizers: .* -m pip install -e '.*\[tokenizer\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs the package tokenizers: .* -m pip install -e '.*\[tokenizer\]'"
+    ):
         train_tokenizer(open_corpus(str(tmp_path / "a.txt")), 260)
 
 

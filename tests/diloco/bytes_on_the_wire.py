@@ -24,7 +24,9 @@ VALUES = 4_000_001
 EXCHANGES = 6
 CODECS: tuple[CodecName, ...] = ("fp32", "int8", "fp4_e3m0")
 CASES: list[tuple[int, CodecName]] = [(workers, codec) for workers in (2, 3) for codec in CODECS]
-CONFIG = DiLoCoConfig(sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0))
+CONFIG = DiLoCoConfig(
+    sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0)
+)
 
 
 def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
@@ -32,7 +34,9 @@ def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
     some exchanges, as a busy machine makes TCP send parts of one again."""
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(VALUES))})
-    outer = StreamingDiLoCo(model, world.group(WORKER), replace(CONFIG, quantization=Quantization(codec=codec)))
+    outer = StreamingDiLoCo(
+        model, world.group(WORKER), replace(CONFIG, quantization=Quantization(codec=codec))
+    )
     sent, on_the_wire = set[int](), []
     for _ in range(EXCHANGES):
         dist.barrier()
@@ -55,7 +59,9 @@ def main() -> None:
     pool, found = ProcessPool(), []
     for workers, codec in CASES:
         results = pool.run(exchange, workers, codec, workers)
-        found.append([workers, codec, sum(sent for sent, _ in results), max(wire for _, wire in results)])
+        found.append(
+            [workers, codec, sum(sent for sent, _ in results), max(wire for _, wire in results)]
+        )
     pool.close()
     print(json.dumps(found))
 

@@ -36,7 +36,9 @@ def main(late_worker: int) -> None:
         if world.worker == late_worker:
             time.sleep(LATE_SECONDS)
         outer.step()
-    records = PendingRounds(world, outer.rounds(), outer.fragment_names, clock_start=0.0, where="").records()
+    records = PendingRounds(
+        world, outer.rounds(), outer.fragment_names, clock_start=0.0, where=""
+    ).records()
     if world.is_first:
         print(json.dumps(records))
 

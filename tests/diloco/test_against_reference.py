@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.diloco_schema import CodecName, Link
 from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.dither import key_of
 from torchtitan_diloco.diloco.fragments import build_fragments
@@ -53,7 +60,9 @@ class Case:
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * worker + step)
-    return torch.randint(0, 11, (6,), generator=generator), torch.randint(0, 11, (6,), generator=generator)
+    return torch.randint(0, 11, (6,), generator=generator), torch.randint(
+        0, 11, (6,), generator=generator
+    )
 
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> None:
@@ -113,7 +122,9 @@ class Wire:
             key = key_of(0, rank, sender.fragment, self._round(sender), name)
             codec.encode(flat, payload, Place(key))
             codec.decode(payload, flat)
-            for name, part in zip(shards, flat.split([shard.numel() for shard in shards.values()]), strict=True):
+            for name, part in zip(
+                shards, flat.split([shard.numel() for shard in shards.values()]), strict=True
+            ):
                 arrived[name].append(part.view(shards[name].shape))
         return {name: torch.cat(parts) for name, parts in arrived.items()}
 
@@ -125,7 +136,9 @@ class Wire:
     def _round(self, sender: Sender) -> int:
         chosen = self.case.config
         fragments = len(build_fragments(Net(), chosen.fragments))
-        return Schedule(chosen.sync_every, fragments, chosen.overlap.delay).outer_round(sender.fragment, sender.t)
+        return Schedule(chosen.sync_every, fragments, chosen.overlap.delay).outer_round(
+            sender.fragment, sender.t
+        )
 
 
 def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
@@ -150,7 +163,9 @@ def run_reference(case: Case) -> tuple[list[dict[str, Tensor]], dict[str, Tensor
             inner_step(model, optimizer, worker, step)
         reference.step()
     reference.drain()
-    locals_ = [{name: full(parameter) for name, parameter in model.named_parameters()} for model in models]
+    locals_ = [
+        {name: full(parameter) for name, parameter in model.named_parameters()} for model in models
+    ]
     return locals_, reference.Theta
 
 
@@ -173,11 +188,17 @@ def check(case: Case, processes: ProcessPool) -> None:
         for name, value in reference_locals[rank // case.ranks].items():
             torch.testing.assert_close(local[name], value, rtol=2e-4, atol=2e-5)
             torch.testing.assert_close(shared[name], reference_shared[name], rtol=2e-4, atol=2e-5)
-            assert torch.equal(shared[name], first_shared[name]), f"{name}: the shared bits differ between workers"
+            assert torch.equal(shared[name], first_shared[name]), (
+                f"{name}: the shared bits differ between workers"
+            )
 
 
-@pytest.mark.parametrize(("workers", "layers", "delay"), list(product([1, 2, 3], [0, 8, 2], [0, 1, 5])))
-def test_fragments_and_delays(processes: ProcessPool, workers: int, layers: int, delay: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "layers", "delay"), list(product([1, 2, 3], [0, 8, 2], [0, 1, 5]))
+)
+def test_fragments_and_delays(
+    processes: ProcessPool, workers: int, layers: int, delay: int
+) -> None:
     check(Case(workers, config(layers, delay)), processes)
 
 
@@ -203,16 +224,23 @@ def test_patterns(processes: ProcessPool, pattern: str) -> None:
         ("blocks.4", "blocks.6"),
         ("blocks.7",),
     )
-    fragments = Fragments(pattern=pattern, layers_per_fragment=2, modules=modules if pattern == "explicit" else ())  # type: ignore[arg-type]
-    if pattern == "balanced":  # rows of the embedding in several fragments: the reference takes whole parameters
+    fragments = Fragments(
+        pattern=pattern, layers_per_fragment=2, modules=modules if pattern == "explicit" else ()
+    )  # type: ignore[arg-type]
+    if (
+        pattern == "balanced"
+    ):  # rows of the embedding in several fragments: the reference takes whole parameters
         fragments = replace(fragments, layers_per_fragment=4)
     check(Case(2, replace(chosen, fragments=fragments)), processes)
 
 
 @pytest.mark.parametrize(
-    ("workers", "layers", "delay", "mixing"), [(2, 2, 5, 0.5), (2, 0, 0, 0.0), (1, 8, 1, 0.5), (3, 2, 5, 0.5)]
+    ("workers", "layers", "delay", "mixing"),
+    [(2, 2, 5, 0.5), (2, 0, 0, 0.0), (1, 8, 1, 0.5), (3, 2, 5, 0.5)],
 )
-def test_with_fsdp_inside(processes: ProcessPool, workers: int, layers: int, delay: int, mixing: float) -> None:
+def test_with_fsdp_inside(
+    processes: ProcessPool, workers: int, layers: int, delay: int, mixing: float
+) -> None:
     check(Case(workers, config(layers, delay, mixing), ranks=2), processes)
 
 
@@ -245,12 +273,19 @@ def test_codecs(processes: ProcessPool, chosen: Quantization) -> None:
 
 
 @pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (0, 0.5), (5, 0.0)])
-def test_delay_and_mixing_act_with_four_bits(processes: ProcessPool, delay: int, mixing: float) -> None:
-    check(Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="fp4_e3m0"))), processes)
+def test_delay_and_mixing_act_with_four_bits(
+    processes: ProcessPool, delay: int, mixing: float
+) -> None:
+    check(
+        Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="fp4_e3m0"))),
+        processes,
+    )
 
 
 @pytest.mark.parametrize("chosen", CODED, ids=coded_name)
-def test_codecs_with_a_second_hop_and_odd_shards(processes: ProcessPool, chosen: Quantization) -> None:
+def test_codecs_with_a_second_hop_and_odd_shards(
+    processes: ProcessPool, chosen: Quantization
+) -> None:
     """With three workers the owner of a slice encodes its mean; with two ranks a worker the shards divide nothing evenly."""
     check(Case(3, replace(config(2, 5, 0.5), quantization=chosen)), processes)
     check(Case(2, replace(config(2, 1, 0.5), quantization=chosen), ranks=2), processes)

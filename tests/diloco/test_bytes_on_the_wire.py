@@ -31,7 +31,9 @@ def test_the_interface_counts_what_we_count() -> None:
     assert [(workers, codec) for workers, codec, _, _ in measured] == CASES
     for workers, codec, counted, on_the_wire in measured:
         assert counted <= on_the_wire <= 1.02 * counted, f"{workers} workers, {codec}"
-        directions = workers if workers == 2 else 2 * (workers - 1)  # of the whole fragment, all workers together
+        directions = (
+            workers if workers == 2 else 2 * (workers - 1)
+        )  # of the whole fragment, all workers together
         payloads = directions * build_codec(Quantization(codec=codec)).wire_bytes(VALUES)
         assert counted == pytest.approx(payloads + workers * (workers - 1) * HEADER_BYTES, abs=64)
         if codec.startswith("fp4"):

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from torchtitan_diloco.config.checks import BLOCK_SIZES
 from torchtitan_diloco.config.diloco_schema import Quantization
-from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Codec, Place, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs import (
+    CODECS,
+    UNIT,
+    Codec,
+    Place,
+    build_codec,
+    build_gather_codec,
+)
 
 BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -70,7 +77,9 @@ def grid_value(name: str, code: int) -> float:
 def grid(name: str) -> list[float]:
     """All values a code is used for, from below."""
     top = 127.0 if name == "int8" else LAYOUTS[name][3]
-    return sorted({value for code in range(2 ** bits_of(name)) if abs(value := grid_value(name, code)) <= top})
+    return sorted(
+        {value for code in range(2 ** bits_of(name)) if abs(value := grid_value(name, code)) <= top}
+    )
 
 
 def read_by_the_book(name: str, block: int, payload: bytes, values: int) -> Iterator[float]:
@@ -94,10 +103,14 @@ def read_by_the_book(name: str, block: int, payload: bytes, values: int) -> Iter
 @st.composite
 def inputs(draw: st.DrawFn) -> Tensor:
     """Of any length, with blocks of very different size, exact zeros and repeated values among them."""
-    length = draw(st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 2047, 2048, 3000])))
+    length = draw(
+        st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 2047, 2048, 3000]))
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     values = torch.randn(length, generator=generator)
-    exponents = torch.randint(-60, 60, (-(-length // 16),), generator=generator) * draw(st.sampled_from([0, 1]))
+    exponents = torch.randint(-60, 60, (-(-length // 16),), generator=generator) * draw(
+        st.sampled_from([0, 1])
+    )
     values *= torch.ldexp(torch.ones(len(exponents)), exponents).repeat_interleave(16)[:length]
     kind = draw(st.sampled_from(["plain", "sparse", "negative", "constant", "coarse"]))
     if kind == "sparse":
@@ -120,28 +133,42 @@ rounding = st.sampled_from(["nearest", "stochastic"])
 
 @pytest.mark.parametrize("name", CODECS)
 @EXAMPLES
-@given(values=inputs(), options=chosen, rounding=rounding, cut=st.integers(0, 3), key=st.integers(0, 2**64 - 1))
+@given(
+    values=inputs(),
+    options=chosen,
+    rounding=rounding,
+    cut=st.integers(0, 3),
+    key=st.integers(0, 2**64 - 1),
+)
 def test_pieces_are_encoded_as_the_whole(
     name: str, values: Tensor, options: dict[str, int], rounding: str, cut: int, key: int
 ) -> None:
     codec = build(name, **options, rounding=rounding)
     whole = encoded(codec, values, Place(key))
     head, tail = values[: cut * UNIT], values[cut * UNIT :]
-    first, second = encoded(codec, head, Place(key)), encoded(codec, tail, Place(key, cut * UNIT) if len(tail) else Place())
+    first, second = (
+        encoded(codec, head, Place(key)),
+        encoded(codec, tail, Place(key, cut * UNIT) if len(tail) else Place()),
+    )
     assert torch.equal(whole, torch.cat((first, second)))
     assert same_bits(
-        decoded(codec, whole, len(values)), torch.cat((round_trip(codec, head, Place(key)), decoded(codec, second, len(tail))))
+        decoded(codec, whole, len(values)),
+        torch.cat((round_trip(codec, head, Place(key)), decoded(codec, second, len(tail)))),
     )
 
 
 @pytest.mark.parametrize("name", CODECS)
 @EXAMPLES
 @given(values=inputs(), options=chosen, offset=st.integers(0, 3))
-def test_the_place_in_memory_does_not_matter(name: str, values: Tensor, options: dict[str, int], offset: int) -> None:
+def test_the_place_in_memory_does_not_matter(
+    name: str, values: Tensor, options: dict[str, int], offset: int
+) -> None:
     codec = build(name, **options)
     shifted = torch.cat((torch.ones(offset), values))[offset:]
     step = 2 if name == "bf16" else 4 if name == "fp32" else 1
-    room = torch.zeros(step * offset + codec.wire_bytes(len(values)), dtype=torch.uint8)[step * offset :]
+    room = torch.zeros(step * offset + codec.wire_bytes(len(values)), dtype=torch.uint8)[
+        step * offset :
+    ]
     codec.encode(shifted, room)
     assert torch.equal(room, encoded(codec, values))
     target = torch.zeros(offset + len(values))[offset:]
@@ -166,7 +193,9 @@ def neighbours(name: str, block: int, values: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", BLOCK_CODECS)
 @EXAMPLES
 @given(values=inputs(), options=chosen)
-def test_values_become_the_nearest_of_the_grid(name: str, values: Tensor, options: dict[str, int]) -> None:
+def test_values_become_the_nearest_of_the_grid(
+    name: str, values: Tensor, options: dict[str, int]
+) -> None:
     arrived = round_trip(build(name, **options), values).double()
     below, above = neighbours(name, options["block_size"], values)
     nearest = torch.minimum(values - below, above - values)
@@ -177,18 +206,24 @@ def test_values_become_the_nearest_of_the_grid(name: str, values: Tensor, option
 @pytest.mark.parametrize("name", BLOCK_CODECS)
 @EXAMPLES
 @given(values=inputs(), options=chosen, key=st.integers(0, 2**64 - 1))
-def test_stochastic_rounding_takes_one_of_the_neighbours(name: str, values: Tensor, options: dict[str, int], key: int) -> None:
+def test_stochastic_rounding_takes_one_of_the_neighbours(
+    name: str, values: Tensor, options: dict[str, int], key: int
+) -> None:
     codec = build(name, **options, rounding="stochastic")
     arrived = round_trip(codec, values, Place(key))
     below, above = neighbours(name, options["block_size"], values)
     assert ((arrived == below) | (arrived == above)).all()
-    assert same_bits(arrived, round_trip(codec, values, Place(key))), "a function of the key and the place"
+    assert same_bits(arrived, round_trip(codec, values, Place(key))), (
+        "a function of the key and the place"
+    )
 
 
 @pytest.mark.parametrize("name", CODECS)
 @EXAMPLES
 @given(values=inputs(), options=chosen, rounding=rounding)
-def test_the_grid_is_kept_exactly(name: str, values: Tensor, options: dict[str, int], rounding: str) -> None:
+def test_the_grid_is_kept_exactly(
+    name: str, values: Tensor, options: dict[str, int], rounding: str
+) -> None:
     codec = build(name, **options, rounding=rounding)
     arrived = round_trip(codec, values, Place(7))
     assert same_bits(round_trip(codec, arrived, Place(8)), arrived)
@@ -197,10 +232,14 @@ def test_the_grid_is_kept_exactly(name: str, values: Tensor, options: dict[str, 
 @pytest.mark.parametrize("name", BLOCK_CODECS)
 @EXAMPLES
 @given(values=inputs(), options=chosen, rounding=rounding)
-def test_a_payload_reads_as_the_documentation_says(name: str, values: Tensor, options: dict[str, int], rounding: str) -> None:
+def test_a_payload_reads_as_the_documentation_says(
+    name: str, values: Tensor, options: dict[str, int], rounding: str
+) -> None:
     codec = build(name, **options, rounding=rounding)
     payload = encoded(codec, values)
-    by_the_book = torch.tensor(list(read_by_the_book(name, options["block_size"], bytes(payload.tolist()), len(values))))
+    by_the_book = torch.tensor(
+        list(read_by_the_book(name, options["block_size"], bytes(payload.tolist()), len(values)))
+    )
     assert same_bits(decoded(codec, payload, len(values)), by_the_book)
 
 
@@ -280,7 +319,9 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     spread = arrived.std(dim=0) / math.sqrt(rounds)
     off = arrived.mean(dim=0) - values
     assert off.norm() <= 1.1 * spread.norm(), "each value: no further than chance takes it"
-    assert abs((off @ values.double()).item()) <= 5 * (spread * values).norm().item(), "no pull to zero or away from it"
+    assert abs((off @ values.double()).item()) <= 5 * (spread * values).norm().item(), (
+        "no pull to zero or away from it"
+    )
 
 
 def test_the_draws_of_neighbours_and_rounds_are_independent() -> None:
@@ -296,14 +337,24 @@ def test_the_draws_of_neighbours_and_rounds_are_independent() -> None:
 
 # --- bits ------------------------------------------------------------------------------------------------------------
 
-GOLDEN_INPUT = torch.tensor([0.0, 1.0, -0.3, 0.07, 2.5, -6.0, 5.0, 0.26, -1e-3, 3.5] + [0.01 * i for i in range(9)])
+GOLDEN_INPUT = torch.tensor(
+    [0.0, 1.0, -0.3, 0.07, 2.5, -6.0, 5.0, 0.26, -1e-3, 3.5] + [0.01 * i for i in range(9)]
+)
 
 
 @pytest.mark.parametrize(
     ("name", "rounding", "payload"),
     [
-        ("bf16", "nearest", "0000803f9abe8f3d2040c0c0a040853e83ba60400000243ca43cf63c243d4d3d763d8f3da43d"),
-        ("bf16", "stochastic", "0000803f99be8f3d2040c0c0a040853e83ba60400000243ca43cf63c243d4d3d763d903da43d"),
+        (
+            "bf16",
+            "nearest",
+            "0000803f9abe8f3d2040c0c0a040853e83ba60400000243ca43cf63c243d4d3d763d8f3da43d",
+        ),
+        (
+            "bf16",
+            "stochastic",
+            "0000803f99be8f3d2040c0c0a040853e83ba60400000243ca43cf63c243d4d3d763d903da43d",
+        ),
         ("fp8_e4m3", "nearest", "0068da4972fc7a58987600323a3f424577797a7973"),
         ("fp8_e4m3", "stochastic", "0068d94972fc7a59997600333a40424577797b7973"),
         ("fp8_e5m2", "nearest", "0070e96075fa7968c8770055595c5d5e787879726c"),
@@ -327,7 +378,9 @@ def test_golden_payloads(name: str, rounding: str, payload: str) -> None:
 @given(units=st.integers(0, 50), rest=st.integers(0, UNIT - 1), options=chosen)
 def test_sizes_add_up(name: str, units: int, rest: int, options: dict[str, int]) -> None:
     codec = build(name, **options)
-    assert codec.wire_bytes(units * UNIT + rest) == units * codec.wire_bytes(UNIT) + codec.wire_bytes(rest)
+    assert codec.wire_bytes(units * UNIT + rest) == units * codec.wire_bytes(
+        UNIT
+    ) + codec.wire_bytes(rest)
 
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp4_e3m0"])

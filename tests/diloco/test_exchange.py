@@ -27,7 +27,9 @@ def delta_of(worker: int, number: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(100 * number + worker))
 
 
-def _exchange(codec: CodecName, workers: int, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
+def _exchange(
+    codec: CodecName, workers: int, window: int, weights: list[float]
+) -> list[tuple[Tensor, float]]:
     """With chunks of one block, `window` of them under way. The mean of each round, and the scalar product with it."""
     world = join(workers)
     group = world.group(WORKER)
@@ -37,14 +39,26 @@ def _exchange(codec: CodecName, workers: int, window: int, weights: list[float])
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
         patch.setattr(chunks, "CHUNK", BLOCK)
         patch.setattr(chunks, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
-        made = Exchange(group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=30)
+        made = Exchange(
+            group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=30
+        )
     found = []
     for number, size in enumerate(SIZES):
         delta = delta_of(world.worker, number, size)
-        header = Header(0, run=1, fragment=0, outer_round=number, step=number, weight=weights[world.worker], checksum=0)
+        header = Header(
+            0,
+            run=1,
+            fragment=0,
+            outer_round=number,
+            step=number,
+            weight=weights[world.worker],
+            checksum=0,
+        )
         headers, traffic = made.average(delta, header)
         assert [one.weight for one in headers] == weights
-        assert sorted(traffic.heard) == [worker for worker in range(workers) if worker != world.worker]
+        assert sorted(traffic.heard) == [
+            worker for worker in range(workers) if worker != world.worker
+        ]
         found.append((delta, traffic.dot))
     return found
 
@@ -76,11 +90,15 @@ def test_every_chunk_is_its_own_mean(
             assert error < {"fp32": 1e-5, "bf16": 0.1, "int8": 0.1, "fp4_e3m0": 3.0}[codec]
             if codec == "int8" and size > 1:
                 assert torch.nn.functional.cosine_similarity(got.double(), mean, dim=0) > 0.999
-            assert dot == pytest.approx(torch.dot(deltas[worker].double(), got.double()).item(), rel=1e-3, abs=1e-3)
+            assert dot == pytest.approx(
+                torch.dot(deltas[worker].double(), got.double()).item(), rel=1e-3, abs=1e-3
+            )
 
 
 @given(chunks=st.integers(0, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
-def test_every_chunk_goes_its_way_in_order_and_within_the_window(chunks: int, window: int, workers: int) -> None:
+def test_every_chunk_goes_its_way_in_order_and_within_the_window(
+    chunks: int, window: int, workers: int
+) -> None:
     ways = [Task.SEND, Task.AVERAGE] + [Task.COLLECT] * (workers > 2)
     done = dict.fromkeys(ways, 0)
     for task, number in programme(chunks, window, workers):

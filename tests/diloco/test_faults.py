@@ -23,10 +23,17 @@ TIMEOUT = 3
 
 
 def join(workers: int) -> World:
-    return join_world(Distributed(), Link(timeout_seconds=TIMEOUT), device="cpu", workers=workers, fsdp=0)
+    return join_world(
+        Distributed(), Link(timeout_seconds=TIMEOUT), device="cpu", workers=workers, fsdp=0
+    )
 
 
-def train(world: World, at_step: dict[int, Callable[[StreamingDiLoCo], None]], delay: int = 3, seconds: float = 0.0) -> str:
+def train(
+    world: World,
+    at_step: dict[int, Callable[[StreamingDiLoCo], None]],
+    delay: int = 3,
+    seconds: float = 0.0,
+) -> str:
     """Trains until an error, which it returns with the seconds since the last event."""
     model = Net()
     chosen = replace(config(2, delay=delay), link=Link(timeout_seconds=TIMEOUT))
@@ -55,11 +62,15 @@ def _killed(workers: int, victim: int) -> tuple[str, float]:
     world = join(workers)
     started = time.monotonic()
     death: dict[int, Callable[[StreamingDiLoCo], None]] = {13: die}
-    return train(world, death if world.worker == victim else {}, seconds=0.01), time.monotonic() - started
+    return train(
+        world, death if world.worker == victim else {}, seconds=0.01
+    ), time.monotonic() - started
 
 
 @pytest.mark.parametrize(("workers", "victim"), [(2, 1), (3, 0), (3, 2)])
-def test_a_worker_that_dies_is_named_by_the_others(processes: ProcessPool, workers: int, victim: int) -> None:
+def test_a_worker_that_dies_is_named_by_the_others(
+    processes: ProcessPool, workers: int, victim: int
+) -> None:
     results = processes.run(_killed, workers, workers, victim, dying={victim})
     for worker, result in enumerate(results):
         if worker == victim:
@@ -97,7 +108,9 @@ def _after_a_failure(_: int) -> bool:
     inner_step(model, optimizer, world.worker, 8)
     if world.worker == 1:
         os._exit(1)
-    before = {name: value.clone() for name, value in [*model.state_dict().items(), *_prefixed(outer)]}
+    before = {
+        name: value.clone() for name, value in [*model.state_dict().items(), *_prefixed(outer)]
+    }
     with pytest.raises(WorkerLostError):
         outer.step()
     after = dict([*model.state_dict().items(), *_prefixed(outer)])
@@ -130,12 +143,15 @@ def _other_settings(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["settings", "model", "run id"])
-def test_workers_that_were_started_differently_are_refused(processes: ProcessPool, kind: str) -> None:
+def test_workers_that_were_started_differently_are_refused(
+    processes: ProcessPool, kind: str
+) -> None:
     for message in processes.run(_other_settings, 2, kind):
         assert "workers were started differently" in message
-        assert {"settings": "diloco.overlap.mixing: 0.5 on worker 0, 0.25 on worker 1", "model": "model: "}.get(
-            kind, kind
-        ) in message
+        assert {
+            "settings": "diloco.overlap.mixing: 0.5 on worker 0, 0.25 on worker 1",
+            "model": "model: ",
+        }.get(kind, kind) in message
         assert "on worker 0" in message
         assert "on worker 1" in message
 
@@ -184,7 +200,15 @@ def test_two_runs_of_one_configuration_are_told_apart(processes: ProcessPool) ->
 
 
 def test_headers() -> None:
-    header = Header(flags=3, run=2**63 + 5, fragment=7, outer_round=9, step=10**12, weight=0.1, checksum=2**64 - 1)
+    header = Header(
+        flags=3,
+        run=2**63 + 5,
+        fragment=7,
+        outer_round=9,
+        step=10**12,
+        weight=0.1,
+        checksum=2**64 - 1,
+    )
     assert len(header.pack()) == HEADER_BYTES
     assert Header.unpack(header.pack()) == header
     with pytest.raises(ValueError, match="some worker runs other code"):

@@ -8,17 +8,26 @@ from torch import nn
 
 from torchtitan_diloco.config.diloco_schema import Fragments
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.diloco.fragments import Fragment, build_fragments, check_coverage, fragment_table
+from torchtitan_diloco.diloco.fragments import (
+    Fragment,
+    build_fragments,
+    check_coverage,
+    fragment_table,
+)
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
 
 def decoder(layers: int = 7, vocabulary: int = 64) -> nn.Module:
     with torch.device("meta"):
-        return Decoder(Model(layers=layers, width=8, heads=2, head_dim=4, feed_forward=16), vocabulary, 16)
+        return Decoder(
+            Model(layers=layers, width=8, heads=2, head_dim=4, feed_forward=16), vocabulary, 16
+        )
 
 
 def blocks_of(fragment: Fragment) -> list[int]:
-    return sorted({int(part.name.split(".")[1]) for part in fragment.parts if part.name.startswith("blocks.")})
+    return sorted(
+        {int(part.name.split(".")[1]) for part in fragment.parts if part.name.startswith("blocks.")}
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,10 +46,14 @@ def test_blocks_and_the_rest(pattern: str, expected: list[list[int]]) -> None:
     pattern=st.sampled_from(["strided", "sequential", "balanced"]),
     vocabulary=st.sampled_from([3, 64, 1000]),
 )
-def test_every_value_is_in_exactly_one_fragment(layers: int, per_fragment: int, pattern: str, vocabulary: int) -> None:
+def test_every_value_is_in_exactly_one_fragment(
+    layers: int, per_fragment: int, pattern: str, vocabulary: int
+) -> None:
     model = decoder(layers, vocabulary)
     fragments = build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=per_fragment))  # type: ignore[arg-type]
-    assert sum(fragment.parameters for fragment in fragments) == sum(p.numel() for p in model.parameters())
+    assert sum(fragment.parameters for fragment in fragments) == sum(
+        p.numel() for p in model.parameters()
+    )
     assert all(fragment.parts for fragment in fragments)
     assert [fragment.index for fragment in fragments] == list(range(len(fragments)))
 
@@ -50,7 +63,12 @@ def test_runs_of_rows_are_the_parameter() -> None:
     model.table = nn.Embedding(1003, 4)
     model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
     fragments = build_fragments(model, Fragments(pattern="balanced", layers_per_fragment=1))
-    runs = sorted((part.run, part) for fragment in fragments for part in fragment.parts if part.name == "table.weight")
+    runs = sorted(
+        (part.run, part)
+        for fragment in fragments
+        for part in fragment.parts
+        if part.name == "table.weight"
+    )
     assert len(runs) > 1
     pieces = [part.local() for _, part in runs]
     assert torch.equal(torch.cat(pieces), model.table.weight.detach().flatten())
@@ -62,7 +80,10 @@ def test_runs_of_rows_are_the_parameter() -> None:
 def test_balanced_has_no_peak() -> None:
     model = decoder(layers=6, vocabulary=4000)  # the embedding is larger than all blocks together
     peaks = {
-        pattern: max(f.bytes for f in build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=2)))
+        pattern: max(
+            f.bytes
+            for f in build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=2))
+        )
         for pattern in ("strided", "balanced")
     }
     mean = sum(4 * p.numel() for p in model.parameters()) / 4
@@ -119,7 +140,10 @@ def test_frozen_and_tied_parameters() -> None:
     model.head.weight = model.embedding.weight
     model.blocks[1].weight.requires_grad_(False)
     fragments = build_fragments(model, Fragments(layers_per_fragment=1))
-    assert [[part.name for part in fragment.parts] for fragment in fragments] == [["blocks.0.weight"], ["embedding.weight"]]
+    assert [[part.name for part in fragment.parts] for fragment in fragments] == [
+        ["blocks.0.weight"],
+        ["embedding.weight"],
+    ]
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_fragments(model.requires_grad_(False), Fragments())
 

@@ -18,7 +18,9 @@ def torch_optimizer(config: OuterOptimizer, parameter: torch.Tensor) -> torch.op
     if config.name == "sign_momentum":
         return SignMomentum([parameter], config.lr, config.momentum)
     momentum = 0.0 if config.name == "sgd" else config.momentum
-    return torch.optim.SGD([parameter], lr=config.lr, momentum=momentum, nesterov=config.name == "nesterov")
+    return torch.optim.SGD(
+        [parameter], lr=config.lr, momentum=momentum, nesterov=config.name == "nesterov"
+    )
 
 
 @pytest.mark.parametrize("name", list(STATE_BUFFERS))
@@ -36,8 +38,12 @@ def test_steps_are_torchs(name: str, size: int) -> None:
         optimizer.step()
         before = theta.clone()
         change = outer_update(config, theta, delta, slots, outer_round)
-        assert change == pytest.approx((delta.double() - theta.double()).square().sum().item(), rel=1e-4)
-        assert torch.equal(theta, before), "the present shared parameters stay whole until the fragment is applied"
+        assert change == pytest.approx(
+            (delta.double() - theta.double()).square().sum().item(), rel=1e-4
+        )
+        assert torch.equal(theta, before), (
+            "the present shared parameters stay whole until the fragment is applied"
+        )
         theta, delta = delta, theta
         torch.testing.assert_close(theta, expected, rtol=1e-5, atol=1e-6)
 
@@ -49,7 +55,9 @@ def test_steps_are_torchs(name: str, size: int) -> None:
     floor=st.floats(0, 1),
 )
 def test_outer_lr_rises_then_falls(warmup: int, span: int, decay: str, floor: float) -> None:
-    config = OuterOptimizer(lr=0.5, warmup_rounds=warmup, decay=decay, decay_rounds=warmup + span, floor=floor)  # type: ignore[arg-type]
+    config = OuterOptimizer(
+        lr=0.5, warmup_rounds=warmup, decay=decay, decay_rounds=warmup + span, floor=floor
+    )  # type: ignore[arg-type]
     rates = [outer_lr(config, outer_round) for outer_round in range(1, warmup + span + 5)]
     assert rates[: max(0, warmup - 1)] == sorted(rates[: max(0, warmup - 1)])
     falling = rates[max(0, warmup - 1) :]
@@ -66,6 +74,9 @@ def test_checksum_sees_a_flipped_bit_and_a_swap(size: int, place: int) -> None:
     assert checksum(values) != checksum(flipped)
     if size > 1024:
         swapped = values.clone()
-        swapped[:1024], swapped[size - 1024 :] = values[size - 1024 :].clone(), values[:1024].clone()
+        swapped[:1024], swapped[size - 1024 :] = (
+            values[size - 1024 :].clone(),
+            values[:1024].clone(),
+        )
         if size >= 2048:
             assert checksum(values) != checksum(swapped)

@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor
 from tests.diloco.test_against_reference import Net, batch, inner_step
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    Link,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.distributed.world import FSDP, WORKER, join_world
 
@@ -51,7 +59,9 @@ def test_rounds_without_a_change_leave_bf16_models_alone() -> None:
     """The shared copy is finer than bf16: rounding must not be taken for a change that pulls it back."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False)).bfloat16()
     model.get_parameter("0.weight").data.fill_(1.0)
-    outer = StreamingDiLoCo(model, None, replace(EACH_STEP, outer_optimizer=OuterOptimizer(name="sgd", lr=0.1)))
+    outer = StreamingDiLoCo(
+        model, None, replace(EACH_STEP, outer_optimizer=OuterOptimizer(name="sgd", lr=0.1))
+    )
     model.get_parameter("0.weight").data.add_(0.015625)
     outer.step()
     moved = outer.global_state_dict()["0.weight"].item()
@@ -79,9 +89,18 @@ def test_a_weight_that_is_no_weight(weight: float) -> None:
         ({"fragments": Fragments(pattern="explicit")}, "diloco.fragments.modules"),
         ({"outer_optimizer": OuterOptimizer(name="adamw")}, "diloco.outer_optimizer.name"),  # type: ignore[arg-type]
         ({"quantization": Quantization(codec="fp5")}, "diloco.quantization.codec"),  # type: ignore[arg-type]
-        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*is 48.* 16, 32, 64, .*: take 32"),
-        ({"quantization": Quantization(codec="int8", gather_codec="bf16")}, "diloco.quantization.gather_codec"),
-        ({"quantization": Quantization(codec="bf16", block_size=32)}, "block_size.*is 32, and bf16 has no blocks"),
+        (
+            {"quantization": Quantization(codec="int8", block_size=48)},
+            "block_size.*is 48.* 16, 32, 64, .*: take 32",
+        ),
+        (
+            {"quantization": Quantization(codec="int8", gather_codec="bf16")},
+            "diloco.quantization.gather_codec",
+        ),
+        (
+            {"quantization": Quantization(codec="bf16", block_size=32)},
+            "block_size.*is 32, and bf16 has no blocks",
+        ),
         ({"quantization": Quantization(rounding="stochastic")}, "diloco.quantization.rounding"),
         ({"quantization": Quantization(error_feedback=True)}, "diloco.quantization.error_feedback"),
         ({"link": Link(drop_probability=5.0)}, "diloco.link.drop_probability"),
@@ -94,14 +113,19 @@ def test_a_config_made_in_python_is_checked_too(changes: dict[str, Any], key: st
 
 def test_experts_inside_a_block_are_no_blocks() -> None:
     model = nn.Module()
-    model.layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(8))}) for _ in range(4))
+    model.layers = nn.ModuleList(
+        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(8))})
+        for _ in range(4)
+    )
     names = [fragment.name for fragment in build_fragments(model, Fragments(layers_per_fragment=2))]
     assert names == ["layers.0, layers.2", "layers.1, layers.3"]
 
 
 def test_blocks_that_cannot_be_fragments() -> None:
     model = Net()
-    with pytest.raises(ValueError, match=r'blocks = "block" is no module of the model; did you mean blocks'):
+    with pytest.raises(
+        ValueError, match=r'blocks = "block" is no module of the model; did you mean blocks'
+    ):
         build_fragments(model, Fragments(blocks="block"))
     model.blocks.requires_grad_(False)
     with pytest.raises(ValueError, match=r"have no trainable parameter.*layers_per_fragment = 0"):

@@ -11,16 +11,27 @@ from torch import Tensor, nn
 from tests.diloco.test_against_reference import Net, config, inner_step
 from tests.diloco.test_streaming import join, parameters, sgd
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import (
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.distributed.world import WORKER
 
 
-def _interrupted(wire: Quantization, pattern: Fragments, stop_at: int) -> tuple[list[Any], list[Any]]:
+def _interrupted(
+    wire: Quantization, pattern: Fragments, stop_at: int
+) -> tuple[list[Any], list[Any]]:
     """A run that is saved at a step and goes on, beside one that starts again from what was saved."""
     world = join(2)
     chosen = replace(config(2, delay=5, name="adam", lr=0.05), quantization=wire, fragments=pattern)
     model = Net()
-    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), torch.optim.AdamW(model.parameters(), lr=0.02)
+    outer, optimizer = (
+        StreamingDiLoCo(model, world.group(WORKER), chosen),
+        torch.optim.AdamW(model.parameters(), lr=0.02),
+    )
     for step in range(1, stop_at + 1):
         inner_step(model, optimizer, world.worker, step)
         outer.step()
@@ -34,7 +45,10 @@ def _interrupted(wire: Quantization, pattern: Fragments, stop_at: int) -> tuple[
     second.load_state_dict(saved[1])
     resumed.load_state_dict(saved[2])
     ends = []
-    for current, current_optimizer, current_outer in ((model, optimizer, outer), (again, second, resumed)):
+    for current, current_optimizer, current_outer in (
+        (model, optimizer, outer),
+        (again, second, resumed),
+    ):
         for step in range(stop_at + 1, 40):
             inner_step(current, current_optimizer, world.worker, step)
             current_outer.step()
@@ -119,14 +133,19 @@ def _resumed_otherwise(changes: dict[str, Any]) -> tuple[list[str], list[Any], l
         ({"overlap": Overlap(delay=2)}, ["applied now"]),
         ({"fragments": Fragments(layers_per_fragment=8)}, ["applied now"]),
         ({"fragments": Fragments(pattern="balanced", layers_per_fragment=4)}, ["applied now"]),
-        ({"sync_every": 12, "outer_optimizer": OuterOptimizer(name="adam")}, ["applied now", "starts from zero"]),
+        (
+            {"sync_every": 12, "outer_optimizer": OuterOptimizer(name="adam")},
+            ["applied now", "starts from zero"],
+        ),
         (
             {"sync_every": 12, "quantization": Quantization(codec="int8", error_feedback=True)},
             ["applied now", "starts from zero"],
         ),
     ],
 )
-def test_a_restart_takes_over_what_it_can(processes: ProcessPool, changes: dict[str, Any], words: list[str]) -> None:
+def test_a_restart_takes_over_what_it_can(
+    processes: ProcessPool, changes: dict[str, Any], words: list[str]
+) -> None:
     """What was under way is applied at once, as a drain would; shared parameters and momentum go with their names."""
     for notes, before, after in processes.run(_resumed_otherwise, 2, changes):
         assert len(notes) == len(words)

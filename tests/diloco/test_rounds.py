@@ -14,7 +14,14 @@ from tests.diloco.test_streaming import join, sgd
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.round_records import PendingRounds
 from torchtitan_diloco.config.diloco_schema import CodecName
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.distributed.world import FSDP, WORKER
 
 LATE_WORKER, LATE_SECONDS = 1, 0.3
@@ -35,7 +42,9 @@ def flat(values: dict[str, Tensor]) -> Tensor:
     return torch.cat([full(value).double().flatten() for value in values.values()])
 
 
-def _records(workers: int, chosen: DiLoCoConfig, sharded: bool = False) -> list[tuple[dict[str, Any], dict[str, float]]]:
+def _records(
+    workers: int, chosen: DiLoCoConfig, sharded: bool = False
+) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """Of every round: the record, and what it should say of this worker."""
     world = join(workers)
     model = Net()
@@ -53,7 +62,9 @@ def _records(workers: int, chosen: DiLoCoConfig, sharded: bool = False) -> list[
         after = flat(outer.global_state_dict())
         rounds = outer.rounds()
         assert len(rounds) == (step % 4 == 0)
-        records = PendingRounds(world, rounds, outer.fragment_names, clock_start=0.0, where="").records()
+        records = PendingRounds(
+            world, rounds, outer.fragment_names, clock_start=0.0, where=""
+        ).records()
         delta, update = before - local, after - before
         expected = {
             "outer_gradient_norm": float(delta.norm()),
@@ -73,7 +84,9 @@ def _records(workers: int, chosen: DiLoCoConfig, sharded: bool = False) -> list[
 def test_norms_and_angles_are_those_of_the_parameters(
     processes: ProcessPool, workers: int, codec: CodecName, mixing: float
 ) -> None:
-    for worker, found in enumerate(processes.run(_records, workers, workers, plain_mean(codec, mixing))):
+    for worker, found in enumerate(
+        processes.run(_records, workers, workers, plain_mean(codec, mixing))
+    ):
         assert len(found) == 3
         for record, expected in found:
             check(record, expected, worker, workers)
@@ -97,7 +110,9 @@ def check(record: dict[str, Any], expected: dict[str, float], worker: int, worke
     assert moments == sorted(moments), "one after the other on the worker's own clock"
     others = [other != worker for other in range(workers)]
     assert [value is not None for value in own["heard_after_seconds"]] == others
-    assert own["received_bits_per_second_from"] == [None] * workers, "messages too small to tell how fast a link is"
+    assert own["received_bits_per_second_from"] == [None] * workers, (
+        "messages too small to tell how fast a link is"
+    )
 
 
 def test_shards_of_a_worker_add_up(processes: ProcessPool) -> None:
@@ -116,7 +131,9 @@ def _slowed() -> list[dict[str, Any]]:
         if world.worker == LATE_WORKER and step % 4 == 0:
             time.sleep(LATE_SECONDS)
         outer.step()
-    return PendingRounds(world, outer.rounds(), outer.fragment_names, clock_start=0.0, where="").records()
+    return PendingRounds(
+        world, outer.rounds(), outer.fragment_names, clock_start=0.0, where=""
+    ).records()
 
 
 def test_a_slow_worker_is_the_last_to_arrive(processes: ProcessPool) -> None:
@@ -131,9 +148,13 @@ def test_a_slow_worker_is_the_last_to_arrive(processes: ProcessPool) -> None:
                 ahead = facts["ahead_of_last_seconds"]
                 assert ahead == 0 if worker == LATE_WORKER else ahead > LATE_SECONDS / 2
                 late = [
-                    seconds for seconds in facts["heard_after_seconds"] if seconds is not None and seconds > LATE_SECONDS / 2
+                    seconds
+                    for seconds in facts["heard_after_seconds"]
+                    if seconds is not None and seconds > LATE_SECONDS / 2
                 ]
-                assert len(late) == (worker != LATE_WORKER), "only the slow worker's header was waited for"
+                assert len(late) == (worker != LATE_WORKER), (
+                    "only the slow worker's header was waited for"
+                )
     assert results[0] == results[1] == results[2]
 
 

@@ -16,7 +16,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @given(schedules(), st.integers(0, 100))
 def test_each_fragment_is_sent_once_in_every_cycle(schedule: Schedule, start: int) -> None:
     first = 2 * schedule.sync_every + start
-    window = [fragment for step in range(first, first + schedule.sync_every) for fragment in schedule.sent_at(step)]
+    window = [
+        fragment
+        for step in range(first, first + schedule.sync_every)
+        for fragment in schedule.sent_at(step)
+    ]
     assert sorted(window) == list(range(schedule.fragments))
 
 
@@ -51,7 +55,9 @@ def test_a_walk_through_the_steps(schedule: Schedule, step: int) -> None:
             rounds[fragment] += 1
             if schedule.delay:
                 flying.append(fragment)
-    assert [schedule.outer_round(fragment, step) for fragment in range(schedule.fragments)] == rounds
+    assert [
+        schedule.outer_round(fragment, step) for fragment in range(schedule.fragments)
+    ] == rounds
 
 
 def test_the_papers_example() -> None:
@@ -65,7 +71,9 @@ def test_several_fragments_in_flight() -> None:
     schedule = Schedule(sync_every=8, fragments=4, delay=5)
     sent = [fragment for step in range(10, 15) for fragment in schedule.sent_at(step)]
     applied = [fragment for step in range(10, 15) for fragment in schedule.applied_at(step)]
-    assert (sent, applied) == ([1, 2, 3], [0]), "after step 14 the one of step 8 is back, and three are under way"
+    assert (sent, applied) == ([1, 2, 3], [0]), (
+        "after step 14 the one of step 8 is back, and three are under way"
+    )
 
 
 @pytest.mark.parametrize("delay", [-1, 10, 11])

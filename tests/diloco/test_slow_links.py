@@ -27,8 +27,18 @@ def rounds(folder: Path, up: list[float], late_worker: int) -> list[dict[str, An
             programs = []
             for worker in range(WORKERS):
                 ranks = {"RANK": str(worker), "WORLD_SIZE": str(WORKERS), "LOCAL_RANK": "0"}
-                meeting = {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
-                variables = os.environ | network.launch_variables(worker) | ranks | meeting | {"PYTHONPATH": str(REPOSITORY)}
+                meeting = {
+                    "MASTER_ADDR": network.address(0),
+                    "MASTER_PORT": "29500",
+                    "OMP_NUM_THREADS": "1",
+                }
+                variables = (
+                    os.environ
+                    | network.launch_variables(worker)
+                    | ranks
+                    | meeting
+                    | {"PYTHONPATH": str(REPOSITORY)}
+                )
                 command = [sys.executable, "-m", "tests.diloco.rounds_over_links", str(late_worker)]
                 output = (folder / f"worker-{worker}.txt").open("w")
                 programs.append(network.start(worker, command, variables, output))
@@ -47,13 +57,17 @@ def rate(records: list[dict[str, Any]], source: int) -> float:
     with a throttled uplink is held up as well, as the acknowledgements come back through it."""
     best: list[float] = []
     for record in records:
-        receivers = [worker["received_bits_per_second_from"][source] for worker in record["workers"]]
+        receivers = [
+            worker["received_bits_per_second_from"][source] for worker in record["workers"]
+        ]
         best.append(max(found for found in receivers if found is not None))
     return statistics.median(best)
 
 
 def ahead(records: list[dict[str, Any]], worker: int) -> float:
-    seconds: list[float] = [record["workers"][worker]["ahead_of_last_seconds"] for record in records]
+    seconds: list[float] = [
+        record["workers"][worker]["ahead_of_last_seconds"] for record in records
+    ]
     return statistics.median(seconds)
 
 
@@ -70,6 +84,8 @@ def test_a_slow_worker_is_late_and_its_link_is_not_slow(tmp_path: Path) -> None:
     found = rounds(tmp_path, [FAST] * WORKERS, CULPRIT)
     assert [record["last_worker"] for record in found] == [CULPRIT] * len(found)
     assert all(record["late_by_seconds"] > LATE_SECONDS / 2 for record in found)
-    assert all(ahead(found, worker) > LATE_SECONDS / 2 for worker in range(WORKERS) if worker != CULPRIT)
+    assert all(
+        ahead(found, worker) > LATE_SECONDS / 2 for worker in range(WORKERS) if worker != CULPRIT
+    )
     others = [rate(found, worker) for worker in range(WORKERS) if worker != CULPRIT]
     assert rate(found, CULPRIT) > min(others) / 3

@@ -16,7 +16,14 @@ from tests.diloco.test_against_reference import Case, Net, Wire, batch, config, 
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, OuterOptimizer, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.header import HEADER_BYTES
@@ -83,7 +90,9 @@ def _weighted(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     world = join(len(weights))
     model = Net()
-    chosen = replace(config(0, delay=0, mixing=0.5), link=Link(drop_probability=drop), quantization=wire)
+    chosen = replace(
+        config(0, delay=0, mixing=0.5), link=Link(drop_probability=drop), quantization=wire
+    )
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen, seed=3), sgd(model)
     for step in range(1, 18):
         inner_step(model, optimizer, world.worker, step)
@@ -91,13 +100,18 @@ def _weighted(
             with torch.no_grad():
                 model.blocks[2].weight[0, 0] = float("nan")  # type: ignore[operator]
         outer.step(weights[world.worker])
-    return parameters(model), {name: full(value) for name, value in outer.global_state_dict().items()}
+    return parameters(model), {
+        name: full(value) for name, value in outer.global_state_dict().items()
+    }
 
 
-def _reference(quantization: Quantization, weights_by_round: dict[int, list[float]], workers: int) -> ReferenceDiLoCo:
+def _reference(
+    quantization: Quantization, weights_by_round: dict[int, list[float]], workers: int
+) -> ReferenceDiLoCo:
     models = [Net() for _ in range(workers)]
     names = [
-        [part.name for part in fragment.parts] for fragment in build_fragments(models[0], Fragments(layers_per_fragment=0))
+        [part.name for part in fragment.parts]
+        for fragment in build_fragments(models[0], Fragments(layers_per_fragment=0))
     ]
     chosen = replace(config(0, delay=0, mixing=0.5), quantization=quantization)
     wire = Wire(Case(workers, chosen))
@@ -128,7 +142,11 @@ def _reference(quantization: Quantization, weights_by_round: dict[int, list[floa
 
 WIRES = pytest.mark.parametrize(
     "wire",
-    [Quantization(), Quantization(codec="fp4_e3m0", error_feedback=True), Quantization(codec="int8", gather_codec="bf16")],
+    [
+        Quantization(),
+        Quantization(codec="fp4_e3m0", error_feedback=True),
+        Quantization(codec="int8", gather_codec="bf16"),
+    ],
     ids=lambda wire: wire.codec,
 )
 
@@ -139,22 +157,38 @@ def test_means_are_weighted(processes: ProcessPool, wire: Quantization) -> None:
     reference = _reference(wire, {1: weights, 2: weights}, 3)
     for worker, (local, shared) in enumerate(processes.run(_weighted, 3, wire, weights, 0.0, 0)):
         torch.testing.assert_close(shared, reference.Theta, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(local, {n: full(p) for n, p in reference.theta[worker].items()}, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            local, {n: full(p) for n, p in reference.theta[worker].items()}, rtol=1e-4, atol=1e-5
+        )
 
 
 @WIRES
-def test_a_dropped_worker_keeps_its_own_and_follows_the_others(processes: ProcessPool, wire: Quantization) -> None:
+def test_a_dropped_worker_keeps_its_own_and_follows_the_others(
+    processes: ProcessPool, wire: Quantization
+) -> None:
     chance = 0.6
     dropped = {r: [not is_dropped(chance, 3, worker, 0, r) for worker in range(3)] for r in (1, 2)}
-    assert {sum(kept) for kept in dropped.values()} & {1, 2}, "the seed drops somebody, not everybody"
-    reference = _reference(wire, {r: [float(kept) for kept in row] for r, row in dropped.items()}, 3)
-    for worker, (local, shared) in enumerate(processes.run(_weighted, 3, wire, [1.0, 1.0, 1.0], chance, 0)):
+    assert {sum(kept) for kept in dropped.values()} & {1, 2}, (
+        "the seed drops somebody, not everybody"
+    )
+    reference = _reference(
+        wire, {r: [float(kept) for kept in row] for r, row in dropped.items()}, 3
+    )
+    for worker, (local, shared) in enumerate(
+        processes.run(_weighted, 3, wire, [1.0, 1.0, 1.0], chance, 0)
+    ):
         torch.testing.assert_close(shared, reference.Theta, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(local, {n: full(p) for n, p in reference.theta[worker].items()}, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            local, {n: full(p) for n, p in reference.theta[worker].items()}, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("wire", [Quantization(), Quantization(codec="fp4_e2m1", error_feedback=True)], ids=["fp32", "fp4"])
+@pytest.mark.parametrize(
+    "wire",
+    [Quantization(), Quantization(codec="fp4_e2m1", error_feedback=True)],
+    ids=["fp32", "fp4"],
+)
 def test_a_delta_that_is_not_finite_is_left_out_and_its_worker_recovers(
     processes: ProcessPool, wire: Quantization, workers: int
 ) -> None:
@@ -163,11 +197,18 @@ def test_a_delta_that_is_not_finite_is_left_out_and_its_worker_recovers(
         for value in [*local.values(), *shared.values()]:
             assert value.isfinite().all()
     clean = processes.run(_weighted, workers, wire, [1.0] * workers, 0.0, 0)
-    assert not torch.equal(results[0][1]["embedding.weight"], clean[0][1]["embedding.weight"]), "it was left out"
+    assert not torch.equal(results[0][1]["embedding.weight"], clean[0][1]["embedding.weight"]), (
+        "it was left out"
+    )
 
 
 def test_drops_are_drawn_at_the_given_rate() -> None:
-    draws = [is_dropped(0.3, 1, worker, fragment, r) for worker in range(4) for fragment in range(5) for r in range(100)]
+    draws = [
+        is_dropped(0.3, 1, worker, fragment, r)
+        for worker in range(4)
+        for fragment in range(5)
+        for r in range(100)
+    ]
     assert sum(draws) / len(draws) == pytest.approx(0.3, abs=0.03)
     assert not any(is_dropped(0.0, 1, worker, 0, 1) for worker in range(9))
 
@@ -217,7 +258,9 @@ def test_any_kind_of_parameter(processes: ProcessPool) -> None:
         assert torch.equal(first[name], started[name]), name
     for name in ("embedding.weight", "blocks.0.weight", "blocks.1.bias", "scale"):
         assert not torch.equal(shared[name], started[name]), name
-        assert not torch.equal(first[name], second[name]), f"{name}: with mixing 0.5 the workers stay apart"
+        assert not torch.equal(first[name], second[name]), (
+            f"{name}: with mixing 0.5 the workers stay apart"
+        )
     assert torch.equal(shared["embedding.weight"], shared["head.weight"])
 
 
@@ -265,7 +308,10 @@ def test_the_model_holds_the_shared_parameters_for_a_while(processes: ProcessPoo
 def _traffic(delay: int) -> dict[str, float]:
     world = join(3)
     model = Net()
-    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), config(2, delay=delay)), sgd(model)
+    outer, optimizer = (
+        StreamingDiLoCo(model, world.group(WORKER), config(2, delay=delay)),
+        sgd(model),
+    )
     for step in range(1, 17):
         inner_step(model, optimizer, world.worker, step)
         outer.step()
@@ -278,7 +324,9 @@ def _traffic(delay: int) -> dict[str, float]:
 @pytest.mark.parametrize("delay", [0, 5])
 def test_bytes_are_those_of_both_hops(processes: ProcessPool, delay: int) -> None:
     """Steps 8 to 16 send fragments 0, 1, 2, 3, 4, 0. Each worker sends the other two their third, then both its mean."""
-    sizes = [fragment.parameters for fragment in build_fragments(Net(), Fragments(layers_per_fragment=2))]
+    sizes = [
+        fragment.parameters for fragment in build_fragments(Net(), Fragments(layers_per_fragment=2))
+    ]
     everything = 0.0
     for metrics in processes.run(_traffic, 3, delay):
         assert metrics["diloco/fragments_applied"] == 6
@@ -298,14 +346,18 @@ def _over_the_groups_own_backend() -> list[Tensor]:
     return list(outer.global_state_dict().values())
 
 
-def test_a_group_whose_backend_nobody_named_is_one_of_gloo_on_the_cpu(processes: ProcessPool) -> None:
+def test_a_group_whose_backend_nobody_named_is_one_of_gloo_on_the_cpu(
+    processes: ProcessPool,
+) -> None:
     one, other = processes.run(_over_the_groups_own_backend, 2)
     assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
 def alone(**settings: Any) -> tuple[Net, StreamingDiLoCo]:
     model = Net()
-    return model, StreamingDiLoCo(model, None, DiLoCoConfig(fragments=Fragments(layers_per_fragment=0), **settings))
+    return model, StreamingDiLoCo(
+        model, None, DiLoCoConfig(fragments=Fragments(layers_per_fragment=0), **settings)
+    )
 
 
 def test_a_restart_from_the_model_forgets_what_is_in_flight_and_what_was_learned() -> None:
@@ -356,7 +408,12 @@ def _many_syncs() -> tuple[int, int]:
     world = join(2)
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(200, 200) for _ in range(4))})
     wire = Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)
-    chosen = DiLoCoConfig(sync_every=4, fragments=Fragments(layers_per_fragment=1), overlap=Overlap(delay=3), quantization=wire)
+    chosen = DiLoCoConfig(
+        sync_every=4,
+        fragments=Fragments(layers_per_fragment=1),
+        overlap=Overlap(delay=3),
+        quantization=wire,
+    )
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
 
     def syncs(count: int) -> int:

@@ -50,7 +50,9 @@ def build(name: str, rounding: str, block: int, *, kernels: bool) -> BlockCodec:
 class Guarded:
     """A buffer with guards around it."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: str, fill: Tensor | None = None) -> None:
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: str, fill: Tensor | None = None
+    ) -> None:
         self._all = torch.full((size + 2 * GUARD,), 0x5A, dtype=dtype, device=device)
         self.inside = self._all[GUARD : GUARD + size]
         if fill is not None:
@@ -64,7 +66,9 @@ class Guarded:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """NaNs are all the same: their bits are the processor's."""
-    words = [torch.where(values.isnan(), torch.nan, values).view(torch.int32) for values in (one, other)]
+    words = [
+        torch.where(values.isnan(), torch.nan, values).view(torch.int32) for values in (one, other)
+    ]
     return torch.equal(*words)
 
 
@@ -77,9 +81,9 @@ KINDS: list[Callable[[Tensor], Tensor]] = [
     lambda normal: normal * 2.0**-98,  # about the lowest scale
     lambda normal: normal.clamp(-4, 4) * 2.0**125.9,  # about the highest one
     lambda normal: -normal.abs() - 1e-3,
-    lambda normal: normal.new_tensor([1.0, 448.0, 57344.0, 127.0, 6.0, 16.0, 480.0, 127.5]).repeat(len(normal) // 8 + 1)[
-        : len(normal)
-    ],
+    lambda normal: normal.new_tensor([1.0, 448.0, 57344.0, 127.0, 6.0, 16.0, 480.0, 127.5]).repeat(
+        len(normal) // 8 + 1
+    )[: len(normal)],
 ]
 BROKEN: list[Callable[[Tensor], Tensor]] = [
     lambda normal: normal.where(torch.arange(len(normal)) != 3 % len(normal), torch.nan),
@@ -91,7 +95,10 @@ def inputs(length: int, block: int, first_kind: int, *, finite: bool) -> Tensor:
     """One kind of values in each block, so that no block says anything of its neighbours."""
     normal = torch.randn(length, generator=torch.Generator().manual_seed(length + block))
     kinds = KINDS if finite else KINDS[:2] + BROKEN + KINDS[2:3]
-    blocks = [kinds[(first_kind + number) % len(kinds)](part) for number, part in enumerate(normal.split(block))]
+    blocks = [
+        kinds[(first_kind + number) % len(kinds)](part)
+        for number, part in enumerate(normal.split(block))
+    ]
     return torch.cat(blocks) if length else normal
 
 
@@ -100,10 +107,17 @@ def compare(name: str, rounding: str, block: int, values: Tensor, device: str) -
     plain, kernels = (build(name, rounding, block, kernels=chosen) for chosen in (False, True))
     assert fused.fused_available(torch.device(device)), "this would compare torch with torch"
     length, size, finite = len(values), plain.wire_bytes(len(values)), bool(values.isfinite().all())
-    residual = inputs(length, block, 0, finite=True)[torch.arange(length).flip(0)] * 1e-2 if finite else torch.ones(length)
+    residual = (
+        inputs(length, block, 0, finite=True)[torch.arange(length).flip(0)] * 1e-2
+        if finite
+        else torch.ones(length)
+    )
     for feedback in (False, True):
         expected, expected_residual = torch.zeros(size, dtype=torch.uint8), residual.clone()
-        payload, lost = Guarded(size, torch.uint8, device), Guarded(length, torch.float32, device, residual)
+        payload, lost = (
+            Guarded(size, torch.uint8, device),
+            Guarded(length, torch.float32, device, residual),
+        )
         given = Guarded(length, torch.float32, device, values)
         if feedback:
             plain.encode_with_feedback(values.clone(), expected_residual, expected, PLACE)
@@ -116,11 +130,15 @@ def compare(name: str, rounding: str, block: int, values: Tensor, device: str) -
         if finite and bool((values + residual).isfinite().all()):
             assert torch.equal(payload.read(), expected)
         else:  # the codes of a block that is not finite may be any
-            assert same_bits(decoded(plain, payload.read(), length), decoded(plain, expected, length))
+            assert same_bits(
+                decoded(plain, payload.read(), length), decoded(plain, expected, length)
+            )
     check_decoding(plain, kernels, expected, length, device)
 
 
-def check_decoding(plain: BlockCodec, kernels: BlockCodec, payload: Tensor, length: int, device: str) -> None:
+def check_decoding(
+    plain: BlockCodec, kernels: BlockCodec, payload: Tensor, length: int, device: str
+) -> None:
     out = Guarded(length, torch.float32, device)
     kernels.decode(Guarded(len(payload), torch.uint8, device, payload).inside, out.inside)
     assert same_bits(out.read(), decoded(plain, payload, length))
@@ -140,16 +158,23 @@ def compare_means(name: str, block: int, length: int, device: str) -> None:
     for count in range(1, len(WEIGHTS) + 1):
         expected, mean = torch.zeros(length), Guarded(length, torch.float32, device)
         plain.average(payloads[:count], WEIGHTS[:count], expected)
-        arrived = [Guarded(len(payload), torch.uint8, device, payload).inside for payload in payloads[:count]]
+        arrived = [
+            Guarded(len(payload), torch.uint8, device, payload).inside
+            for payload in payloads[:count]
+        ]
         kernels.average(arrived, WEIGHTS[:count], mean.inside)
-        torch.testing.assert_close(mean.read(), expected, rtol=0, atol=2**-22)  # of values of about 1: a last bit or two
+        torch.testing.assert_close(
+            mean.read(), expected, rtol=0, atol=2**-22
+        )  # of values of about 1: a last bit or two
 
 
 def compare_any_bytes(name: str, block: int, device: str) -> None:
     """Every code there is, under every scale, also those that no encoder writes."""
     plain, kernels = (build(name, "nearest", block, kernels=chosen) for chosen in (False, True))
     length = 2 * UNIT + 77
-    payload = torch.randint(256, (plain.wire_bytes(length),), generator=torch.Generator().manual_seed(block))
+    payload = torch.randint(
+        256, (plain.wire_bytes(length),), generator=torch.Generator().manual_seed(block)
+    )
     check_decoding(plain, kernels, payload.to(torch.uint8), length, device)
 
 
@@ -166,9 +191,13 @@ def interpreter() -> Iterator[Callable[..., None]]:
 
 
 def _compare_at_odd_lengths(name: str, rounding: str) -> None:
-    nearest = rounding == "nearest"  # the interpreter is slow: every size of block with one of the two
+    nearest = (
+        rounding == "nearest"
+    )  # the interpreter is slow: every size of block with one of the two
     for block in BLOCK_SIZES[::2] if nearest else BLOCK_SIZES[1::2]:
-        for number, length in enumerate([0, 1, 1023, 1025] if nearest else [15, 2 * UNIT + block + 1]):
+        for number, length in enumerate(
+            [0, 1, 1023, 1025] if nearest else [15, 2 * UNIT + block + 1]
+        ):
             compare(name, rounding, block, inputs(length, block, number, finite=True), "cpu")
     for kind in range(len(KINDS)):
         compare(name, rounding, UNIT, inputs(UNIT, UNIT, kind, finite=True), "cpu")
@@ -182,14 +211,18 @@ def _compare_blocks_that_are_not_finite(name: str, rounding: str) -> None:
 @needs_triton
 @every_rounding
 @every_format
-def test_interpreted_kernels_make_the_bits_of_torch(interpreter: Callable[..., None], name: str, rounding: str) -> None:
+def test_interpreted_kernels_make_the_bits_of_torch(
+    interpreter: Callable[..., None], name: str, rounding: str
+) -> None:
     interpreter(_compare_at_odd_lengths, name, rounding)
 
 
 @needs_triton
 @every_rounding
 @every_format
-def test_interpreted_kernels_keep_a_broken_block_to_itself(interpreter: Callable[..., None], name: str, rounding: str) -> None:
+def test_interpreted_kernels_keep_a_broken_block_to_itself(
+    interpreter: Callable[..., None], name: str, rounding: str
+) -> None:
     interpreter(_compare_blocks_that_are_not_finite, name, rounding)
 
 
@@ -202,7 +235,9 @@ def test_interpreted_kernels_decode_any_bytes(interpreter: Callable[..., None], 
 
 @needs_triton
 @every_format
-def test_interpreted_kernels_take_the_weighted_mean(interpreter: Callable[..., None], name: str) -> None:
+def test_interpreted_kernels_take_the_weighted_mean(
+    interpreter: Callable[..., None], name: str
+) -> None:
     for block, length in ((16, 1), (128, UNIT + 1), (1024, UNIT - 1)):
         interpreter(compare_means, name, block, length, "cpu")
 
@@ -249,15 +284,23 @@ def _compile_all(cache: Path) -> None:
     kernels = fused._kernels()
     assert kernels is not None
     encoder, averager = _Compiled(kernels.encode_units), _Compiled(kernels.average_units)
-    with patch.object(kernels, "encode_units", encoder), patch.object(kernels, "average_units", averager):
+    with (
+        patch.object(kernels, "encode_units", encoder),
+        patch.object(kernels, "average_units", averager),
+    ):
         for index, name in enumerate(BLOCK_CODECS):
             for rounding, length in (("nearest", 64 * UNIT), ("stochastic", 64 * UNIT + 1)):
                 codec = build(name, rounding, BLOCK_SIZES[index], kernels=True)
-                values, payload = torch.zeros(length), torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
+                values, payload = (
+                    torch.zeros(length),
+                    torch.zeros(codec.wire_bytes(length), dtype=torch.uint8),
+                )
                 residual = values if rounding == "stochastic" else None
                 fused.encode(values, residual, payload, codec._format, codec._rounding, PLACE)
                 fused.average([payload] * 3, WEIGHTS[:3], values, codec._format)
-    assert "fma" not in encoder.ptx, "a product and a sum merged: the sum is rounded otherwise than torch's"
+    assert "fma" not in encoder.ptx, (
+        "a product and a sum merged: the sum is rounded otherwise than torch's"
+    )
     assert "fma.rn.f32" in averager.ptx
     assert ".ftz" not in encoder.ptx + averager.ptx, "subnormal numbers would be lost"
 
@@ -276,8 +319,12 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 @every_rounding
 @every_format
-def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str, rounding: str, block: int) -> None:
-    for number, length in enumerate([0, 1, 15, 1023, 1025, 2 * UNIT + block + 1, 512 * UNIT, 700 * UNIT + 333]):
+def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(
+    name: str, rounding: str, block: int
+) -> None:
+    for number, length in enumerate(
+        [0, 1, 15, 1023, 1025, 2 * UNIT + block + 1, 512 * UNIT, 700 * UNIT + 333]
+    ):
         compare(name, rounding, block, inputs(length, block, number, finite=True), "cuda")
     compare(name, rounding, block, inputs(5 * UNIT + 3, block, 1, finite=False), "cuda")
     compare_any_bytes(name, block, "cuda")
@@ -287,7 +334,9 @@ def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str, rounding: s
 # --- which kernels there are ------------------------------------------------------------------------------------------
 
 
-def test_without_triton_torch_does_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_torch_does_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fused._kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, f"{codecs.__name__}.triton_kernels", raising=False)

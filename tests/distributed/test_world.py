@@ -12,11 +12,23 @@ import torch.distributed as dist
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.distributed.agreement import assert_agreement, broadcast_text, code_fingerprint
+from torchtitan_diloco.distributed.agreement import (
+    assert_agreement,
+    broadcast_text,
+    code_fingerprint,
+)
 from torchtitan_diloco.distributed.reductions import start_max, start_sum, sum_over_ranks
 from torchtitan_diloco.distributed.roll_call import missing_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
-from torchtitan_diloco.distributed.world import FSDP, NCCL_ERRORS, WORKER, World, join_world, leave_world, split_world
+from torchtitan_diloco.distributed.world import (
+    FSDP,
+    NCCL_ERRORS,
+    WORKER,
+    World,
+    join_world,
+    leave_world,
+    split_world,
+)
 from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
 
 
@@ -50,7 +62,9 @@ def test_asking_for_cuda_without_a_gpu() -> None:
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r'interface = "nosuch0" is no network interface.*choose one of .*lo'):
+    with pytest.raises(
+        ValueError, match=r'interface = "nosuch0" is no network interface.*choose one of .*lo'
+    ):
         join_world(Distributed(), Link(interface="nosuch0"), device="cpu", workers=2, fsdp=0)
 
 
@@ -114,7 +128,9 @@ def _train_until_signalled(signalled_rank: int) -> int:
 
 
 @pytest.mark.parametrize("signalled_rank", [0, 2])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(processes: ProcessPool, signalled_rank: int) -> None:
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    processes: ProcessPool, signalled_rank: int
+) -> None:
     steps = processes.run(_train_until_signalled, 3, signalled_rank)
     assert len(set(steps)) == 1
     assert 5 <= steps[0] <= 6
@@ -123,7 +139,9 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(processes: ProcessPool,
 def _one_asks_to_save() -> list[int]:
     world = join(1)
     with StopRequest(world, lag=3) as stop:
-        return [step for step in range(12) if stop.agreed(step, save=world.rank == 1 and step == 4)[1]]
+        return [
+            step for step in range(12) if stop.agreed(step, save=world.rank == 1 and step == 4)[1]
+        ]
 
 
 def test_what_one_rank_asks_for_all_save_at_the_same_step(processes: ProcessPool) -> None:
@@ -167,7 +185,9 @@ def _notice_one_after_the_other(apart: float) -> list[int]:
     return missing_ranks(world)
 
 
-def test_who_is_missing_is_the_same_for_all_who_ask_though_not_at_once(processes: ProcessPool) -> None:
+def test_who_is_missing_is_the_same_for_all_who_ask_though_not_at_once(
+    processes: ProcessPool,
+) -> None:
     """Rank 0 is dead for nobody, though its word came before rank 1 listened."""
     assert processes.run(_notice_one_after_the_other, 3, 0.5, dying={2}) == [[2], [2], DIED]
 

@@ -29,7 +29,12 @@ from torchtitan_diloco.saved_model import open_saved
 from torchtitan_diloco.trainer import Trainer
 
 VALIDATION = "validation/loss_nats_per_token_global"
-STREAMING = {"diloco.method": "streaming", "diloco.sync_every": 6, "diloco.overlap.delay": 3, "checkpoint.every": 8}
+STREAMING = {
+    "diloco.method": "streaming",
+    "diloco.sync_every": 6,
+    "diloco.overlap.delay": 3,
+    "checkpoint.every": 8,
+}
 COMMANDS = {"export": export.main, "generate": generate.main, "validate": validate.main}
 
 
@@ -67,7 +72,11 @@ def ranks_file(folder: Path) -> Path:
 
 def outer(checkpoint: Path) -> dict[str, torch.Tensor]:
     found = tensors(checkpoint).items()
-    return {name.removeprefix("shared/outer/"): value for name, value in found if name.startswith("shared/outer/")}
+    return {
+        name.removeprefix("shared/outer/"): value
+        for name, value in found
+        if name.startswith("shared/outer/")
+    }
 
 
 def loss_told(text: str) -> float:
@@ -106,7 +115,11 @@ def test_the_exported_weights_are_the_outer_parameters_bit_for_bit(
 
 def test_another_run_starts_from_an_export(sharded: Path, tmp_path: Path) -> None:
     assert export.main([str(sharded), "--out", str(tmp_path / "base")]) == 0
-    changes = {"model.weights": str(tmp_path / "base"), "run.folder": str(tmp_path / "run"), "optimizer.lr": "1e-9"}
+    changes = {
+        "model.weights": str(tmp_path / "base"),
+        "run.folder": str(tmp_path / "run"),
+        "optimizer.lr": "1e-9",
+    }
     config = load_config(str(tmp_path / "base" / "config.toml"), changes | {"training.steps": "8"})
     folder = Trainer(config, join(config)).run()
     before, after = curve(records(sharded), VALIDATION)[-1], curve(records(folder), VALIDATION)[-1]
@@ -122,7 +135,10 @@ def test_the_workers_own_parameters(two_workers: Path) -> None:
     for worker in (0, 1):
         opened = open_saved(two_workers, 16, f"worker-{worker}")
         found.append(opened.tensors["embedding.weight"])
-        assert all(torch.equal(value, saved[f"worker-{worker}/model/{name}"]) for name, value in opened.tensors.items())
+        assert all(
+            torch.equal(value, saved[f"worker-{worker}/model/{name}"])
+            for name, value in opened.tensors.items()
+        )
     assert not torch.equal(*found)
 
 
@@ -130,10 +146,15 @@ def test_a_run_with_data_parallelism_has_one_set_of_parameters(words: Path) -> N
     folder = Path(run(chosen(words, "parallel", checkpoint__every=0, training__steps=4)))
     opened, saved = open_saved(folder), tensors(last(folder))
     assert opened.weights == "shared"
-    assert all(torch.equal(value, saved[f"worker-0/model/{name}"]) for name, value in opened.tensors.items())
+    assert all(
+        torch.equal(value, saved[f"worker-0/model/{name}"])
+        for name, value in opened.tensors.items()
+    )
 
 
-def test_what_the_outer_loop_does_not_hold_is_taken_from_the_first_worker(trained: Path, tmp_path: Path) -> None:
+def test_what_the_outer_loop_does_not_hold_is_taken_from_the_first_worker(
+    trained: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "step-00000024"
     shutil.copytree(last(trained), path)
     shared = {f"outer/{name}": value for name, value in outer(path).items()}
@@ -141,22 +162,37 @@ def test_what_the_outer_loop_does_not_hold_is_taken_from_the_first_worker(traine
     shutil.rmtree(path / "shared")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save({name: value + 1 for name, value in shared.items()}, checkpoint_id=path / "shared", no_dist=True)
+        save(
+            {name: value + 1 for name, value in shared.items()},
+            checkpoint_id=path / "shared",
+            no_dist=True,
+        )
     manifest = read_manifest(path)
-    files = {name: known for name, known in manifest.files.items() if not name.startswith("shared/")}
+    files = {
+        name: known for name, known in manifest.files.items() if not name.startswith("shared/")
+    }
     files |= {f"shared/{file.name}": fingerprint(file) for file in (path / "shared").iterdir()}
     (path / "manifest.json").write_text(replace(manifest, files=files).to_json())
     found, own = open_saved(path).tensors, tensors(path)["worker-0/model/norm.weight"]
     assert torch.equal(found["norm.weight"], own)
-    assert all(torch.equal(found[name.removeprefix("outer/")], value + 1) for name, value in shared.items())
+    assert all(
+        torch.equal(found[name.removeprefix("outer/")], value + 1) for name, value in shared.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_computes_what_the_shared_parameters_do(sharded: Path, tmp_path: Path, dtype: str) -> None:
+def test_transformers_computes_what_the_shared_parameters_do(
+    sharded: Path, tmp_path: Path, dtype: str
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = str(tmp_path / "hf")
-    assert export.main([str(sharded), "--step", "16", "--format", "hf", "--dtype", dtype, "--out", out]) == 0
+    assert (
+        export.main(
+            [str(sharded), "--step", "16", "--format", "hf", "--dtype", dtype, "--out", out]
+        )
+        == 0
+    )
     saved = open_saved(sharded, 16)
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, torch_dtype="auto")
     text = "the stone sings over the lake"
@@ -169,13 +205,17 @@ def test_transformers_computes_what_the_shared_parameters_do(sharded: Path, tmp_
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
-def test_weights_are_not_written_over(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_not_written_over(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(trained), "--out", str(tmp_path / "out")]
     assert export.main(words) == 0
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     for format in ("safetensors", "hf"):
         assert export.main([*words, "--format", format]) == 2
-        assert re.match(r"error: .*model.safetensors exists; choose another folder", capsys.readouterr().err)
+        assert re.match(
+            r"error: .*model.safetensors exists; choose another folder", capsys.readouterr().err
+        )
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
     (tmp_path / "file").write_text("")
     assert export.main([str(trained), "--out", str(tmp_path / "file" / "out")]) == 2
@@ -240,7 +280,10 @@ def test_characters_come_whole() -> None:
     tokens = tokenizer.encode("aé€🐦.").tolist()
     assert list(generate.as_text(tokenizer, tokens)) == ["a", "é", "€", "🐦", "."]
     assert list(generate.as_text(tokenizer, tokens[:2])) == ["a", "\N{REPLACEMENT CHARACTER}"]
-    assert list(generate.as_text(tokenizer, [*tokens[1:2], ord("b"), 100_000])) == ["\ufffdb", "\ufffd"]
+    assert list(generate.as_text(tokenizer, [*tokens[1:2], ord("b"), 100_000])) == [
+        "\ufffdb",
+        "\ufffd",
+    ]
 
 
 # --- what can go wrong -----------------------------------------------------------------------------------------------
@@ -251,10 +294,22 @@ def test_characters_come_whole() -> None:
     ("wanted", "message"),
     [
         (["nowhere"], r"nowhere does not exist: name the folder of a run"),
-        (["empty"], r"empty has no complete checkpoint: name the folder of a run .* checkpoint.every"),
-        (["run", "--step", "7"], r"--step 7: .*run has no checkpoint of that step; there are 8, 16, 24"),
-        (["run/checkpoints/step-00000008", "--step", "16"], r"--step 16: .* is the checkpoint of step 8; leave --step out"),
-        (["run", "--weights", "worker-1"], r"--weights worker-1: .*step-00000024 has no such .*; there are shared, worker-0"),
+        (
+            ["empty"],
+            r"empty has no complete checkpoint: name the folder of a run .* checkpoint.every",
+        ),
+        (
+            ["run", "--step", "7"],
+            r"--step 7: .*run has no checkpoint of that step; there are 8, 16, 24",
+        ),
+        (
+            ["run/checkpoints/step-00000008", "--step", "16"],
+            r"--step 16: .* is the checkpoint of step 8; leave --step out",
+        ),
+        (
+            ["run", "--weights", "worker-1"],
+            r"--weights worker-1: .*step-00000024 has no such .*; there are shared, worker-0",
+        ),
         (["run", "--weights", "own"], r"--weights own: .*there are shared, worker-0"),
     ],
 )
@@ -269,7 +324,9 @@ def test_a_wrong_input_is_told_in_a_line(
     assert (told.out, told.err.count("\n")) == ("", 1)
 
 
-@pytest.mark.parametrize(("harm", "told"), [(truncate, "has .* bytes instead of"), (flip, "has other content")])
+@pytest.mark.parametrize(
+    ("harm", "told"), [(truncate, "has .* bytes instead of"), (flip, "has other content")]
+)
 def test_a_damaged_file_is_named(
     trained: Path, tmp_path: Path, harm: Any, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,30 +334,53 @@ def test_a_damaged_file_is_named(
     harm(last(tmp_path / "run") / "shared" / "__0_0.distcp")
     for main in COMMANDS.values():
         assert main([str(tmp_path / "run")]) == 2
-        assert re.search(rf"error: .*step-00000024/shared/__0_0.distcp {told}.*--step 16 takes", capsys.readouterr().err)
+        assert re.search(
+            rf"error: .*step-00000024/shared/__0_0.distcp {told}.*--step 16 takes",
+            capsys.readouterr().err,
+        )
     assert not (tmp_path / "run" / "export").exists()
     assert generate.main([str(tmp_path / "run"), "--step", "16", "--tokens", "1"]) == 0
     assert generate.main([str(tmp_path / "run"), "--weights", "worker-0", "--tokens", "1"]) == 0
 
 
-def test_another_tokenizer_in_its_place_is_told(sharded: Path, words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_in_its_place_is_told(
+    sharded: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks, before = words.parent / "own.tiktoken", ranks_file(words.parent).read_bytes()
     told = last(sharded) / "manifest.json"
     as_saved = told.read_text()
     try:
-        same_size = {bytes([byte]): byte for byte in range(256)} | {b"ts": 256, b"gni": 257, b"is": 258}
+        same_size = {bytes([byte]): byte for byte in range(256)} | {
+            b"ts": 256,
+            b"gni": 257,
+            b"is": 258,
+        }
         ranks.write_bytes(format_ranks(same_size))
         for name, main in COMMANDS.items():
-            assert main([str(sharded), *(["--out", str(words.parent / "never")] if name == "export" else [])]) == 2
-            assert re.search(r"trained with another tokenizer than data.tokenizer = .*own.tiktoken", capsys.readouterr().err)
+            assert (
+                main(
+                    [
+                        str(sharded),
+                        *(["--out", str(words.parent / "never")] if name == "export" else []),
+                    ]
+                )
+                == 2
+            )
+            assert re.search(
+                r"trained with another tokenizer than data.tokenizer = .*own.tiktoken",
+                capsys.readouterr().err,
+            )
         with pytest.raises(ValueError, match="trained with another tokenizer"):
             run(chosen(words, "sharded", **STREAMING, data__tokenizer=ranks))
         more = {b"word%d" % number: 259 + number for number in range(80)}
         ranks.write_bytes(before + format_ranks(more))
-        told.write_text(replace(read_manifest(told.parent), tokenizer="").to_json())  # as in a checkpoint of before
+        told.write_text(
+            replace(read_manifest(told.parent), tokenizer="").to_json()
+        )  # as in a checkpoint of before
         assert validate.main([str(sharded)]) == 2
         assert re.search(
-            r"is of another model: embedding.weight is \(320, 32\) .*\(384, 32\).*Put back", capsys.readouterr().err
+            r"is of another model: embedding.weight is \(320, 32\) .*\(384, 32\).*Put back",
+            capsys.readouterr().err,
         )
     finally:
         told.write_text(as_saved)
@@ -308,13 +388,20 @@ def test_another_tokenizer_in_its_place_is_told(sharded: Path, words: Path, caps
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--sequences", "0"), ("--batch-size", "-1")])
-def test_validate_needs_something_to_read(trained: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_needs_something_to_read(
+    trained: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert validate.main([str(trained), flag, value]) == 2
     assert f"error: {flag} {value} is too few" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--tokens", "-1"), ("--temperature", "-1"), ("--top-p", "0"), ("--count", "0")])
-def test_generate_refuses_what_it_cannot_do(trained: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--tokens", "-1"), ("--temperature", "-1"), ("--top-p", "0"), ("--count", "0")],
+)
+def test_generate_refuses_what_it_cannot_do(
+    trained: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert generate.main([str(trained), flag, value]) == 2
     assert re.search(rf"error: .*{value}", capsys.readouterr().err)
 
@@ -336,8 +423,13 @@ def test_settings_as_text_are_the_config(name: str) -> None:
 
 
 def test_settings_that_cannot_be_read_are_named() -> None:
-    with pytest.raises(ValueError, match=r"manifest.json: model.lairs = .*a setting that this program does not have"):
+    with pytest.raises(
+        ValueError,
+        match=r"manifest.json: model.lairs = .*a setting that this program does not have",
+    ):
         config_from_text({"model.lairs": "2"}, "manifest.json")
     for text in ("two", "-3", "(", "1.5"):
-        with pytest.raises(ValueError, match=r"manifest.json: model.layers = .*must be .*: is the file damaged"):
+        with pytest.raises(
+            ValueError, match=r"manifest.json: model.layers = .*must be .*: is the file damaged"
+        ):
             config_from_text({"model.layers": text}, "manifest.json")

@@ -12,9 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY
-from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, SPLIT_PATTERN, Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizer import (
+    END_OF_DOCUMENT,
+    SPLIT_PATTERN,
+    Tokenizer,
+    build_tokenizer,
+)
 from torchtitan_diloco.data.train_tokenizer import learn_bpe, ranks_of
-from torchtitan_diloco.export.fast_tokenizer import check_same_ids, convert_tokenizer, write_tokenizer
+from torchtitan_diloco.export.fast_tokenizer import (
+    check_same_ids,
+    convert_tokenizer,
+    write_tokenizer,
+)
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 NAMED = tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS
@@ -35,11 +44,16 @@ ODD = [
     "\U0001f600",
 ]
 TEXTS = st.lists(
-    st.one_of(st.text(max_size=20), st.sampled_from([*ODD, "<|endoftext|>", "def f(x):\n    return x", " the", "ing"]))
+    st.one_of(
+        st.text(max_size=20),
+        st.sampled_from([*ODD, "<|endoftext|>", "def f(x):\n    return x", " the", "ing"]),
+    )
 ).map("".join)
 
 
-def from_ranks(ranks: Mapping[bytes, int], pattern: str = SPLIT_PATTERN, special: dict[str, int] | None = None) -> Tokenizer:
+def from_ranks(
+    ranks: Mapping[bytes, int], pattern: str = SPLIT_PATTERN, special: dict[str, int] | None = None
+) -> Tokenizer:
     encoding = tiktoken.Encoding(
         "made by a test",
         pat_str=pattern,
@@ -52,7 +66,15 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str = SPLIT_PATTERN, special
 @cache
 def learned_ranks() -> dict[bytes, int]:
     return ranks_of(
-        learn_bpe(iter([(REPOSITORY / "README.md").read_text(), "\u00e9\u00e8 \u4e2d\u6587 \u4e2d\u6587 " * 9]), 1000)
+        learn_bpe(
+            iter(
+                [
+                    (REPOSITORY / "README.md").read_text(),
+                    "\u00e9\u00e8 \u4e2d\u6587 \u4e2d\u6587 " * 9,
+                ]
+            ),
+            1000,
+        )
     )
 
 
@@ -60,9 +82,13 @@ def learned_ranks() -> dict[bytes, int]:
 def pair(kind: str) -> tuple[Tokenizer, Any]:
     ours = build_tokenizer("bytes") if kind == "bytes" else from_ranks(learned_ranks())
     if kind in NAMED:
-        with pytest.MonkeyPatch.context() as patched:  # the pattern is shipped, the ranks would come over the network
+        with (
+            pytest.MonkeyPatch.context() as patched
+        ):  # the pattern is shipped, the ranks would come over the network
             for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-                patched.setattr(tiktoken_ext.openai_public, loader, lambda *_, **__: learned_ranks())
+                patched.setattr(
+                    tiktoken_ext.openai_public, loader, lambda *_, **__: learned_ranks()
+                )
             description = NAMED[kind]()
         ours = from_ranks(learned_ranks(), description["pat_str"], description["special_tokens"])
     return ours, convert_tokenizer(ours)
@@ -90,7 +116,9 @@ def test_special_tokens_keep_their_ids(kind: str) -> None:
         # o200k_harmony has two names for one id; either will do
         assert special[converted.decode([number], skip_special_tokens=False)] == number
     assert END_OF_DOCUMENT in ours.special_tokens()
-    assert converted.get_vocab_size(with_added_tokens=True) == len(ours.ranks()) + len(ours.special_tokens())
+    assert converted.get_vocab_size(with_added_tokens=True) == len(ours.ranks()) + len(
+        ours.special_tokens()
+    )
 
 
 @given(st.lists(st.integers(0, 256), max_size=30))
@@ -130,7 +158,10 @@ def test_transformers_loads_it(kind: str, tmp_path: Path) -> None:
         assert loaded.decode(ids) == text
     assert loaded.eos_token_id == loaded.bos_token_id == loaded.pad_token_id == ours.end_of_document
     assert (loaded.model_max_length, loaded.padding_side) == (64, "left")
-    assert loaded("a<|endoftext|>", split_special_tokens=False).input_ids == [*ours.encode("a"), ours.end_of_document]
+    assert loaded("a<|endoftext|>", split_special_tokens=False).input_ids == [
+        *ours.encode("a"),
+        ours.end_of_document,
+    ]
     batch = loaded(["a b c", "a"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["attention_mask"][1][0] == 0

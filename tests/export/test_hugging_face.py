@@ -25,14 +25,24 @@ from torchtitan_diloco.generation import generate
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
 ROWS, LENGTH, VOCABULARY = 320, 24, 257
-TINY: dict[str, Any] = {"layers": 2, "width": 24, "heads": 3, "head_dim": 10, "feed_forward": 40, "rotary_base": 300.0}
+TINY: dict[str, Any] = {
+    "layers": 2,
+    "width": 24,
+    "heads": 3,
+    "head_dim": 10,
+    "feed_forward": 40,
+    "rotary_base": 300.0,
+}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
     "qk_norm": (True, False),
     "activation": ("gelu", "swiglu"),
     "positions": ("rotary", "learned"),
 }
-VARIANTS = [Model(**TINY, **dict(zip(CHOICES, values, strict=True))) for values in itertools.product(*CHOICES.values())]
+VARIANTS = [
+    Model(**TINY, **dict(zip(CHOICES, values, strict=True)))
+    for values in itertools.product(*CHOICES.values())
+]
 VARIANTS += [Model(layers=1), Model(**{**TINY, "head_dim": 7}, positions="learned")]
 Pair = tuple[Decoder, Any, Path]
 
@@ -47,15 +57,26 @@ def build(model: Model) -> Decoder:
     return decoder
 
 
-def save(decoder: Decoder, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
-    arguments = {"vocab_size": ROWS, "sequence_length": LENGTH, "tokenizer": build_tokenizer("bytes"), "dtype": dtype}
-    save_hugging_face(folder, **{"tensors": decoder.state_dict(), "model": decoder.config, **arguments, **changes})
+def save(
+    decoder: Decoder, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
+) -> None:
+    arguments = {
+        "vocab_size": ROWS,
+        "sequence_length": LENGTH,
+        "tokenizer": build_tokenizer("bytes"),
+        "dtype": dtype,
+    }
+    save_hugging_face(
+        folder, **{"tensors": decoder.state_dict(), "model": decoder.config, **arguments, **changes}
+    )
 
 
 def load(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True, **options)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **options
+    )
     assert not any(report.values()), "nothing is missing, newly initialised or left over"
     return model
 
@@ -64,7 +85,11 @@ def some_tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda model: "-".join(str(getattr(model, key)) for key in CHOICES))
+@pytest.fixture(
+    scope="module",
+    params=VARIANTS,
+    ids=lambda model: "-".join(str(getattr(model, key)) for key in CHOICES),
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("exported")
     decoder = build(request.param)
@@ -95,7 +120,9 @@ def test_logits_are_ours_in_bfloat16(pair: Pair, tmp_path: Path) -> None:
     assert stored.dtype == cast.dtype == torch.bfloat16
     for other in (stored, cast):
         torch.testing.assert_close(other(tokens).logits, rounded(tokens), rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(other(tokens).logits.float(), model(tokens).logits, rtol=0.1, atol=0.6)
+        torch.testing.assert_close(
+            other(tokens).logits.float(), model(tokens).logits, rtol=0.1, atol=0.6
+        )
 
 
 def test_padding_changes_nothing_and_gradients_stay_finite(pair: Pair) -> None:
@@ -106,7 +133,9 @@ def test_padding_changes_nothing_and_gradients_stay_finite(pair: Pair) -> None:
         mask = F.pad(torch.ones_like(tokens), (left, right))
         logits = model(padded, attention_mask=mask).logits
         torch.testing.assert_close(logits[:, left : left + 9], expected, rtol=1e-4, atol=1e-4)
-        gradients = torch.autograd.grad(logits[:, left : left + 9].square().sum(), list(model.parameters()))
+        gradients = torch.autograd.grad(
+            logits[:, left : left + 9].square().sum(), list(model.parameters())
+        )
         assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
@@ -114,12 +143,19 @@ def test_generation_with_and_without_cache_is_ours(pair: Pair) -> None:
     decoder, model, _ = pair
     prompts = [some_tokens(length, seed=length).tolist() for length in (3, 8)]
     ours = [
-        list(generate(decoder, prompt, vocab_size=VOCABULARY, max_new_tokens=12, temperature=0, stop=256)) for prompt in prompts
+        list(
+            generate(
+                decoder, prompt, vocab_size=VOCABULARY, max_new_tokens=12, temperature=0, stop=256
+            )
+        )
+        for prompt in prompts
     ]
     batch = torch.tensor([[256] * (8 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     for use_cache in (True, False):
-        found = model.generate(batch, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=use_cache)
+        found = model.generate(
+            batch, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=use_cache
+        )
         for row, expected in zip(found[:, 8:].tolist(), ours, strict=True):
             assert row[: len(expected)] == expected
             assert set(row[len(expected) :]) <= {256}
@@ -127,7 +163,9 @@ def test_generation_with_and_without_cache_is_ours(pair: Pair) -> None:
 
 @given(pieces=st.lists(st.integers(1, 6), min_size=1, max_size=4), padding=st.integers(0, 4))
 @settings(max_examples=15)
-def test_text_in_pieces_through_the_cache_is_the_whole_text(plain: Pair, pieces: list[int], padding: int) -> None:
+def test_text_in_pieces_through_the_cache_is_the_whole_text(
+    plain: Pair, pieces: list[int], padding: int
+) -> None:
     model, total, cache = plain[1], sum(pieces), None
     tokens = some_tokens(2, total)
     mask = torch.ones_like(tokens)
@@ -135,7 +173,12 @@ def test_text_in_pieces_through_the_cache_is_the_whole_text(plain: Pair, pieces:
     whole, parts, end = model(tokens, attention_mask=mask).logits, [], 0
     for piece in pieces:
         end += piece
-        output = model(tokens[:, end - piece : end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        output = model(
+            tokens[:, end - piece : end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
         cache = output.past_key_values
         parts.append(output.logits)
     real = mask.bool()
@@ -167,11 +210,21 @@ def test_what_else_a_caller_can_ask_for(plain: Pair) -> None:
     assert len(full.hidden_states) == 1 + TINY["layers"]
     torch.testing.assert_close(model.lm_head(full.hidden_states[-1]), full.logits)
     torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, full.logits[:, -2:])
-    torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(tokens)).logits, full.logits)
+    torch.testing.assert_close(
+        model(inputs_embeds=model.get_input_embeddings()(tokens)).logits, full.logits
+    )
     torch.testing.assert_close(model(tokens, return_dict=False)[0], full.logits)
-    beams = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, num_beams=3, do_sample=False)
+    beams = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=4,
+        num_beams=3,
+        do_sample=False,
+    )
     assert beams.shape == (1, 13)
-    assert len(model(some_tokens(1, LENGTH + 9)).logits[0]) == LENGTH + 9, "rotary positions have no end"
+    assert len(model(some_tokens(1, LENGTH + 9)).logits[0]) == LENGTH + 9, (
+        "rotary positions have no end"
+    )
     assert decoder.sequence_length == model.config.max_position_embeddings
 
 
@@ -179,7 +232,9 @@ def test_wrong_calls_are_refused(plain: Pair, tmp_path: Path) -> None:
     model = plain[1]
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match=r"attention_mask has the shape \(1, 3\); give \[batch, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask has the shape \(1, 3\); give \[batch, 4\]"
+    ):
         model(some_tokens(1, 4), attention_mask=torch.ones(1, 3))
     with pytest.raises(ValueError, match="positions = 'alibi' is not one of 'rotary', 'learned'"):
         type(model.config)(positions="alibi")
@@ -189,7 +244,9 @@ def test_wrong_calls_are_refused(plain: Pair, tmp_path: Path) -> None:
         learned(some_tokens(1, LENGTH + 1))
     mask = torch.ones(1, LENGTH + 1)
     mask[0, 0] = 0
-    assert learned(some_tokens(1, LENGTH + 1), attention_mask=mask).logits.isfinite().all(), "padding takes no position"
+    assert learned(some_tokens(1, LENGTH + 1), attention_mask=mask).logits.isfinite().all(), (
+        "padding takes no position"
+    )
 
 
 def test_the_tied_matrix_is_stored_once_and_stays_tied(plain: Pair, tmp_path: Path) -> None:
@@ -217,14 +274,20 @@ def test_rows_beyond_the_vocabulary_are_kept_and_never_chosen(tmp_path: Path) ->
     assert model.config.vocab_size == ROWS
     assert model(tokens).logits.argmax(-1).max() >= VOCABULARY
     torch.manual_seed(0)
-    drawn = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=15, do_sample=True)
+    drawn = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=15, do_sample=True
+    )
     assert drawn.max() < VOCABULARY
 
 
 def test_the_folder_says_what_it_is(plain: Pair) -> None:
     folder = plain[2]
     names = "configuration_chinchilla.py modeling_chinchilla.py config.json generation_config.json model.safetensors"
-    assert {path.name for path in folder.iterdir()} == {*names.split(), "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        *names.split(),
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata()["producer"].startswith("torchtitan_diloco ")
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
@@ -245,15 +308,24 @@ print(json.dumps(model.generate(**batch, max_new_tokens=5, do_sample=False)[:, -
 
 def test_a_stranger_can_load_it(plain: Pair, tmp_path: Path) -> None:
     decoder, _, folder = plain
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"HF_HOME": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     command = [sys.executable, "-c", STRANGER, str(folder)]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert "initialized" not in run.stderr
     for prompt, found in zip(("one", "and two"), json.loads(run.stdout), strict=True):
         ids = build_tokenizer("bytes").encode(prompt).tolist()
-        assert found == list(generate(decoder, ids, vocab_size=VOCABULARY, max_new_tokens=5, temperature=0))
+        assert found == list(
+            generate(decoder, ids, vocab_size=VOCABULARY, max_new_tokens=5, temperature=0)
+        )
     assert not (tmp_path / "home").exists()
 
 
@@ -267,7 +339,9 @@ def test_a_stranger_can_load_it(plain: Pair, tmp_path: Path) -> None:
         ({"model": Model(**TINY)}, r"positions\.weight is not part of the model"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         save(build(Model(**TINY, positions="learned")), tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()

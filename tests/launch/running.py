@@ -26,7 +26,9 @@ class Running:
         return self._console.read_text()
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        wait_until(lambda: self.output.count(text) >= times, f"{times} x {text!r} in\n{self.output}")
+        wait_until(
+            lambda: self.output.count(text) >= times, f"{times} x {text!r} in\n{self.output}"
+        )
 
     def wait(self) -> int:
         """The exit code as a shell shows it."""
@@ -34,7 +36,12 @@ class Running:
         return code if code >= 0 else 128 - code
 
     def training_pids(self) -> list[int]:
-        words = [word for line in self.output.splitlines() if line.startswith("started") for word in line.split()]
+        words = [
+            word
+            for line in self.output.splitlines()
+            if line.startswith("started")
+            for word in line.split()
+        ]
         return [int(word.removeprefix("pid=")) for word in words if word.startswith("pid=")]
 
 
@@ -53,7 +60,15 @@ def launcher(
     settings["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_ROOT), str(Path(__file__).parent)])
     settings.update(environment or {})
     with console.open("wb") as stream:
-        words = ["--run.device", "cpu", "--diloco.workers", str(workers), *arguments, "--run.description", does]
+        words = [
+            "--run.device",
+            "cpu",
+            "--diloco.workers",
+            str(workers),
+            *arguments,
+            "--run.description",
+            does,
+        ]
         process = subprocess.Popen(
             [*inside, sys.executable, "-u", "-c", START, *words],
             stdout=stream,
@@ -74,19 +89,41 @@ def launcher(
 
 
 UNSET = {
-    *("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_BACKEND", "NPROC", "SHUTDOWN_SECONDS"),
-    *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "LOGLEVEL", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(
+        "NNODES",
+        "NODE_RANK",
+        "RDZV_ENDPOINT",
+        "RDZV_ID",
+        "RDZV_BACKEND",
+        "NPROC",
+        "SHUTDOWN_SECONDS",
+    ),
+    *(
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+        "LOGLEVEL",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
 }
 
 
 def run_launcher(
-    console: Path, does: str, *arguments: str, workers: int = 2, environment: Mapping[str, str] | None = None
+    console: Path,
+    does: str,
+    *arguments: str,
+    workers: int = 2,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     with launcher(console, does, *arguments, workers=workers, environment=environment) as running:
         return running.wait(), running.output
 
 
-def wait_until(condition: Callable[[], bool], described: str, seconds: float = PATIENCE_SECONDS) -> None:
+def wait_until(
+    condition: Callable[[], bool], described: str, seconds: float = PATIENCE_SECONDS
+) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -105,9 +142,13 @@ def is_alive(pid: int) -> bool:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except OSError:
             return False
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout.strip()
     return not state.startswith("Z") and state != ""
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), f"processes {pids} to end", seconds=5)
+    wait_until(
+        lambda: not any(is_alive(pid) for pid in pids), f"processes {pids} to end", seconds=5
+    )

@@ -22,7 +22,9 @@ def main(arguments: list[str]) -> int:
         name, *values = word.split(":")
         if name == "started":
             threads = os.environ.get("OMP_NUM_THREADS")
-            say(f"started rank={RANK} world={WORLD_SIZE} pid={os.getpid()} parent={os.getppid()} threads={threads}")
+            say(
+                f"started rank={RANK} world={WORLD_SIZE} pid={os.getpid()} parent={os.getppid()} threads={threads}"
+            )
         elif name == "meet":
             meet()
         elif name == "arguments":
@@ -71,7 +73,10 @@ def wait_for_signal() -> None:
     def take(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, take)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     say("waiting")
     while not received:
         time.sleep(0.02)

@@ -42,14 +42,25 @@ from torchtitan_diloco.tools.cores import available_cores
         (2, 2, 1, 2, 4, 4),
     ],
 )
-def test_local_processes(workers: int, fsdp: int, nodes: int, gpus: int, asked: int | None, expected: int) -> None:
-    assert local_processes(workers=workers, fsdp=fsdp, nodes=nodes, gpus=gpus, asked=asked) == expected
+def test_local_processes(
+    workers: int, fsdp: int, nodes: int, gpus: int, asked: int | None, expected: int
+) -> None:
+    assert (
+        local_processes(workers=workers, fsdp=fsdp, nodes=nodes, gpus=gpus, asked=asked) == expected
+    )
 
 
 @pytest.mark.parametrize(
     ("workers", "fsdp", "nodes", "gpus", "asked", "named"),
     [
-        (3, 0, 1, 8, None, ["8 GPUs x NNODES=1", "diloco.workers=3", "a divisor of 8", "--run.device cpu"]),
+        (
+            3,
+            0,
+            1,
+            8,
+            None,
+            ["8 GPUs x NNODES=1", "diloco.workers=3", "a divisor of 8", "--run.device cpu"],
+        ),
         (2, 0, 1, 1, None, ["1 GPUs", "diloco.workers=2", "--run.device cpu"]),
         (2, 0, 1, 0, 3, ["NPROC=3", "diloco.workers=2", "change NPROC"]),
         (3, 0, 2, 0, None, ["diloco.workers=3", "NNODES=2", "a multiple of 2"]),
@@ -58,7 +69,9 @@ def test_local_processes(workers: int, fsdp: int, nodes: int, gpus: int, asked: 
         (2, 8, 1, 8, None, ["parallel.fsdp=8", "16 on each", "8 GPUs", "add nodes"]),
     ],
 )
-def test_totals_that_do_not_fit(workers: int, fsdp: int, nodes: int, gpus: int, asked: int | None, named: list[str]) -> None:
+def test_totals_that_do_not_fit(
+    workers: int, fsdp: int, nodes: int, gpus: int, asked: int | None, named: list[str]
+) -> None:
     with pytest.raises(LaunchError) as mistake:
         local_processes(workers=workers, fsdp=fsdp, nodes=nodes, gpus=gpus, asked=asked)
     assert [words for words in named if words not in str(mistake.value)] == [], str(mistake.value)
@@ -80,7 +93,9 @@ def test_one_node_needs_no_environment() -> None:
     ],
 )
 def test_where_nodes_meet(endpoint: str, expected: str) -> None:
-    place = read_place({"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, "RDZV_ID": "job-7"})
+    place = read_place(
+        {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, "RDZV_ID": "job-7"}
+    )
     assert place == Place(nodes=2, node_rank=1, endpoint=expected, run_id="job-7")
 
 
@@ -92,11 +107,23 @@ def test_where_nodes_meet(endpoint: str, expected: str) -> None:
         ({"RDZV_ENDPOINT": "host:1"}, "RDZV_ENDPOINT=host:1 is set but NNODES is not"),
         ({"NODE_RANK": "1"}, "NODE_RANK=1 is set but NNODES is not"),
         ({"NODE_RANK": "1", "NNODES": "1"}, "the only node has NODE_RANK=0"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "RDZV_ENDPOINT is not set; set it to host:port of the first node"),
-        ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, "NODE_RANK is not set; set it to this node's number, 0 to 1"),
+        (
+            {"NNODES": "2", "NODE_RANK": "0"},
+            "RDZV_ENDPOINT is not set; set it to host:port of the first node",
+        ),
+        (
+            {"NNODES": "2", "RDZV_ENDPOINT": "h"},
+            "NODE_RANK is not set; set it to this node's number, 0 to 1",
+        ),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, "nodes are numbered 0 to 1"),
-        ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "h:0"}, "RDZV_ENDPOINT=h:0 is not host:port"),
-        ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": ":9"}, "RDZV_ENDPOINT=:9 is not host:port"),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "h:0"},
+            "RDZV_ENDPOINT=h:0 is not host:port",
+        ),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": ":9"},
+            "RDZV_ENDPOINT=:9 is not host:port",
+        ),
         ({"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "fe80::1"}, "put it in brackets"),
     ],
 )
@@ -108,7 +135,9 @@ def test_an_environment_that_does_not_fit(environment: dict[str, str], said: str
 
 def test_nodes_that_number_themselves_need_no_rank() -> None:
     place = read_place({"NNODES": "2", "RDZV_ENDPOINT": "h", "RDZV_BACKEND": "c10d"})
-    assert not any(word.startswith("--node-rank") for word in torchrun_arguments(place, 1, 60, "module", []))
+    assert not any(
+        word.startswith("--node-rank") for word in torchrun_arguments(place, 1, 60, "module", [])
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,9 +158,13 @@ def test_visible_gpus(installed: int, selection: str | None, expected: int) -> N
     assert visible_gpus(installed, selection) == expected
 
 
-def test_gpus_are_counted_as_the_driver_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_as_the_driver_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf 'GPU 0: A (UUID: GPU-1)\\n  MIG 1g: (UUID: MIG-1)\\nGPU 1: A (UUID: GPU-2)\\n'\n")
+    tool.write_text(
+        "#!/bin/sh\nprintf 'GPU 0: A (UUID: GPU-1)\\n  MIG 1g: (UUID: MIG-1)\\nGPU 1: A (UUID: GPU-2)\\n'\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert installed_gpus() == 2
@@ -154,7 +187,11 @@ def test_settings_for_processes() -> None:
             3,
             "error: rank 1 failed with exit code 3; the message of the first to fail is above",
         ),
-        ({2: 1, 0: 7}, 1, "error: rank 0 failed with exit code 7, rank 2 failed with exit code 1; the message"),
+        (
+            {2: 1, 0: 7},
+            1,
+            "error: rank 0 failed with exit code 7, rank 2 failed with exit code 1; the message",
+        ),
         ({0: -signal.SIGSEGV}, 139, "error: rank 0 was ended by SIGSEGV"),
         ({0: -signal.SIGTERM}, 143, "error: rank 0 was ended by SIGTERM"),
     ],

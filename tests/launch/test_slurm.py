@@ -46,8 +46,16 @@ def job(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def submit(job: dict[str, str], folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["bash", folder / "slurm_script", *arguments], env=job, capture_output=True, text=True, timeout=30)
+def submit(
+    job: dict[str, str], folder: Path, *arguments: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["bash", folder / "slurm_script", *arguments],
+        env=job,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
 
 
 def test_one_launcher_on_each_node(job: dict[str, str], tmp_path: Path) -> None:
@@ -62,7 +70,9 @@ def test_one_launcher_on_each_node(job: dict[str, str], tmp_path: Path) -> None:
     assert "srun option --ntasks-per-node=1" in run.stdout
 
 
-def test_a_mistake_in_the_config_ends_the_job_before_it_starts(job: dict[str, str], tmp_path: Path) -> None:
+def test_a_mistake_in_the_config_ends_the_job_before_it_starts(
+    job: dict[str, str], tmp_path: Path
+) -> None:
     run = submit(job, tmp_path, "--config", "wrong")
     assert run.returncode == 2
     assert "srun" not in run.stdout
@@ -72,4 +82,6 @@ def test_submitted_from_elsewhere(job: dict[str, str], tmp_path: Path) -> None:
     job["SLURM_SUBMIT_DIR"] = str(tmp_path)
     run = submit(job, tmp_path)
     assert run.returncode == 1
-    assert run.stderr.startswith(f"error: {tmp_path} has no run_train.sh; submit from the repository's folder")
+    assert run.stderr.startswith(
+        f"error: {tmp_path} has no run_train.sh; submit from the repository's folder"
+    )

@@ -116,12 +116,16 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 def test_initial_loss_is_that_of_a_uniform_guess() -> None:
     decoder = build(Model(), vocabulary=256, length=64)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
-    loss = torch.nn.functional.cross_entropy(decoder(tokens).flatten(0, 1), tokens.roll(1).flatten())
+    loss = torch.nn.functional.cross_entropy(
+        decoder(tokens).flatten(0, 1), tokens.roll(1).flatten()
+    )
     assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), rel=0.02)
 
 
 def test_flops_of_a_token() -> None:
-    config = Model(layers=2, width=8, heads=2, head_dim=4, feed_forward=32, qk_norm=False, positions="learned")
+    config = Model(
+        layers=2, width=8, heads=2, head_dim=4, feed_forward=32, qk_norm=False, positions="learned"
+    )
     decoder = Decoder(config, vocab_size=10, sequence_length=16)
     weights = 10 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 32) + 5 * 8
     assert decoder.flops_per_token(16) == 6 * weights + 12 * 2 * 2 * 4 * 16

@@ -11,7 +11,13 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.components.gradients import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.config.diloco_schema import Link
-from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Distributed, Model, Parallel
+from torchtitan_diloco.config.schema import (
+    ActivationCheckpoint,
+    Compile,
+    Distributed,
+    Model,
+    Parallel,
+)
 from torchtitan_diloco.distributed.world import FSDP, join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.models.chinchilla.parallelize import materialize, parallelize
@@ -51,11 +57,15 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def weights_and_gradients(workers: int, **options: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def weights_and_gradients(
+    workers: int, **options: object
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Initial weights and the gradient of the mean loss over one global batch, split over the ranks."""
     decoder, world = build(workers, **options)  # type: ignore[arg-type]
     weights = {name: full(parameter) for name, parameter in decoder.named_parameters()}
@@ -70,15 +80,21 @@ def weights_and_gradients(workers: int, **options: object) -> tuple[dict[str, to
 
 def close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
     assert left.keys() == right.keys()
-    torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)  # names the key that differs
+    torch.testing.assert_close(
+        left, right, rtol=tolerance, atol=tolerance
+    )  # names the key that differs
 
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 1), (3, 1), (2, 2), (4, 2)])
-def test_sharded_decoder_is_the_single_device_one(processes: ProcessPool, size: int, workers: int) -> None:
+def test_sharded_decoder_is_the_single_device_one(
+    processes: ProcessPool, size: int, workers: int
+) -> None:
     weights, gradients = weights_and_gradients(1)
     for sharded_weights, sharded_gradients in processes.run(weights_and_gradients, size, workers):
         for name, value in weights.items():
-            assert torch.equal(value, sharded_weights[name]), f"{name} starts from other values on {size} processes"
+            assert torch.equal(value, sharded_weights[name]), (
+                f"{name} starts from other values on {size} processes"
+            )
         close(gradients, sharded_gradients, 1e-5)
 
 
@@ -89,7 +105,9 @@ def test_resharding_policy_changes_nothing(processes: ProcessPool, reshard: str)
         close(gradients, sharded, 1e-5)
 
 
-def _gradients_with_reshard(reshard: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _gradients_with_reshard(
+    reshard: str,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return weights_and_gradients(1, reshard=reshard)
 
 
@@ -124,20 +142,28 @@ def test_checkpointing_recomputes_the_chosen_blocks() -> None:
 def _bf16_gradients() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
     decoder, _ = build(dtype=torch.bfloat16)
     dtypes: list[str] = []
-    decoder.blocks[0].register_forward_pre_hook(lambda _, inputs: dtypes.append(str(inputs[0].dtype)))
+    decoder.blocks[0].register_forward_pre_hook(
+        lambda _, inputs: dtypes.append(str(inputs[0].dtype))
+    )
     inputs, targets = batch()
     sums = decoder(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=64))
     assert sums.objective.dtype == torch.float32
     (sums.objective / targets.numel()).backward()
     gradients = {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}  # type: ignore[arg-type]
-    return {name: full(parameter) for name, parameter in decoder.named_parameters()}, gradients, dtypes[0]
+    return (
+        {name: full(parameter) for name, parameter in decoder.named_parameters()},
+        gradients,
+        dtypes[0],
+    )
 
 
 def test_bf16_compute_keeps_fp32_parameters_and_gradients(processes: ProcessPool) -> None:
     _, exact = weights_and_gradients_without_z_loss()
     for weights, gradients, hidden_dtype in processes.run(_bf16_gradients, 2):
         assert hidden_dtype == "torch.bfloat16"
-        assert {value.dtype for value in [*weights.values(), *gradients.values()]} == {torch.float32}
+        assert {value.dtype for value in [*weights.values(), *gradients.values()]} == {
+            torch.float32
+        }
         for name, value in exact.items():  # near, but not the fp32 result
             assert (value - gradients[name]).norm() < 0.1 * value.norm(), name
         assert not torch.equal(gradients["embedding.weight"], exact["embedding.weight"])
@@ -146,7 +172,10 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(processes: ProcessPool
 def weights_and_gradients_without_z_loss() -> tuple[None, dict[str, torch.Tensor]]:
     decoder, _ = build()
     inputs, targets = batch()
-    (decoder(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=64)).objective / targets.numel()).backward()
+    (
+        decoder(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=64)).objective
+        / targets.numel()
+    ).backward()
     return None, {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}  # type: ignore[arg-type]
 
 
@@ -165,7 +194,10 @@ def _clipped(workers: int, max_norm: float) -> tuple[float, dict[str, torch.Tens
 def test_clipping_sees_the_whole_gradient(processes: ProcessPool, size: int, workers: int) -> None:
     decoder, _ = build()
     inputs, targets = batch()
-    (decoder(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=64)).objective / targets.numel()).backward()
+    (
+        decoder(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=64)).objective
+        / targets.numel()
+    ).backward()
     expected = torch.nn.utils.clip_grad_norm_(decoder.parameters(), 0.25).item()
     assert expected > 0.25
     clipped = {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}  # type: ignore[arg-type]
@@ -174,7 +206,9 @@ def test_clipping_sees_the_whole_gradient(processes: ProcessPool, size: int, wor
         close(clipped, gradients, 1e-5)
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
 @pytest.mark.timeout(240)
 def test_compiled_decoder_gives_the_same_gradients_from_one_compilation() -> None:
     torch.compiler.reset()

@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from torchtitan_diloco.pictures.axis import Axis, log_ticks, short, spanned, ticks
 
 VALUES = st.floats(-1e9, 1e9)
-SPANS = st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e9)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-LOG_SPANS = st.tuples(st.floats(-9, 12), st.floats(0.01, 12)).map(lambda pair: (10 ** pair[0], 10 ** (pair[0] + pair[1])))
+SPANS = st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e9)).map(
+    lambda pair: (pair[0], pair[0] + pair[1])
+)
+LOG_SPANS = st.tuples(st.floats(-9, 12), st.floats(0.01, 12)).map(
+    lambda pair: (10 ** pair[0], 10 ** (pair[0] + pair[1]))
+)
 COUNTS = st.integers(3, 10)
 
 
@@ -78,7 +82,9 @@ def test_a_stretch_is_never_empty_and_holds_what_is_finite(values: list[float], 
     assert not log or low > 0
     for value in values:
         if math.isfinite(value) and (value > 0 or not log):
-            assert low * (1 - 1e-9) - 1e-9 <= value <= high * (1 + 1e-9) + 1e-9 or value == pytest.approx(low)
+            assert low * (1 - 1e-9) - 1e-9 <= value <= high * (
+                1 + 1e-9
+            ) + 1e-9 or value == pytest.approx(low)
 
 
 @given(LOG_SPANS, st.booleans())

@@ -21,14 +21,19 @@ from torchtitan_diloco.pictures.svg import stylesheet, to_svg
 from torchtitan_diloco.pictures.timeline_chart import timeline_chart
 
 CHART = line_chart(
-    [Series("a <b> & c", [(1.0, 2.0), (2.0, 4.0), (3.0, 1.0)], dash=True), Series("d", [(1.0, 3.0)])],
+    [
+        Series("a <b> & c", [(1.0, 2.0), (2.0, 4.0), (3.0, 1.0)], dash=True),
+        Series("d", [(1.0, 3.0)]),
+    ],
     title="title",
     x_label="x",
     y_label="y",
 )
 SCENES = {
     "lines": CHART,
-    "bars": stacked_bars([Bar("one", [Part("p", 3, "series-1"), Part("q", 1, "series-2")])], title="bars"),
+    "bars": stacked_bars(
+        [Bar("one", [Part("p", 3, "series-1"), Part("q", 1, "series-2")])], title="bars"
+    ),
     "timeline": timeline_chart(round_records(100, workers=3)),
     "empty timeline": timeline_chart([]),
     "empty bars": stacked_bars([], title="bars"),
@@ -76,7 +81,12 @@ def test_a_png_holds_the_pixels(tmp_path: Path) -> None:
 
 
 def test_a_box_has_the_colour_of_its_role_and_dashes_have_gaps() -> None:
-    scene = Scene(100, 20, "", (Box(0, 10, 100, 10, "series-2"), Line(((0, 5), (100, 5)), "text", 2, dash=True)))
+    scene = Scene(
+        100,
+        20,
+        "",
+        (Box(0, 10, 100, 10, "series-2"), Line(((0, 5), (100, 5)), "text", 2, dash=True)),
+    )
     pixels = to_pixels(scene, scale=1)
     assert "#{:02x}{:02x}{:02x}".format(*pixels[15, 50]) == ROLES["series-2"].light
     drawn = (pixels[4:6] < 128).all(axis=(0, 2))
@@ -102,7 +112,11 @@ def test_colours_stand_out_from_the_ground(ground: int) -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=5))
 def test_a_bar_is_cut_in_the_ratio_of_its_parts(values: list[float]) -> None:
     parts = [Part(f"part {number}", value, "series-1") for number, value in enumerate(values)]
-    boxes = [shape for shape in stacked_bars([Bar("bar", parts)], title="").shapes if isinstance(shape, Box) and shape.tooltip]
+    boxes = [
+        shape
+        for shape in stacked_bars([Bar("bar", parts)], title="").shapes
+        if isinstance(shape, Box) and shape.tooltip
+    ]
     total = sum(values)
     expected = [value / total for value in values if value > 0]
     whole = sum(box.width for box in boxes)
@@ -116,4 +130,6 @@ def test_a_timeline_shows_the_last_rounds_of_the_first_workers() -> None:
     fragments = {f"fragment {record['fragment']} " for record in rounds[-2:]}
     assert all(fragment in tooltips for fragment in fragments)
     assert set(re.findall(r"worker (\d)", tooltips)) == {"0", "1", "2"}
-    assert "and 2 more workers, not drawn" in [shape.text for shape in scene.shapes if isinstance(shape, Text)]
+    assert "and 2 more workers, not drawn" in [
+        shape.text for shape in scene.shapes if isinstance(shape, Text)
+    ]

@@ -13,7 +13,9 @@ COORDINATES = st.floats(0, 400, allow_subnormal=False)
 POINTS = st.lists(st.tuples(COORDINATES, COORDINATES), max_size=300).map(
     lambda points: sorted(points, key=lambda point: point[0])
 )
-ANY_NUMBER = st.one_of(st.floats(-1e30, 1e30), st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf]))
+ANY_NUMBER = st.one_of(
+    st.floats(-1e30, 1e30), st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf])
+)
 CURVES = st.lists(st.tuples(st.floats(-1e12, 1e12), ANY_NUMBER), max_size=40).map(sorted)
 
 
@@ -32,7 +34,9 @@ def bounds(scene: Scene) -> list[tuple[float, float]]:
 
 
 @given(POINTS)
-def test_thinning_keeps_the_ends_and_the_extremes_of_every_column(points: list[tuple[float, float]]) -> None:
+def test_thinning_keeps_the_ends_and_the_extremes_of_every_column(
+    points: list[tuple[float, float]],
+) -> None:
     kept = thinned(points)
     rest = iter(points)
     assert all(point in rest for point in kept), "a selection in the same order"
@@ -53,11 +57,17 @@ def test_thousands_of_points_become_a_few_for_each_pixel() -> None:
 
 
 def curves_of(scene: Scene) -> list[Line]:
-    return [shape for shape in scene.shapes if isinstance(shape, Line) and shape.role.startswith("series")]
+    return [
+        shape
+        for shape in scene.shapes
+        if isinstance(shape, Line) and shape.role.startswith("series")
+    ]
 
 
 @given(POINTS, COORDINATES, COORDINATES)
-def test_stretches_lie_between_their_limits(points: list[tuple[float, float]], one: float, other: float) -> None:
+def test_stretches_lie_between_their_limits(
+    points: list[tuple[float, float]], one: float, other: float
+) -> None:
     low, high = sorted((one, other))
     for stretch in stretches(points, low, high):
         assert all(low <= y <= high for _, y in stretch)
@@ -73,9 +83,13 @@ def test_with_room_for_all_there_is_one_stretch(points: list[tuple[float, float]
 def test_nothing_lies_outside_the_picture(
     curves: list[list[tuple[float, float]]], x_log: bool, y_log: bool, limited: bool
 ) -> None:
-    series = [Series(f"curve {number}", points, markers=True) for number, points in enumerate(curves)]
+    series = [
+        Series(f"curve {number}", points, markers=True) for number, points in enumerate(curves)
+    ]
     limits = (1.0, 2.0) if limited else None
-    scene = line_chart(series, title="t", x_label="x", y_label="y", x_log=x_log, y_log=y_log, y_range=limits)
+    scene = line_chart(
+        series, title="t", x_label="x", y_label="y", x_log=x_log, y_log=y_log, y_range=limits
+    )
     for x, y in bounds(scene):
         assert -1 <= x <= scene.width + 1
         assert -1 <= y <= scene.height + 1
@@ -102,13 +116,17 @@ def test_no_data_is_said(series: list[Series]) -> None:
 def test_the_values_are_told_under_the_pointer() -> None:
     series = [Series("one", [(0.0, 1.0), (10.0, 2.5)]), Series("other", [(10.0, 7.0)])]
     scene = line_chart(series, title="", x_label="steps", y_label="")
-    tooltips = [shape.tooltip for shape in scene.shapes if isinstance(shape, Box) and shape.role == HOVER]
+    tooltips = [
+        shape.tooltip for shape in scene.shapes if isinstance(shape, Box) and shape.role == HOVER
+    ]
     assert tooltips == ["0 steps\none: 1", "10 steps\none: 2.5\nother: 7"]
 
 
 @given(st.lists(st.text(min_size=1, max_size=80), max_size=12), st.floats(150, 900))
 def test_a_legend_has_room_for_every_entry(names: list[str], width: float) -> None:
-    shapes, height = legend([LegendEntry(name, "series-1") for name in names], x=2, y=20, width=width)
+    shapes, height = legend(
+        [LegendEntry(name, "series-1") for name in names], x=2, y=20, width=width
+    )
     texts = [shape for shape in shapes if isinstance(shape, Text)]
     assert len(texts) == len(names)
     assert all(20 < text.y < 20 + height and text.x < width for text in texts)

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from torchtitan_diloco.pictures.phases import EXCHANGE_PHASES, LANES, TRAINING_PHASES, Phase, phases
 from torchtitan_diloco.pictures.trace_events import chrome_trace_events
 
-NAMES = ("due", "taken", "begun", "encoded", "heard", "received", "ready", "asked", "arrived", "applied")
+NAMES = (
+    "due",
+    "taken",
+    "begun",
+    "encoded",
+    "heard",
+    "received",
+    "ready",
+    "asked",
+    "arrived",
+    "applied",
+)
 BEFORE_HEARD, AFTER_HEARD = NAMES.index("heard"), NAMES.index("heard") + 1
 SECONDS = st.floats(0.001, 5.0)
 
@@ -44,7 +55,10 @@ def sequential_rounds(draw: st.DrawFn) -> list[dict[str, Any]]:
                 "fragment_name": f"layer {number % 3}",
                 "outer_round": number,
                 "workers": [
-                    {f"{name}_at_seconds": moment + clock for name, moment in zip(NAMES, times, strict=True)}
+                    {
+                        f"{name}_at_seconds": moment + clock
+                        for name, moment in zip(NAMES, times, strict=True)
+                    }
                     | {"sent_bytes": 7}
                     for times, clock in zip(moments, clocks, strict=True)
                 ],
@@ -61,12 +75,17 @@ def lanes(found: Sequence[Phase]) -> dict[tuple[int, str], list[Phase]]:
 
 
 @given(sequential_rounds())
-def test_alignment_keeps_durations_and_joins_the_heard_moments(rounds: list[dict[str, Any]]) -> None:
+def test_alignment_keeps_durations_and_joins_the_heard_moments(
+    rounds: list[dict[str, Any]],
+) -> None:
     found = {(phase.worker, phase.outer_round, phase.name): phase for phase in phases(rounds)}
     for record in rounds:
         heard = []
         for worker, moments in enumerate(record["workers"]):
-            own = {name: found[worker, record["outer_round"], name] for name, *_ in (*TRAINING_PHASES, *EXCHANGE_PHASES)}
+            own = {
+                name: found[worker, record["outer_round"], name]
+                for name, *_ in (*TRAINING_PHASES, *EXCHANGE_PHASES)
+            }
             for name, start, end in TRAINING_PHASES:
                 assert own[name].seconds == pytest.approx(moments[end] - moments[start], abs=1e-7)
             begin = moments["begun_at_seconds"]
@@ -74,11 +93,15 @@ def test_alignment_keeps_durations_and_joins_the_heard_moments(rounds: list[dict
                 assert own[name].seconds == pytest.approx(moments[end] - begin, abs=1e-7)
                 begin = moments[end]
             heard.append(own["waiting for others"].end_seconds)
-        assert heard == pytest.approx([record["workers"][0]["heard_at_seconds"]] * len(heard), abs=1e-7)
+        assert heard == pytest.approx(
+            [record["workers"][0]["heard_at_seconds"]] * len(heard), abs=1e-7
+        )
 
 
 @given(sequential_rounds(), st.lists(st.floats(-0.5, 0.5), min_size=20, max_size=20))
-def test_phases_of_a_thread_never_overlap(rounds: list[dict[str, Any]], latencies: list[float]) -> None:
+def test_phases_of_a_thread_never_overlap(
+    rounds: list[dict[str, Any]], latencies: list[float]
+) -> None:
     """Also where headers took their time."""
     for number, record in enumerate(rounds):
         for worker, moments in enumerate(record["workers"]):
@@ -89,13 +112,22 @@ def test_phases_of_a_thread_never_overlap(rounds: list[dict[str, Any]], latencie
 
 
 @given(sequential_rounds(), st.floats(-1e4, 1e4))
-def test_the_clock_of_another_worker_does_not_matter(rounds: list[dict[str, Any]], by: float) -> None:
+def test_the_clock_of_another_worker_does_not_matter(
+    rounds: list[dict[str, Any]], by: float
+) -> None:
     moved = deepcopy(rounds)
     for record in moved:
         for moments in record["workers"][1:]:
-            moments.update({key: value + by for key, value in moments.items() if key.endswith("_at_seconds")})
+            moments.update(
+                {key: value + by for key, value in moments.items() if key.endswith("_at_seconds")}
+            )
     for one, other in zip(phases(rounds), phases(moved), strict=True):
-        assert (one.worker, one.lane, one.name, one.outer_round) == (other.worker, other.lane, other.name, other.outer_round)
+        assert (one.worker, one.lane, one.name, one.outer_round) == (
+            other.worker,
+            other.lane,
+            other.name,
+            other.outer_round,
+        )
         assert one.start_seconds == pytest.approx(other.start_seconds, abs=1e-6)
 
 
@@ -111,7 +143,9 @@ def test_a_run_taken_up_again_goes_on_after_what_was_there(rounds: list[dict[str
 
 
 @given(sequential_rounds(), st.sets(st.sampled_from(NAMES)))
-def test_moments_that_are_not_known_are_no_phases(rounds: list[dict[str, Any]], unknown: set[str]) -> None:
+def test_moments_that_are_not_known_are_no_phases(
+    rounds: list[dict[str, Any]], unknown: set[str]
+) -> None:
     for record in rounds:
         for moments in record["workers"]:
             moments.update({f"{name}_at_seconds": None for name in unknown})

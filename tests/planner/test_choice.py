@@ -6,7 +6,13 @@ import pytest
 from torch import nn
 
 from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
-from torchtitan_diloco.config.diloco_schema import DiLoCo, Fragments, OuterOptimizer, Overlap, Quantization
+from torchtitan_diloco.config.diloco_schema import (
+    DiLoCo,
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+)
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -22,23 +28,46 @@ PRESENT = load_config("35m").diloco
 
 def workload(*, workers: int = 2, ranks: int = 1, preset: str = "35m") -> Workload:
     config = load_config(preset)
-    return Workload(config.model, 32_000, 2048, tokens_per_step=65_536, total_steps=20_000, workers=workers, ranks=ranks)
+    return Workload(
+        config.model,
+        32_000,
+        2048,
+        tokens_per_step=65_536,
+        total_steps=20_000,
+        workers=workers,
+        ranks=ranks,
+    )
 
 
-def scenario(bits_per_second: float, latency: float = 0.03, step: float = 0.2, workers: int = 2) -> Scenario:
-    return Scenario(workload(workers=workers), Conditions(even_links(workers, bits_per_second, latency), (step,) * workers))
+def scenario(
+    bits_per_second: float, latency: float = 0.03, step: float = 0.2, workers: int = 2
+) -> Scenario:
+    return Scenario(
+        workload(workers=workers),
+        Conditions(even_links(workers, bits_per_second, latency), (step,) * workers),
+    )
 
 
 def test_what_a_run_has_met_goes_before_the_table() -> None:
-    met = Conditions(even_links(2, 1e9), (0.2, 0.2), coding_bytes_per_second=1e8, outer_bytes_per_second=5e8, codec="int8")
+    met = Conditions(
+        even_links(2, 1e9),
+        (0.2, 0.2),
+        coding_bytes_per_second=1e8,
+        outer_bytes_per_second=5e8,
+        codec="int8",
+    )
     for on_cpu in (True, False):
         one = Scenario(workload(), met, on_cpu=on_cpu)
         same = one.conditions_for(replace(PRESENT, quantization=Quantization(codec="int8")))
         other = one.conditions_for(replace(PRESENT, quantization=Quantization(codec="fp4_e3m0")))
-        assert (same.coding_bytes_per_second, same.outer_bytes_per_second) == pytest.approx((1e8, 5e8))
+        assert (same.coding_bytes_per_second, same.outer_bytes_per_second) == pytest.approx(
+            (1e8, 5e8)
+        )
         expected = 1e8 * (HOST_CODING["fp4_e3m0"] / HOST_CODING["int8"] if on_cpu else 1.0)
         assert other.coding_bytes_per_second == pytest.approx(expected)
-    given = Scenario(workload(), met, on_cpu=True, coding_bytes_per_second=3e9).conditions_for(PRESENT)
+    given = Scenario(workload(), met, on_cpu=True, coding_bytes_per_second=3e9).conditions_for(
+        PRESENT
+    )
     assert given.coding_bytes_per_second == pytest.approx(3e9)
 
 
@@ -65,7 +94,9 @@ def test_candidates_are_settings_that_a_run_would_take(workers: int) -> None:
 
 def test_settings_made_by_hand_are_left_as_they_are() -> None:
     by_hand = Fragments(pattern="explicit", modules=(("blocks.0",), ("blocks.1",)))
-    assert {one.fragments for one in candidates(replace(PRESENT, fragments=by_hand), 5000)} == {by_hand}
+    assert {one.fragments for one in candidates(replace(PRESENT, fragments=by_hand), 5000)} == {
+        by_hand
+    }
 
 
 def test_the_present_settings_stay_where_the_links_are_fast() -> None:
@@ -77,8 +108,12 @@ def test_the_present_settings_stay_where_the_links_are_fast() -> None:
 
 @pytest.mark.parametrize("bits_per_second", [1e7, 3e7, 1e8, 1e9])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_what_is_chosen_reaches_what_is_wanted_with_the_least_risk(bits_per_second: float, workers: int) -> None:
-    plan = choose(scenario(bits_per_second, workers=workers), replace(PRESENT, workers=workers), 0.9)
+def test_what_is_chosen_reaches_what_is_wanted_with_the_least_risk(
+    bits_per_second: float, workers: int
+) -> None:
+    plan = choose(
+        scenario(bits_per_second, workers=workers), replace(PRESENT, workers=workers), 0.9
+    )
     assert plan.reached
     assert plan.best.prediction.utilisation >= 0.9
     assert plan.best.needed_bits_per_second is not None
@@ -108,7 +143,9 @@ def test_the_slowest_worker_of_many_decides() -> None:
     one_slow = Links((1e8, 1e8, 1e7), (1e8,) * 3, 0.03)
     uneven = replace(even, conditions=replace(even.conditions, links=one_slow))
     all_slow = scenario(1e7, workers=3)
-    reached = [one.predict(replace(PRESENT, workers=3)).utilisation for one in (all_slow, uneven, even)]
+    reached = [
+        one.predict(replace(PRESENT, workers=3)).utilisation for one in (all_slow, uneven, even)
+    ]
     assert reached[0] == pytest.approx(reached[1], rel=0.01), "but for slices of unequal size"
     assert reached[1] < reached[2]
 
@@ -130,9 +167,13 @@ def test_risks_are_those_that_are_documented() -> None:
     assert percent(replace(plain, sync_every=1)) == 0
     assert percent(replace(plain, overlap=Overlap(delay=5))) - percent(plain) < 0.1
     assert percent(replace(plain, overlap=Overlap(delay=10))) - percent(plain) <= 0.2 + 1e-9
-    assert percent(replace(plain, quantization=Quantization(codec="fp4_e3m0"))) - percent(plain) == pytest.approx(0.3)
+    assert percent(replace(plain, quantization=Quantization(codec="fp4_e3m0"))) - percent(
+        plain
+    ) == pytest.approx(0.3)
     assert percent(plain, steps=30 * 100) == percent(plain)
-    assert percent(plain, steps=30 * 50) == pytest.approx(percent(plain) + 1), "half as many rounds as are enough"
+    assert percent(plain, steps=30 * 50) == pytest.approx(percent(plain) + 1), (
+        "half as many rounds as are enough"
+    )
     assert risk_of(plain, 10**6, tuned_sync_every=60).percent == pytest.approx(0.6 + 0.2)
     assert risk_of(replace(plain, method="none"), 10, 30).percent == 0
 
@@ -147,7 +188,9 @@ def test_every_format_has_a_risk_and_a_rate() -> None:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_memory_is_that_of_the_real_outer_state(name: str, feedback: bool) -> None:
     outer = OuterOptimizer(name=name)  # type: ignore[arg-type]
-    diloco = DiLoCo(outer_optimizer=outer, quantization=Quantization(codec="int8", error_feedback=feedback))
+    diloco = DiLoCo(
+        outer_optimizer=outer, quantization=Quantization(codec="int8", error_feedback=feedback)
+    )
     model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 30))
     whole = replace(diloco, fragments=Fragments(layers_per_fragment=0), quantization=Quantization())
     (fragment,) = StreamingDiLoCo(model, None, whole).fragments
@@ -165,5 +208,10 @@ def test_memory_on_the_host_leaves_what_is_in_flight_on_the_device() -> None:
     assert device.host_bytes == 0
     assert host.device_bytes == pytest.approx(inner + 4 * max(sizes) / 2)
     assert device.device_bytes - inner >= 12 * one.parameters / 2
-    assert device.device_bytes - inner <= host.host_bytes <= 2 * (device.device_bytes - inner), "in powers of two"
-    assert memory_of(one, replace(PRESENT, method="none"), on_host=True, in_flight=1).device_bytes == inner
+    assert device.device_bytes - inner <= host.host_bytes <= 2 * (device.device_bytes - inner), (
+        "in powers of two"
+    )
+    assert (
+        memory_of(one, replace(PRESENT, method="none"), on_host=True, in_flight=1).device_bytes
+        == inner
+    )

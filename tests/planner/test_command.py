@@ -22,18 +22,31 @@ def plan(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_every_preset_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", name, "--bandwidth", "1Gbit", "--latency", "30ms", "--step-time", "0.5"]) == 0
+    assert (
+        main(["--config", name, "--bandwidth", "1Gbit", "--latency", "30ms", "--step-time", "0.5"])
+        == 0
+    )
     text = capsys.readouterr().out
     assert f"{name}: " in text
     assert "extended model" in text, "and not the paper's"
-    for row in ("utilisation", "sent by a worker", "peak", "memory of the device", "memory of the host", "hours", "risk"):
+    for row in (
+        "utilisation",
+        "sent by a worker",
+        "peak",
+        "memory of the device",
+        "memory of the host",
+        "hours",
+        "risk",
+    ):
         assert row in text
     assert "\n- present: " in text
 
 
 def test_the_papers_table_needs_no_config_and_no_torch() -> None:
     code = "import sys; from torchtitan_diloco.plan import main; main(['--table']); sys.exit('torch' in sys.modules)"
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert outcome.returncode == 0, outcome.stderr
     assert paper_table() in outcome.stdout
     assert "Paper's model" in outcome.stdout
@@ -52,16 +65,43 @@ def test_the_papers_table_of_any_model(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_step_time_from_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "1b", *LINK, "--mfu", "40%", "--device", "h100", "--parallel.fsdp", "8"]) == 0
+    assert (
+        main(["--config", "1b", *LINK, "--mfu", "40%", "--device", "h100", "--parallel.fsdp", "8"])
+        == 0
+    )
     by_name = capsys.readouterr().out
-    assert main(["--config", "1b", *LINK, "--mfu", "0.4", "--peak-tflops", "989", "--parallel.fsdp", "8"]) == 0
+    assert (
+        main(
+            [
+                "--config",
+                "1b",
+                *LINK,
+                "--mfu",
+                "0.4",
+                "--peak-tflops",
+                "989",
+                "--parallel.fsdp",
+                "8",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == by_name
     assert "8 x 989 TFLOP/s x 40 %" in by_name
 
 
 def test_a_plan_becomes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "slow.toml"
-    words = ["--config", "1b.toml", "--bandwidth", "300Mbit", "--step-time", "0.5", "--diloco.workers", "4"]
+    words = [
+        "--config",
+        "1b.toml",
+        "--bandwidth",
+        "300Mbit",
+        "--step-time",
+        "0.5",
+        "--diloco.workers",
+        "4",
+    ]
     assert main([*words, "--write", str(written)]) == 0
     text = written.read_text()
     assert 'extends = "1b.toml"' in text
@@ -82,13 +122,17 @@ def test_a_config_of_ones_own_is_extended_from_anywhere(tmp_path: Path) -> None:
     own, variant = tmp_path / "own/1b.toml", tmp_path / "variants/1b.toml"
     for path in (own, variant):
         path.parent.mkdir()
-    own.write_text('extends = "1b.toml"\n[training]\nbatch_size = 2\n'.replace('"1b.toml"', '"35m.toml"'))
+    own.write_text(
+        'extends = "1b.toml"\n[training]\nbatch_size = 2\n'.replace('"1b.toml"', '"35m.toml"')
+    )
     assert main(["--config", str(own), *KNOWN, "--write", str(variant)]) == 0
     assert 'extends = "../own/1b.toml"' in variant.read_text()
     assert load_config(str(variant)).training.batch_size == 2
 
 
-def test_a_variant_with_the_name_of_a_preset_extends_the_preset_and_not_itself(tmp_path: Path) -> None:
+def test_a_variant_with_the_name_of_a_preset_extends_the_preset_and_not_itself(
+    tmp_path: Path,
+) -> None:
     variant = tmp_path / "35m.toml"
     assert main(plan("--write", str(variant))) == 0
     assert load_config(str(variant)).model.flavor == "35m"
@@ -103,17 +147,32 @@ def test_curves_are_drawn(tmp_path: Path, ending: str) -> None:
 
 
 MISTAKES = [
-    (["--config", "1b", *LINK], r"step time is not known: give --step-time .* or --mfu with --device or --peak-tflops"),
+    (
+        ["--config", "1b", *LINK],
+        r"step time is not known: give --step-time .* or --mfu with --device or --peak-tflops",
+    ),
     (["--config", "1b", *LINK, "--device", "H100"], r"what the hardware could do.*--mfu"),
-    (["--config", "1b", *LINK, "--mfu", "40%"], r"share of an unknown peak: give one of --device \(.*H100"),
-    (["--config", "1b", *LINK, "--mfu", "40%", "--device", "abacus"], r'--device "abacus" is not known: take one of .*H100'),
+    (
+        ["--config", "1b", *LINK, "--mfu", "40%"],
+        r"share of an unknown peak: give one of --device \(.*H100",
+    ),
+    (
+        ["--config", "1b", *LINK, "--mfu", "40%", "--device", "abacus"],
+        r'--device "abacus" is not known: take one of .*H100',
+    ),
     (["--config", "1b", *LINK, "--mfu", "400%", "--device", "H100"], r"--mfu .* cannot be"),
     (["--config", "1b", *KNOWN, "--mfu", "40%"], r"give one of them"),
     (["--config", "1b", "--step-time", "0.5"], r"give --bandwidth, such as 2Gbit"),
-    (["--config", "1b", "--step-time", "0.5", "--bandwidth", "2Gfoo"], r'the unit "Gfoo" is no bandwidth; .*2Gbit'),
+    (
+        ["--config", "1b", "--step-time", "0.5", "--bandwidth", "2Gfoo"],
+        r'the unit "Gfoo" is no bandwidth; .*2Gbit',
+    ),
     (["--config", "1b", "--step-time", "0.5", "--bandwidth", "2"], r"needs a unit"),
     (["--config", "1b", "--step-time", "0.5", "--bandwidth", "0Gbit"], r"check number and unit"),
-    (["--config", "1b", "--step-time", "0.5", "--bandwidth", "1Gbit,2Gbit,3Gbit"], r"lists 3 values, and there are 2 workers"),
+    (
+        ["--config", "1b", "--step-time", "0.5", "--bandwidth", "1Gbit,2Gbit,3Gbit"],
+        r"lists 3 values, and there are 2 workers",
+    ),
     (["--config", "1b", "--step-time", "0", "--bandwidth", "1Gbit"], r"step time of 0 s cannot be"),
     (["--config", "1b", "--step-time", "soon", "--bandwidth", "1Gbit"], r'--step-time "soon"'),
     (plan("--latency", "30"), r"--latency .* needs a unit"),
@@ -133,7 +192,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[told for _, told in MISTAKES])
-def test_mistakes_are_told_with_the_remedy(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_with_the_remedy(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     import re
 
     assert main(words) == 2
@@ -151,13 +212,19 @@ def test_the_page_shows_the_table_that_is_printed() -> None:
 def test_the_pages_program_runs_as_written() -> None:
     import re
 
-    (program,) = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs/planning.md").read_text(), re.M | re.S)
-    outcome = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```", (REPOSITORY / "docs/planning.md").read_text(), re.M | re.S
+    )
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert outcome.returncode == 0, outcome.stderr
     assert "%" in outcome.stdout
 
 
-def test_what_a_toml_cannot_say_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_toml_cannot_say_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "variant.toml"
     assert main(plan("--training.global_batch_size", "none", "--write", str(written))) == 2
     assert "training.global_batch_size = none cannot be said" in capsys.readouterr().err

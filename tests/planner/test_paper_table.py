@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.planner.paper_model import PaperMethod, PaperModel, paper_methods, utilisation
+from torchtitan_diloco.planner.paper_model import (
+    PaperMethod,
+    PaperModel,
+    paper_methods,
+    utilisation,
+)
 from torchtitan_diloco.planner.paper_table import (
     GRID,
     PAPER_MODELS,
@@ -42,9 +47,15 @@ def test_every_cell_of_the_papers_table() -> None:
     off = []
     for model in PAPER_MODELS:
         for method in paper_methods():
-            for target, printed, ours in zip(TARGETS, PRINTED[model.name][method.name], bandwidths(model, method), strict=True):
+            for target, printed, ours in zip(
+                TARGETS, PRINTED[model.name][method.name], bandwidths(model, method), strict=True
+            ):
                 assert ours is not None
-                distance = min(abs(place - list(GRID).index(ours)) for place, cell in enumerate(on_grid) if cell == printed)
+                distance = min(
+                    abs(place - list(GRID).index(ours))
+                    for place, cell in enumerate(on_grid)
+                    if cell == printed
+                )
                 assert distance <= 1, f"{model.name}, {method.name}, {target}: {ours} for {printed}"
                 if as_printed(ours) != printed:
                     off.append((model.name, method.name, target))
@@ -53,14 +64,19 @@ def test_every_cell_of_the_papers_table() -> None:
 
 def test_the_table_prints_its_cells() -> None:
     text = paper_table()
-    assert "| 1B, 24 layers, 0.1 s a step | data parallel | 86.8 | 152.6 | 184.2 | 222.3 | 569.0 |" in text
+    assert (
+        "| 1B, 24 layers, 0.1 s a step | data parallel | 86.8 | 152.6 | 184.2 | 222.3 | 569.0 |"
+        in text
+    )
     assert len(text.splitlines()) == 2 + 10
 
 
 def test_data_parallelism_is_an_exchange_of_everything_at_every_step() -> None:
     data_parallel = paper_methods()[0]
     every_step = PaperMethod("DiLoCo with H = 1", sync_every=1, bits=16)
-    assert (utilisation(SMALL, data_parallel, GRID * 1e9) == utilisation(SMALL, every_step, GRID * 1e9)).all()
+    assert (
+        utilisation(SMALL, data_parallel, GRID * 1e9) == utilisation(SMALL, every_step, GRID * 1e9)
+    ).all()
 
 
 @pytest.mark.parametrize("method", paper_methods(), ids=lambda method: method.name)
@@ -73,7 +89,9 @@ def test_utilisation_grows_with_bandwidth_to_one(method: PaperMethod) -> None:
 
 
 @given(st.integers(1, 12), st.integers(2, 120), st.floats(1e6, 1e11), st.floats(0.01, 10.0))
-def test_overlap_and_fewer_bits_never_hurt(layers: int, sync_every: int, parameters: float, seconds: float) -> None:
+def test_overlap_and_fewer_bits_never_hurt(
+    layers: int, sync_every: int, parameters: float, seconds: float
+) -> None:
     model = PaperModel("any", layers, parameters, seconds)
     _, _, streaming, overlapped, four_bits = (
         utilisation(model, method, GRID[::7] * 1e9) for method in paper_methods(sync_every)

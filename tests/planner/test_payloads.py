@@ -13,7 +13,11 @@ from torchtitan_diloco.diloco.header import HEADER_BYTES, Header
 from torchtitan_diloco.planner.outer_loop import payloads_of
 
 SIZES = [1, 1023, 5000, 100_001, CHUNK, 2 * CHUNK + 7777]
-WIRES = [Quantization(codec="fp32"), Quantization(codec="int8"), Quantization(codec="fp4_e3m0", gather_codec="bf16")]
+WIRES = [
+    Quantization(codec="fp32"),
+    Quantization(codec="int8"),
+    Quantization(codec="fp4_e3m0", gather_codec="bf16"),
+]
 
 
 def _sent_and_received(wire: Quantization) -> list[tuple[int, int]]:
@@ -38,7 +42,9 @@ def _sent_and_received(wire: Quantization) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.codec)
-def test_bytes_are_those_of_a_real_exchange(processes: ProcessPool, workers: int, wire: Quantization) -> None:
+def test_bytes_are_those_of_a_real_exchange(
+    processes: ProcessPool, workers: int, wire: Quantization
+) -> None:
     payloads = payloads_of(SIZES, wire, workers)
     for worker, counted in enumerate(processes.run(_sent_and_received, workers, wire)):
         assert [(payload.sent[worker], payload.received[worker]) for payload in payloads] == counted
@@ -49,7 +55,11 @@ def test_bytes_are_those_of_a_real_exchange(processes: ProcessPool, workers: int
 def test_two_workers_send_all_they_have(codec: CodecName, values: int) -> None:
     wire = Quantization(codec=codec)
     (payload,) = payloads_of([values], wire, workers=2)
-    assert payload.sent == payload.received == (build_codec(wire).wire_bytes(values) + HEADER_BYTES,) * 2
+    assert (
+        payload.sent
+        == payload.received
+        == (build_codec(wire).wire_bytes(values) + HEADER_BYTES,) * 2
+    )
     assert payload.hops == 1
 
 

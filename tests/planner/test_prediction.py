@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from torchtitan_diloco.config.diloco_schema import CodecName, DiLoCo, Overlap, Quantization
 from torchtitan_diloco.planner.conditions import Conditions, Links, even_links
 from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco
-from torchtitan_diloco.planner.prediction import all_reduce_bytes, least_bandwidth_factor, predict_data_parallel
+from torchtitan_diloco.planner.prediction import (
+    all_reduce_bytes,
+    least_bandwidth_factor,
+    predict_data_parallel,
+)
 
 BY_BITS: tuple[CodecName, ...] = ("fp32", "bf16", "int8", "fp4_e3m0", "ternary")
 FRAGMENTS = st.lists(st.integers(1, 50_000_000), min_size=1, max_size=12)
@@ -37,14 +41,18 @@ def settings(draw: st.DrawFn) -> DiLoCo:
     sync_every = draw(st.integers(1, 60))
     delay = draw(st.integers(0, sync_every - 1))
     codec = draw(st.sampled_from(BY_BITS))
-    return DiLoCo(sync_every=sync_every, overlap=Overlap(delay=delay), quantization=Quantization(codec=codec))
+    return DiLoCo(
+        sync_every=sync_every, overlap=Overlap(delay=delay), quantization=Quantization(codec=codec)
+    )
 
 
 STEPS = st.one_of(st.none(), st.integers(1, 400))
 
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
-def test_utilisation_is_a_share(fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None) -> None:
+def test_utilisation_is_a_share(
+    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None
+) -> None:
     found = predict_diloco(fragments, diloco, given_, steps=steps)
     assert 0 < found.utilisation <= 1
     assert found.step_seconds == pytest.approx(given_.mean_step_seconds / found.utilisation)
@@ -65,21 +73,32 @@ def test_more_bandwidth_never_hurts(
 
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
-def test_a_longer_delay_never_hurts(fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None) -> None:
+def test_a_longer_delay_never_hurts(
+    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None
+) -> None:
     without = replace(diloco, overlap=Overlap(delay=0))
     longest = replace(diloco, overlap=Overlap(delay=diloco.sync_every - 1))
-    blocked, some, most = (predict_diloco(fragments, one, given_, steps=steps) for one in (without, diloco, longest))
+    blocked, some, most = (
+        predict_diloco(fragments, one, given_, steps=steps) for one in (without, diloco, longest)
+    )
     assert blocked.utilisation <= some.utilisation + 1e-9
     assert some.utilisation <= most.utilisation + 1e-9
 
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
-def test_fewer_bits_never_hurt(fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None) -> None:
+def test_fewer_bits_never_hurt(
+    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None
+) -> None:
     """Large fragments: of a few values, the scales of a block weigh more than the values."""
     large = [values + 10_000 for values in fragments]
-    plain = replace(given_, coding_bytes_per_second=math.inf)  # formats with few bits take longer to encode
+    plain = replace(
+        given_, coding_bytes_per_second=math.inf
+    )  # formats with few bits take longer to encode
     reached = [
-        predict_diloco(large, replace(diloco, quantization=Quantization(codec=codec)), plain, steps=steps) for codec in BY_BITS
+        predict_diloco(
+            large, replace(diloco, quantization=Quantization(codec=codec)), plain, steps=steps
+        )
+        for codec in BY_BITS
     ]
     for more, fewer in pairwise(reached):
         assert fewer.utilisation >= more.utilisation - 1e-9
@@ -97,7 +116,9 @@ def test_links_without_limits_and_latency_hide_all(
 def test_latency_is_hidden_by_a_delay_that_is_long_enough() -> None:
     far = Conditions(even_links(2, math.inf, latency_seconds=0.25), (0.1, 0.1))
     waits = [
-        predict_diloco([1000], DiLoCo(sync_every=10, overlap=Overlap(delay=delay)), far).exposed_seconds_per_step
+        predict_diloco(
+            [1000], DiLoCo(sync_every=10, overlap=Overlap(delay=delay)), far
+        ).exposed_seconds_per_step
         for delay in (0, 1, 2, 3)
     ]
     assert waits == pytest.approx([0.025, 0.015, 0.005, 0.0])
@@ -117,7 +138,11 @@ def test_the_slower_end_of_a_link_decides() -> None:
     values, diloco = [1_000_000], DiLoCo(sync_every=10, overlap=Overlap(delay=0))
     step_seconds = (0.1, 0.1)
     even = predict_diloco(values, diloco, Conditions(even_links(2, 1e8), step_seconds))
-    for links in (Links((1e8, 1e9), (1e9, 1e9)), Links((1e9, 1e9), (1e9, 1e8)), Links((1e8, 1e9), (1e9, 1e8))):
+    for links in (
+        Links((1e8, 1e9), (1e9, 1e9)),
+        Links((1e9, 1e9), (1e9, 1e8)),
+        Links((1e8, 1e9), (1e9, 1e8)),
+    ):
         found = predict_diloco(values, diloco, Conditions(links, step_seconds))
         assert found.utilisation == pytest.approx(even.utilisation)
 
@@ -133,17 +158,28 @@ def test_jitter_costs_and_is_the_same_every_time() -> None:
     even = Conditions(even_links(4, math.inf), (0.1,) * 4)
     uneven = replace(even, jitter=0.2)
     diloco = DiLoCo(sync_every=10, overlap=Overlap(delay=0))
-    assert predict_diloco([1000], diloco, uneven).utilisation < predict_diloco([1000], diloco, even).utilisation == 1
+    assert (
+        predict_diloco([1000], diloco, uneven).utilisation
+        < predict_diloco([1000], diloco, even).utilisation
+        == 1
+    )
     assert predict_diloco([1000], diloco, uneven) == predict_diloco([1000], diloco, uneven)
     rarely = predict_diloco([1000], replace(diloco, sync_every=100), uneven)
-    assert rarely.utilisation > predict_diloco([1000], diloco, uneven).utilisation, "chance evens out over more steps"
-    assert predict_data_parallel([1000], uneven).utilisation < predict_diloco([1000], diloco, uneven).utilisation
+    assert rarely.utilisation > predict_diloco([1000], diloco, uneven).utilisation, (
+        "chance evens out over more steps"
+    )
+    assert (
+        predict_data_parallel([1000], uneven).utilisation
+        < predict_diloco([1000], diloco, uneven).utilisation
+    )
 
 
 def test_several_fragments_are_in_flight_with_a_long_delay() -> None:
     link = Conditions(even_links(2, 1e9), (0.1, 0.1))
     for delay, expected in ((1, 1), (2, 1), (3, 2), (9, 5)):
-        found = predict_diloco([1000] * 5, DiLoCo(sync_every=10, overlap=Overlap(delay=delay)), link)
+        found = predict_diloco(
+            [1000] * 5, DiLoCo(sync_every=10, overlap=Overlap(delay=delay)), link
+        )
         assert found.in_flight == expected, delay
 
 
@@ -165,11 +201,18 @@ def test_a_long_run_comes_near_the_steady_state() -> None:
 
 
 @given(st.lists(st.integers(1, 10**8), min_size=1, max_size=20), conditions())
-def test_data_parallelism_sends_what_the_summary_says(buckets: list[int], given_: Conditions) -> None:
+def test_data_parallelism_sends_what_the_summary_says(
+    buckets: list[int], given_: Conditions
+) -> None:
     found = predict_data_parallel(buckets, given_)
-    assert found.sent_bytes_per_step == pytest.approx(all_reduce_bytes(sum(buckets), given_.workers))
+    assert found.sent_bytes_per_step == pytest.approx(
+        all_reduce_bytes(sum(buckets), given_.workers)
+    )
     assert 0 < found.utilisation <= 1
-    assert predict_data_parallel(buckets, given_.with_bandwidth(3.0)).utilisation >= found.utilisation - 1e-12
+    assert (
+        predict_data_parallel(buckets, given_.with_bandwidth(3.0)).utilisation
+        >= found.utilisation - 1e-12
+    )
 
 
 def test_data_parallelism_hides_all_but_the_last_bucket_at_best() -> None:
@@ -190,7 +233,10 @@ def test_the_least_bandwidth_is_just_enough() -> None:
     assert at(factor) >= 0.9 > at(0.99 * factor)
     far = replace(link, links=even_links(2, 1e9, latency_seconds=10.0))
     assert (
-        least_bandwidth_factor(lambda one: predict_diloco(fragments, diloco, far.with_bandwidth(one)).utilisation, 0.9) is None
+        least_bandwidth_factor(
+            lambda one: predict_diloco(fragments, diloco, far.with_bandwidth(one)).utilisation, 0.9
+        )
+        is None
     )
 
 

@@ -69,7 +69,20 @@ def test_durations_and_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["200", "2Gfoo", "2", "Gbit", "", "-2Gbit", "2 Gbit per hour", "fast", "1bit", "0Gbit", "1e30Gbit"]
+    "text",
+    [
+        "200",
+        "2Gfoo",
+        "2",
+        "Gbit",
+        "",
+        "-2Gbit",
+        "2 Gbit per hour",
+        "fast",
+        "1bit",
+        "0Gbit",
+        "1e30Gbit",
+    ],
 )
 def test_a_bandwidth_that_says_nothing_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="200Mbit") as refused:

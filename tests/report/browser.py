@@ -70,12 +70,19 @@ WINDOW = """<!DOCTYPE html>
 def find_browser() -> str | None:
     """One that starts: some systems have a script of this name that only says where to get it."""
     for path in filter(None, map(shutil.which, NAMES)):
-        if subprocess.run([path, "--version"], capture_output=True, timeout=60, check=False).returncode == 0:
+        if (
+            subprocess.run(
+                [path, "--version"], capture_output=True, timeout=60, check=False
+            ).returncode
+            == 0
+        ):
             return path
     return None
 
 
-def measure(browser: str, page: Path, folder: Path, *, size: tuple[int, int], dark: bool = False) -> dict[str, Any]:
+def measure(
+    browser: str, page: Path, folder: Path, *, size: tuple[int, int], dark: bool = False
+) -> dict[str, Any]:
     """What a copy of the page, with a script that looks at it, says of itself in a window of this size."""
     copy, window = folder / "measured.html", folder / "window.html"
     text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{WATCH}", 1)

@@ -41,7 +41,11 @@ def running(tmp_path: Path) -> Path:
 @pytest.fixture
 def data_parallel(tmp_path: Path) -> Path:
     records = [
-        {key: value for key, value in record.items() if not key.startswith("diloco/") and "exposed" not in key}
+        {
+            key: value
+            for key, value in record.items()
+            if not key.startswith("diloco/") and "exposed" not in key
+        }
         for record in step_records(300, workers=3, seconds=1.3, noise=2)
     ]
     return write_run(tmp_path / "data-parallel", records, SETTINGS.replace("streaming", "none"))

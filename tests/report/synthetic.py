@@ -12,7 +12,13 @@ TOKENS_PER_STEP = 16_384
 
 
 def step_records(
-    steps: int, *, workers: int = 2, every: int = 10, seconds: float = 0.5, noise: int = 0, final: float = 1.6
+    steps: int,
+    *,
+    workers: int = 2,
+    every: int = 10,
+    seconds: float = 0.5,
+    noise: int = 0,
+    final: float = 1.6,
 ) -> list[dict[str, Any]]:
     """A logged step every so many, a validation every tenth of those."""
     rng = random.Random(noise)
@@ -44,12 +50,24 @@ def step_records(
         )
         if step % (10 * every) == 0:
             shared = final + 0.05 + 4 * math.exp(-step / (0.15 * steps))
-            records.append({"step": step, "validation/loss_nats_per_token_global": shared, "validation/tokens_global": 65_536})
+            records.append(
+                {
+                    "step": step,
+                    "validation/loss_nats_per_token_global": shared,
+                    "validation/tokens_global": 65_536,
+                }
+            )
     return records
 
 
 def round_records(
-    steps: int, *, workers: int = 2, sync_every: int = 30, seconds: float = 0.5, delay: int = 3, seed: int = 0
+    steps: int,
+    *,
+    workers: int = 2,
+    sync_every: int = 30,
+    seconds: float = 0.5,
+    delay: int = 3,
+    seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Fragments take turns. Each worker's clock has begun at another moment; headers take no time, so that the moment at which
     all were heard is the same on all."""
@@ -59,7 +77,10 @@ def round_records(
     apart = sync_every // len(FRAGMENTS)
     for number, sent_step in enumerate(range(sync_every, steps - delay + 1, apart)):
         fragment = number % len(FRAGMENTS)
-        arrivals = [sent_step * seconds + (0.02 + 0.05 * worker) + rng.uniform(0, 0.06) for worker in range(workers)]
+        arrivals = [
+            sent_step * seconds + (0.02 + 0.05 * worker) + rng.uniform(0, 0.06)
+            for worker in range(workers)
+        ]
         all_heard = max(arrivals) + 0.05
         order = sorted(arrivals)
         records.append(
@@ -77,7 +98,16 @@ def round_records(
                 "last_worker": arrivals.index(max(arrivals)),
                 "late_by_seconds": order[-1] - order[-2] if workers > 1 else None,
                 "workers": [
-                    _moments(worker, number, sent_step * seconds, arrivals, all_heard, delay * seconds, began[worker], rng)
+                    _moments(
+                        worker,
+                        number,
+                        sent_step * seconds,
+                        arrivals,
+                        all_heard,
+                        delay * seconds,
+                        began[worker],
+                        rng,
+                    )
                     for worker in range(workers)
                 ],
             }
@@ -129,10 +159,16 @@ def _moments(
         "sent_bits_per_parameter": 4.125,
         "outer_gradient_norm": 0.9 / (1 + 0.02 * number),
         "cosine_to_mean": 0.75 - 0.2 * math.exp(-number / 20) + 0.02 * worker + rng.gauss(0, 0.02),
-        "drift_norm": (1 + number % len(FRAGMENTS)) * (0.3 + 0.5 * math.exp(-number / 30)) + 0.02 * worker,
-        "heard_after_seconds": [max(0.0, arrivals[other] - begun) if other in others else None for other in range(workers)],
+        "drift_norm": (1 + number % len(FRAGMENTS)) * (0.3 + 0.5 * math.exp(-number / 30))
+        + 0.02 * worker,
+        "heard_after_seconds": [
+            max(0.0, arrivals[other] - begun) if other in others else None
+            for other in range(workers)
+        ],
         "received_bits_per_second_from": [
-            (4e7 if (other, worker) == (workers - 1, 0) else 2.1e8) * rng.uniform(0.9, 1.1) if other in others else None
+            (4e7 if (other, worker) == (workers - 1, 0) else 2.1e8) * rng.uniform(0.9, 1.1)
+            if other in others
+            else None
             for other in range(workers)
         ],
     }

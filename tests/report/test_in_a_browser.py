@@ -12,7 +12,8 @@ from torchtitan_diloco.report.__main__ import main
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium or Chrome that starts on this machine: pages are not looked at"
+    BROWSER is None,
+    reason="no Chromium or Chrome that starts on this machine: pages are not looked at",
 )
 
 
@@ -26,10 +27,20 @@ def hexadecimal(colour: str) -> str:
     return "#" + "".join(f"{int(channel):02x}" for channel in channels)
 
 
-@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["telephone by night", "screen by day"])
-@pytest.mark.parametrize("names", [["streaming"], ["streaming", "running", "data_parallel"]], ids=["one run", "three runs"])
+@pytest.mark.parametrize(
+    ("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["telephone by night", "screen by day"]
+)
+@pytest.mark.parametrize(
+    "names",
+    [["streaming"], ["streaming", "running", "data_parallel"]],
+    ids=["one run", "three runs"],
+)
 def test_the_page_is_readable(
-    names: list[str], size: tuple[int, int], dark: bool, tmp_path: Path, request: pytest.FixtureRequest
+    names: list[str],
+    size: tuple[int, int],
+    dark: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     page = tmp_path / "report.html"
     folders = [str(request.getfixturevalue(name)) for name in names]
@@ -42,7 +53,14 @@ def test_the_page_is_readable(
     assert seen["loads"] == [], "the page must be whole in itself"
 
     titles = [picture["title"] for picture in seen["pictures"]]
-    for title in ("Loss over tokens", "Bandwidth", "Where the time went", "The last", "Cosine", "Drift"):
+    for title in (
+        "Loss over tokens",
+        "Bandwidth",
+        "Where the time went",
+        "The last",
+        "Cosine",
+        "Drift",
+    ):
         assert any(found.startswith(title) for found in titles), title
     assert seen["hidden_pictures"] > 0, "those for the other width"
     for picture in seen["pictures"]:
@@ -52,7 +70,9 @@ def test_the_page_is_readable(
     assert seen["overlapping_texts"] == []
     assert seen["smallest_text"] >= 9.5
 
-    ground, text, picture_text = (hexadecimal(seen[key]) for key in ("ground", "text", "picture_text"))
+    ground, text, picture_text = (
+        hexadecimal(seen[key]) for key in ("ground", "text", "picture_text")
+    )
     assert contrast(ground, text) > 7
     assert contrast(ground, picture_text) > 7
     assert (contrast(ground, "#000000") < contrast(ground, "#ffffff")) == dark

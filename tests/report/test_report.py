@@ -13,7 +13,13 @@ from tests.report.synthetic import FRAGMENTS, PARAMETERS, round_records, step_re
 from torchtitan_diloco.pictures.scene import Text
 from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.report.__main__ import main
-from torchtitan_diloco.report.facts import data_parallel_bytes, hidden_percent, link_facts, sent_bytes_per_worker, worker_facts
+from torchtitan_diloco.report.facts import (
+    data_parallel_bytes,
+    hidden_percent,
+    link_facts,
+    sent_bytes_per_worker,
+    worker_facts,
+)
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.markdown import markdown
 from torchtitan_diloco.report.page import html_page
@@ -97,7 +103,10 @@ def test_a_timeline_that_cannot_be_drawn(
     picture = str(tmp_path / "timeline.svg")
     for words, told in (
         ([str(streaming), "--timeline", str(tmp_path / "timeline.jpg")], "a picture ends in"),
-        ([str(streaming), str(data_parallel), "--timeline", picture], "of one run, and 2 are given"),
+        (
+            [str(streaming), str(data_parallel), "--timeline", picture],
+            "of one run, and 2 are given",
+        ),
         ([str(data_parallel), "--timeline", picture], "has no exchanges to draw"),
     ):
         assert main(words) == 2
@@ -157,7 +166,10 @@ def test_a_run_that_is_going_on(running: Path) -> None:
     run = opened(running)
     assert run.unreadable == 0, "a last line that is being written is no damage"
     assert run.last_step == 400
-    assert facts(run)["utilisation"] == (ABSENT, "not recorded: the run has not ended, or is an old one")
+    assert facts(run)["utilisation"] == (
+        ABSENT,
+        "not recorded: the run has not ended, or is an old one",
+    )
 
 
 def test_a_run_taken_up_again_after_its_end_has_not_ended(streaming: Path) -> None:
@@ -175,15 +187,32 @@ def test_a_run_of_data_parallelism_has_no_rounds(data_parallel: Path) -> None:
 
 def test_an_old_run_lacks_keys(tmp_path: Path) -> None:
     def old(record: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in record.items() if not key.startswith(("time/share", "diloco/bandwidth"))}
+        return {
+            key: value
+            for key, value in record.items()
+            if not key.startswith(("time/share", "diloco/bandwidth"))
+        }
 
-    run = opened(write_run(tmp_path / "old", [old(record) for record in step_records(300)], "[diloco]\nworkers = 2\n"))
-    assert titles(run) == ["Loss over tokens", "Loss over time", "Bytes sent by each worker", "Bandwidth"]
+    run = opened(
+        write_run(
+            tmp_path / "old",
+            [old(record) for record in step_records(300)],
+            "[diloco]\nworkers = 2\n",
+        )
+    )
+    assert titles(run) == [
+        "Loss over tokens",
+        "Loss over time",
+        "Bytes sent by each worker",
+        "Bandwidth",
+    ]
     assert facts(run)["exposed communication"][0] == f"{100 * 30 * 0.11 / 150:.1f} %"
 
 
 def test_a_run_without_a_configuration_is_read_from_its_records(tmp_path: Path) -> None:
-    run = opened(write_run(tmp_path / "bare", step_records(300, workers=4) + round_records(300, workers=4)))
+    run = opened(
+        write_run(tmp_path / "bare", step_records(300, workers=4) + round_records(300, workers=4))
+    )
     assert run.workers == 4
     assert "no config.toml" in html_page([run])
 
@@ -208,7 +237,9 @@ def test_records_are_put_in_the_order_of_the_steps(streaming: Path, tmp_path: Pa
     (aside / "metrics.jsonl").write_text("\n".join([*reversed(steps), *rest]) + "\n")
     one, other = opened(streaming), opened(aside)
     assert one.steps == other.steps
-    assert [record["step"] for record in one.steps] == sorted({json.loads(line)["step"] for line in steps})
+    assert [record["step"] for record in one.steps] == sorted(
+        {json.loads(line)["step"] for line in steps}
+    )
 
 
 def test_a_validation_lies_where_its_step_does(streaming: Path) -> None:
@@ -222,7 +253,9 @@ def test_a_validation_lies_where_its_step_does(streaming: Path) -> None:
 def test_runs_side_by_side(streaming: Path, running: Path, data_parallel: Path) -> None:
     runs = open_runs([streaming, running, data_parallel])
     assert facts_table(runs).head == ["", "streaming", "running", "data-parallel"]
-    differences = {row[0].text: [cell.text for cell in row[1:]] for row in differences_table(runs).rows}
+    differences = {
+        row[0].text: [cell.text for cell in row[1:]] for row in differences_table(runs).rows
+    }
     assert differences == {
         "diloco.method": ['"streaming"', '"streaming"', '"none"'],
         "diloco.quantization.codec": ['"fp4_e3m0"', '"int8"', '"fp4_e3m0"'],
@@ -232,10 +265,13 @@ def test_runs_side_by_side(streaming: Path, running: Path, data_parallel: Path) 
     assert checker.open == []
     assert "3 runs side by side" in checker.text
     named = {
-        figure.scene.title: [shape.text for shape in figure.scene.shapes if isinstance(shape, Text)] for figure in figures(runs)
+        figure.scene.title: [shape.text for shape in figure.scene.shapes if isinstance(shape, Text)]
+        for figure in figures(runs)
     }
     for title in ("Loss over tokens", "Bytes sent by each worker", "Drift of the workers"):
-        assert {"streaming", "running"} <= set(named[title]), "also where one run of several has something to show"
+        assert {"streaming", "running"} <= set(named[title]), (
+            "also where one run of several has something to show"
+        )
     alone = {figure.scene.title: figure for figure in figures(runs[1:])}["Drift of the workers"]
     assert "running" in [shape.text for shape in alone.scene.shapes if isinstance(shape, Text)]
 
@@ -246,16 +282,23 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [run.name for run in open_runs([folders[0], folders[0]])] == ["run (1)", "run (2)"]
 
 
-def test_text_for_a_terminal(streaming: Path, running: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_for_a_terminal(
+    streaming: Path, running: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(streaming), str(running), "--format", "md"]) == 0
     text = capsys.readouterr().out
     assert not (streaming / "report.html").exists()
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        assert len({len(line) for line in block.splitlines()}) == 1, "columns stand below each other"
+        assert len({len(line) for line in block.splitlines()}) == 1, (
+            "columns stand below each other"
+        )
         assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
     assert "| utilisation" in text
     assert '| diloco.quantization.codec | "fp4\\_e3m0"' in text
-    assert main([str(streaming), str(running), "--format", "md", "--out", str(tmp_path / "report.md")]) == 0
+    assert (
+        main([str(streaming), str(running), "--format", "md", "--out", str(tmp_path / "report.md")])
+        == 0
+    )
     assert (tmp_path / "report.md").read_text() == text
 
 
@@ -279,7 +322,12 @@ def binary(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(nothing, "is no folder"), (only_a_folder, "has no metrics.jsonl"), (no_records, "no line"), (binary, "no line")],
+    [
+        (nothing, "is no folder"),
+        (only_a_folder, "has no metrics.jsonl"),
+        (no_records, "no line"),
+        (binary, "no line"),
+    ],
 )
 def test_what_is_no_run_is_told_in_a_line(
     make: Callable[[Path], None], reason: str, streaming: Path, capsys: pytest.CaptureFixture[str]
@@ -300,7 +348,10 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line(
 ) -> None:
     target = tmp_path / "nowhere" / "report.html"
     assert main([str(streaming), "--out", str(target)]) == 2
-    assert f"error: --out {target} cannot be written (No such file or directory)" in capsys.readouterr().err
+    assert (
+        f"error: --out {target} cannot be written (No such file or directory)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,7 +367,9 @@ def test_a_report_that_cannot_be_written_is_told_in_a_line(
 )
 def test_a_line_that_says_little_is_no_obstacle(damage: str, streaming: Path) -> None:
     content = lines(streaming)
-    (streaming / "metrics.jsonl").write_text("\n".join([*content[:10], damage, *content[10:], damage]) + "\n")
+    (streaming / "metrics.jsonl").write_text(
+        "\n".join([*content[:10], damage, *content[10:], damage]) + "\n"
+    )
     run = opened(streaming)
     html_page([run])
     markdown([run])

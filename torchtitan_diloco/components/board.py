@@ -16,8 +16,14 @@ DRAWN = 12
 OVERVIEW: dict[str, dict[str, list[Any]]] = {
     "1. Is the communication hidden?": {
         "share of time, percent": ["Multiline", [r"time/share_.*_percent"]],
-        "hidden share of each round, percent": ["Multiline", [r"round_hidden_percent_mean_over_workers/.*"]],
-        "exposed seconds of each round": ["Multiline", [r"round_exposed_seconds_mean_over_workers/.*"]],
+        "hidden share of each round, percent": [
+            "Multiline",
+            [r"round_hidden_percent_mean_over_workers/.*"],
+        ],
+        "exposed seconds of each round": [
+            "Multiline",
+            [r"round_exposed_seconds_mean_over_workers/.*"],
+        ],
     },
     "2. Does it learn?": {
         "loss, nats per token": ["Multiline", [r"train/loss.*", r"validation/loss.*"]],
@@ -25,12 +31,24 @@ OVERVIEW: dict[str, dict[str, list[Any]]] = {
     },
     "3. What goes over the links?": {
         "Mbit/s": ["Multiline", [r"diloco/bandwidth_.*"]],
-        "transfer seconds of each round": ["Multiline", [r"round_transfer_seconds_mean_over_workers/.*"]],
+        "transfer seconds of each round": [
+            "Multiline",
+            [r"round_transfer_seconds_mean_over_workers/.*"],
+        ],
     },
     "4. Do the workers agree?": {
-        "cosine of each worker's change to the mean": ["Multiline", [r"round_cosine_to_mean_mean_over_workers/.*"]],
-        "norm of the outer gradient": ["Multiline", [r"round_outer_gradient_norm_mean_over_workers/.*"]],
-        "drift from the shared parameters": ["Multiline", [r"round_drift_norm_mean_over_workers/.*"]],
+        "cosine of each worker's change to the mean": [
+            "Multiline",
+            [r"round_cosine_to_mean_mean_over_workers/.*"],
+        ],
+        "norm of the outer gradient": [
+            "Multiline",
+            [r"round_outer_gradient_norm_mean_over_workers/.*"],
+        ],
+        "drift from the shared parameters": [
+            "Multiline",
+            [r"round_drift_norm_mean_over_workers/.*"],
+        ],
         "who came last, seconds": ["Multiline", [r"round_late_by_seconds/.*"]],
     },
 }
@@ -68,14 +86,20 @@ class RoundBoard:
         """The picture of the last rounds, as they are now."""
         if self._latest:
             self._board.add_image(
-                "timeline/last_rounds", to_pixels(timeline_chart(list(self._latest), last=DRAWN)), step, dataformats="HWC"
+                "timeline/last_rounds",
+                to_pixels(timeline_chart(list(self._latest), last=DRAWN)),
+                step,
+                dataformats="HWC",
             )
 
 
 def round_scalars(record: RoundRecord) -> dict[str, float]:
     """What is known of a round, one number each, by the group of its tag."""
     found = {f"round_{key}_mean_over_workers": mean_over_workers(record, key) for key in MEANS}
-    waited, exchange = mean_over_workers(record, "waited_seconds"), mean_over_workers(record, "exchange_seconds")
+    waited, exchange = (
+        mean_over_workers(record, "waited_seconds"),
+        mean_over_workers(record, "exchange_seconds"),
+    )
     if waited is not None and exchange:
         found["round_hidden_percent_mean_over_workers"] = 100 * max(0.0, 1 - waited / exchange)
     found |= {f"round_{key}": record[key] for key in SHARED}

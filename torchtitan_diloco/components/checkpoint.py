@@ -84,7 +84,11 @@ class Checkpointer:
         self.wait()
         self._last_minutes = time.monotonic()
         rank = self._world.rank_in_worker
-        own = inner_state(self._model, self._optimizer, self._world.host_mesh, rank) if self._has_own_state else {}
+        own = (
+            inner_state(self._model, self._optimizer, self._world.host_mesh, rank)
+            if self._has_own_state
+            else {}
+        )
         outer: Future[dict[str, Any]] | None = None
         if isinstance(self._outer, StreamingDiLoCo):
             outer = self._outer.start_state_dict(self._world.host_mesh)
@@ -100,18 +104,29 @@ class Checkpointer:
             return
         while not wait([self._saving], timeout=1.0).done:
             self._outer.check()
-        with nullcontext() if self._world.saving is None else naming_lost_ranks(self._world, "in a save"):
+        with (
+            nullcontext()
+            if self._world.saving is None
+            else naming_lost_ranks(self._world, "in a save")
+        ):
             self.failure = self._saving.result()
         self._saving = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """A run that ends with an error leaves a save some time, but does not wait for ranks that are gone."""
         if self._saving is not None:
             with suppress(TimeoutError):
-                self._saving.exception(LAST_SECONDS)  # what ended the run is to be told, not what ends the save with it
+                self._saving.exception(
+                    LAST_SECONDS
+                )  # what ended the run is to be told, not what ends the save with it
         self._thread.close(timeout=5.0)
 
     @property
@@ -121,7 +136,9 @@ class Checkpointer:
 
     # --- in the background -----------------------------------------------------------------------------------------
 
-    def _write(self, manifest: Manifest, own: dict[str, Tensor], outer: "Future[dict[str, Any]] | None") -> str:
+    def _write(
+        self, manifest: Manifest, own: dict[str, Tensor], outer: "Future[dict[str, Any]] | None"
+    ) -> str:
         """The failure in words, the same on every rank, or nothing."""
         started = time.perf_counter()
         path = checkpoint_path(self._run, manifest.step)
@@ -144,13 +161,21 @@ class Checkpointer:
             for name, tensors in folders.items():
                 written.update(self._write_folder(aside, name, tensors))
 
-        for task in (collect, write):  # one by one: writing is a collective, into which all go or none
+        for task in (
+            collect,
+            write,
+        ):  # one by one: writing is a collective, into which all go or none
             failure = failure or self._on_all(task)
         gathered = self._gather((facts, written, exchanged))
         everything = replace(
             manifest,
             # What was under way at the save is a part of the state, and so is what it took, which nobody had counted yet.
-            run=manifest.run | {"totals": total([manifest.run.get("totals", {}), *(sums for _, _, sums in gathered)])},
+            run=manifest.run
+            | {
+                "totals": total(
+                    [manifest.run.get("totals", {}), *(sums for _, _, sums in gathered)]
+                )
+            },
             outer=[theirs for theirs, _, _ in gathered[:: self._world.ranks_per_worker] if theirs],
             files={name: known for _, files, _ in gathered for name, known in files.items()},
         )
@@ -158,14 +183,20 @@ class Checkpointer:
         if self._world.is_first:
             if failure:
                 shutil.rmtree(aside, ignore_errors=True)
-                logger.error(f"checkpoint of step {manifest.step} could not be saved: {failure}; earlier ones are untouched")
+                logger.error(
+                    f"checkpoint of step {manifest.step} could not be saved: {failure}; earlier ones are untouched"
+                )
             else:
                 megabytes = sum(size for size, _ in everything.files.values()) / 1e6
                 seconds = time.perf_counter() - started
-                logger.info(f"checkpoint of step {manifest.step}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}")
+                logger.info(
+                    f"checkpoint of step {manifest.step}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}"
+                )
         return failure
 
-    def _by_folder(self, own: dict[str, Tensor], state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    def _by_folder(
+        self, own: dict[str, Tensor], state: dict[str, Any]
+    ) -> dict[str, dict[str, Tensor]]:
         """What this rank takes part in writing."""
         own |= {f"residual/{name}": value for name, value in state.get("residual", {}).items()}
         folders = {worker_folder(self._world.worker): own} if own else {}
@@ -177,11 +208,15 @@ class Checkpointer:
             folders[SHARED] = shared
         return folders
 
-    def _write_folder(self, aside: Path, name: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
+    def _write_folder(
+        self, aside: Path, name: str, state: dict[str, Tensor]
+    ) -> dict[str, list[int]]:
         """Returns the files this rank wrote. The first rank of the worker writes the index of all."""
         mesh, folder = self._world.host_mesh, aside / name
         group = None if mesh is None else mesh.get_group()
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        writer = FileSystemWriter(
+            folder, single_file_per_rank=True, sync_files=True, thread_count=1
+        )
         with warnings.catch_warnings():  # a single process is what is meant, torch need not say so
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(state, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -197,7 +232,12 @@ class Checkpointer:
                 "nodes share"
             )
         complete(aside, path, manifest)
-        prune(self._run, path, keep_latest=self._config.keep_latest, keep_every=self._config.keep_every)
+        prune(
+            self._run,
+            path,
+            keep_latest=self._config.keep_latest,
+            keep_every=self._config.keep_every,
+        )
 
     def _by_the_first(self, task: Callable[[], object]) -> str:
         """Rank 0 does it; everybody learns how it went."""
@@ -208,7 +248,10 @@ class Checkpointer:
         failure = ""
         try:
             task()
-        except (Exception, CheckpointException) as error:  # (which is no Exception) the other ranks wait to be told
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # (which is no Exception) the other ranks wait to be told
             failure = f"{_cause(error)} (rank {self._world.rank})"
         return "; ".join(dict.fromkeys(theirs for theirs in self._gather(failure) if theirs))
 

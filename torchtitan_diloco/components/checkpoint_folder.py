@@ -55,13 +55,17 @@ class Manifest:
         if not isinstance(values, dict):
             raise ValueError("it is no table")
         if values.get("version") != VERSION:
-            raise ValueError(f"it is of version {values.get('version')}, and this program reads {VERSION}")
+            raise ValueError(
+                f"it is of version {values.get('version')}, and this program reads {VERSION}"
+            )
         crc = values.pop("crc", None)
         if crc != _crc_of(values):
             raise ValueError("its CRC-32 differs")
         unknown = values.keys() - {one.name for one in fields(Manifest)}
         if unknown:
-            raise ValueError(f"a newer program saved it: this one does not know {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"a newer program saved it: this one does not know {', '.join(sorted(unknown))}"
+            )
         return Manifest(**values)
 
 
@@ -79,7 +83,11 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 def complete_checkpoints(run: Path) -> list[Path]:
     """Oldest first."""
-    return sorted(path.parent for path in (run / "checkpoints").glob(f"step-*/{MANIFEST}") if not is_incomplete(path.parent))
+    return sorted(
+        path.parent
+        for path in (run / "checkpoints").glob(f"step-*/{MANIFEST}")
+        if not is_incomplete(path.parent)
+    )
 
 
 def is_incomplete(path: Path) -> bool:
@@ -171,7 +179,9 @@ def damage(path: Path, manifest: Manifest, files: list[str]) -> str:
 
 def _offer(path: Path) -> str:
     """The checkpoint before a damaged one."""
-    earlier = [other for other in complete_checkpoints(path.parent.parent) if other.name < path.name]
+    earlier = [
+        other for other in complete_checkpoints(path.parent.parent) if other.name < path.name
+    ]
     if not earlier:
         return ": no earlier checkpoint of this run is there"
     return f": the one before it is {earlier[-1]}; to go on from that, remove the damaged folder"

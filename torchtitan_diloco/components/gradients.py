@@ -19,7 +19,9 @@ def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None
+) -> float:
     """Norm of the whole gradient, whose shards lie on the ranks of `group`; scales the gradient down to `max_norm`
     where it is longer (0: never). A norm that is not finite leaves everything as it is: the caller skips the step."""
     shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]

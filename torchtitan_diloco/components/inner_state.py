@@ -20,29 +20,45 @@ def on_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     assert mesh is not None
     local = value.to_local().to("cpu", copy=True)
     placements = value.placements[-mesh.ndim :]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
-def inner_state(model: nn.Module, optimizer: AdamW, mesh: DeviceMesh | None, rank: int) -> dict[str, Tensor]:
+def inner_state(
+    model: nn.Module, optimizer: AdamW, mesh: DeviceMesh | None, rank: int
+) -> dict[str, Tensor]:
     """Copies; `rank` is that within the worker."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    hidden = [name for name, one in model.named_parameters() if one.requires_grad and one not in trained]
-    assert not hidden, f"FSDP2's full parameters hide the sharded ones, to which the moments belong: {hidden[:3]}"
-    state = {f"{MODEL}{name}": on_host(parameter, mesh) for name, parameter in model.named_parameters()}
+    hidden = [
+        name for name, one in model.named_parameters() if one.requires_grad and one not in trained
+    ]
+    assert not hidden, (
+        f"FSDP2's full parameters hide the sharded ones, to which the moments belong: {hidden[:3]}"
+    )
+    state = {
+        f"{MODEL}{name}": on_host(parameter, mesh) for name, parameter in model.named_parameters()
+    }
     steps: list[Tensor] = []
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         steps.append(moments["step"].detach() if moments else torch.zeros(()))
         for moment in MOMENTS:
-            state[f"{OPTIMIZER}{moment}/{name}"] = on_host(moments[moment] if moments else torch.zeros_like(parameter), mesh)
-    state[STEPS] = torch.stack([step.to(steps[0].device) for step in steps]).cpu()  # one wait for a GPU, not one a parameter
+            state[f"{OPTIMIZER}{moment}/{name}"] = on_host(
+                moments[moment] if moments else torch.zeros_like(parameter), mesh
+            )
+    state[STEPS] = torch.stack(
+        [step.to(steps[0].device) for step in steps]
+    ).cpu()  # one wait for a GPU, not one a parameter
     state |= {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
     if next(model.parameters()).is_cuda:
         state[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
     return state
 
 
-def inner_template(model: nn.Module, optimizer: AdamW, *, parameters: bool = True) -> dict[str, Tensor]:
+def inner_template(
+    model: nn.Module, optimizer: AdamW, *, parameters: bool = True
+) -> dict[str, Tensor]:
     """What a load writes into: the parameters and moments themselves."""
     template: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -59,5 +75,9 @@ def inner_template(model: nn.Module, optimizer: AdamW, *, parameters: bool = Tru
 
 def set_optimizer_steps(model: nn.Module, optimizer: AdamW, steps: Tensor) -> None:
     for parameter, step in zip(model.parameters(), steps, strict=True):
-        device = parameter.device if optimizer.defaults["fused"] or optimizer.defaults["capturable"] else "cpu"
+        device = (
+            parameter.device
+            if optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+            else "cpu"
+        )
         optimizer.state[parameter]["step"] = step.clone().to(device)

@@ -29,7 +29,9 @@ def loss_head(targets: Tensor, *, z_loss: float, chunk_tokens: int) -> Any:
     return partial(chunked_loss, targets=targets, z_loss=z_loss, chunk_tokens=chunk_tokens)
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk_tokens: int) -> LossSums:
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk_tokens: int
+) -> LossSums:
     """`hidden` [batch, length, width], `weight` [vocabulary, width], `targets` [batch, length]."""
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -62,7 +64,9 @@ class _ChunkedLoss(torch.autograd.Function):
             log_partition = logits[:, 0] - log_probability[:, 0]
             chunk_entropy = torch.where(counts, -log_probability.gather(1, index).squeeze(1), 0.0)
             cross_entropy += chunk_entropy.sum()
-            objective += (chunk_entropy + z_loss * torch.where(counts, log_partition, 0.0).square()).sum()
+            objective += (
+                chunk_entropy + z_loss * torch.where(counts, log_partition, 0.0).square()
+            ).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
             # d objective / d logits = softmax * (1 + 2 z log_partition) - one_hot, for the tokens that count
@@ -83,6 +87,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_objective: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad_objective: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_objective, grad_weight * grad_objective, None, None, None

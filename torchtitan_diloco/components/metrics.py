@@ -23,7 +23,12 @@ class MetricsWriter:
     """Writes records on the rank that owns the run folder; everywhere else it does nothing."""
 
     def __init__(
-        self, folder: Path | None, config: Metrics, start_step: int = 0, workers: int = 1, held: TextIO | None = None
+        self,
+        folder: Path | None,
+        config: Metrics,
+        start_step: int = 0,
+        workers: int = 1,
+        held: TextIO | None = None,
     ) -> None:
         """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back. `held`:
         what keeps the folder for this run, if it has been taken already; closed with the rest."""
@@ -31,7 +36,11 @@ class MetricsWriter:
         self._told = False
         if folder is not None:
             drop_records_after(folder / "metrics.jsonl", start_step)
-        self._file = None if folder is None else (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._file = (
+            None
+            if folder is None
+            else (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        )
         self._board, self._rounds_board = None, None
         self._trace = None if folder is None else RoundTrace(folder / "traces" / "fragments.json")
         if folder is not None and config.tensorboard:
@@ -39,7 +48,9 @@ class MetricsWriter:
 
             from torchtitan_diloco.components.board import RoundBoard
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1, flush_secs=10)
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=start_step + 1, flush_secs=10
+            )
             self._rounds_board = RoundBoard(self._board, workers)
 
     def write(self, step: int, record: Record) -> None:
@@ -72,15 +83,24 @@ class MetricsWriter:
             return
         try:
             self._file.write(json.dumps(_jsonable(record)) + "\n")
-        except OSError as error:  # a full disk ends no run: what was saved is there, and space may come back
+        except (
+            OSError
+        ) as error:  # a full disk ends no run: what was saved is there, and space may come back
             if not self._told:
-                logger.error(f"metrics.jsonl cannot be written ({error.strerror}); records are lost until it can")
+                logger.error(
+                    f"metrics.jsonl cannot be written ({error.strerror}); records are lost until it can"
+                )
             self._told = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -95,7 +115,11 @@ def drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     if step == 0:
-        number = next(number for number in itertools.count(1) if not path.with_stem(f"metrics-{number}").exists())
+        number = next(
+            number
+            for number in itertools.count(1)
+            if not path.with_stem(f"metrics-{number}").exists()
+        )
         path.rename(path.with_stem(f"metrics-{number}"))
         logger.warning(
             f"{path.parent} holds a run without a checkpoint: starts over, its records are kept in metrics-{number}.jsonl"

@@ -21,11 +21,15 @@ class _NoProfiler:
         pass
 
 
-def build_profiler(config: Profiling, folder: Path, world: World) -> AbstractContextManager[Profiler]:
+def build_profiler(
+    config: Profiling, folder: Path, world: World
+) -> AbstractContextManager[Profiler]:
     """Records `steps` steps after `start` (and again every `every` steps) into folder/traces."""
     absent = [rank for rank in config.ranks if rank >= world.size]
     if config.enable and absent:
-        raise ValueError(f"profiling.ranks has {absent[0]}, and the run's ranks are 0 to {world.size - 1}: choose among them")
+        raise ValueError(
+            f"profiling.ranks has {absent[0]}, and the run's ranks are 0 to {world.size - 1}: choose among them"
+        )
     rank = world.rank
     if not config.enable or rank not in config.ranks:
         return nullcontext(_NoProfiler())
@@ -37,7 +41,10 @@ def build_profiler(config: Profiling, folder: Path, world: World) -> AbstractCon
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of {config.steps} steps: {path}")
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     cycle = schedule(
         skip_first=max(0, config.start - 1),
         warmup=1,
@@ -48,5 +55,11 @@ def build_profiler(config: Profiling, folder: Path, world: World) -> AbstractCon
     )
     return cast(
         AbstractContextManager[Profiler],
-        profile(activities=activities, schedule=cycle, on_trace_ready=save, record_shapes=True, with_stack=False),
+        profile(
+            activities=activities,
+            schedule=cycle,
+            on_trace_ready=save,
+            record_shapes=True,
+            with_stack=False,
+        ),
     )

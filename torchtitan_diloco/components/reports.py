@@ -64,7 +64,13 @@ class StepReports:
         behind: dict[str, Any],
     ) -> None:
         """`behind`: what a run that goes on has behind it."""
-        self._world, self._plan, self._writer, self._lag, self._outer = world, plan, writer, lag, outer
+        self._world, self._plan, self._writer, self._lag, self._outer = (
+            world,
+            plan,
+            writer,
+            lag,
+            outer,
+        )
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._timer = StepTimer(behind.get("elapsed_seconds", 0.0))
         self._clock_start = time.perf_counter()
@@ -94,7 +100,9 @@ class StepReports:
         seconds = time.perf_counter() - self._step_began
         self._step_seconds += seconds
         self._data_seconds += data_seconds
-        self._computed.append(seconds - data_seconds - (self._outer.exposed_seconds - self._exposed_before))
+        self._computed.append(
+            seconds - data_seconds - (self._outer.exposed_seconds - self._exposed_before)
+        )
         self._interval.append(result)
         self._rounds += self._outer.rounds()
         self._timer.step_done()
@@ -115,7 +123,12 @@ class StepReports:
         tokens_per_second = self._plan.tokens_per_step / seconds
         mfu = None
         if self._peak_flops is not None:
-            mfu = 100 * self._flops_per_token * tokens_per_second / (self._peak_flops * self._world.size)
+            mfu = (
+                100
+                * self._flops_per_token
+                * tokens_per_second
+                / (self._peak_flops * self._world.size)
+            )
         record: Record = {
             "train/lr": lr,
             "train/tokens_global": self._plan.tokens_at(step),
@@ -149,7 +162,9 @@ class StepReports:
         maxima = start_max(self._world, [peak_memory_bytes(self._world.device)], where)
         names = self._outer.fragment_names
         self._rounds += self._outer.rounds()
-        rounds = PendingRounds(self._world, self._rounds, names, clock_start=self._clock_start, where=where)
+        rounds = PendingRounds(
+            self._world, self._rounds, names, clock_start=self._clock_start, where=where
+        )
         self._waiting.append(_Open(step, record, tuple(outer), sums, maxima, rounds))
         self._interval, self._rounds = [], []
 
@@ -159,7 +174,11 @@ class StepReports:
         for worker in range(self._world.workers):
             speaks = self._world.rank_in_worker == 0 and self._world.worker == worker
             own = self._computed if speaks else []
-            sums = {"steps": float(len(own)), "seconds": math.fsum(own), "squares": math.fsum(one**2 for one in own)}
+            sums = {
+                "steps": float(len(own)),
+                "seconds": math.fsum(own),
+                "squares": math.fsum(one**2 for one in own),
+            }
             found |= {worker_key(worker, name): value for name, value in sums.items()}
         return found
 
@@ -206,12 +225,16 @@ class StepReports:
             exposed=None if exposed is None else exposed / size,
             agreement=totals["time/agreement_seconds"] / size,
         )
-        part |= {f"time/share_{name}_percent_mean_over_ranks": share for name, share in shares.items()}
+        part |= {
+            f"time/share_{name}_percent_mean_over_ranks": share for name, share in shares.items()
+        }
         if exposed is not None and self._world.workers > 1 and wall > 0:
             used = 8 * totals["diloco/sent_bytes"] / self._world.workers / wall
             part["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used / 1e6
             peak = max(map(peak_bits_per_second, rounds), default=None)
-            part["diloco/bandwidth_peak_mbit_per_second_max_over_workers"] = None if peak is None else peak / 1e6
+            part["diloco/bandwidth_peak_mbit_per_second_max_over_workers"] = (
+                None if peak is None else peak / 1e6
+            )
         return part
 
 

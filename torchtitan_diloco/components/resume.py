@@ -23,7 +23,13 @@ from torchtitan_diloco.components.checkpoint_folder import (
     read_manifest,
     worker_folder,
 )
-from torchtitan_diloco.components.inner_state import MODEL, RANDOM, STEPS, inner_template, set_optimizer_steps
+from torchtitan_diloco.components.inner_state import (
+    MODEL,
+    RANDOM,
+    STEPS,
+    inner_template,
+    set_optimizer_steps,
+)
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.data_parallel import DataParallel
@@ -102,7 +108,11 @@ def changed_settings(manifest: Manifest, settings: dict[str, str]) -> list[str]:
     keys = [key for key in sorted({*manifest.settings, *settings}) if not key.startswith(ignored)]
     before = [manifest.settings.get(key, "absent") for key in keys]
     after = [settings.get(key, "absent") for key in keys]
-    return [f"{key} was {old}, is {new}" for key, old, new in zip(keys, before, after, strict=True) if old != new]
+    return [
+        f"{key} was {old}, is {new}"
+        for key, old, new in zip(keys, before, after, strict=True)
+        if old != new
+    ]
 
 
 def restore(
@@ -134,7 +144,9 @@ def restore(
             notes += outer.load_state_dict(loader.outer_state(worker, source, model))
         else:
             outer.restart_from_model(start.manifest.step)
-            notes.append("the saved run had no outer loop: the shared parameters start as its model, outer momentum from zero")
+            notes.append(
+                "the saved run had no outer loop: the shared parameters start as its model, outer momentum from zero"
+            )
         if saved_workers > world.workers:
             notes.append(
                 f"{saved_workers} workers are now {world.workers}: what those from {world.workers} on had of their own, "
@@ -155,16 +167,25 @@ def restore(
 def saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What is in one of a checkpoint's folders, by name."""
     known = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: value for name, value in known.items() if isinstance(value, TensorStorageMetadata)}
+    return {
+        name: value for name, value in known.items() if isinstance(value, TensorStorageMetadata)
+    }
 
 
-def read_tensors(folder: Path, template: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+def read_tensors(
+    folder: Path, template: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """Reads into the tensors of the template, whatever the ranks were that wrote them. `group`: the ranks that share the
     template's tensors; None for a single process."""
     if template:
         with warnings.catch_warnings():  # a single process is what is meant, torch need not say so
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(template, storage_reader=FileSystemReader(folder), process_group=group, no_dist=group is None)
+            load(
+                template,
+                storage_reader=FileSystemReader(folder),
+                process_group=group,
+                no_dist=group is None,
+            )
 
 
 class _Loader:
@@ -197,13 +218,18 @@ class _Loader:
                 "training.sequence_length as in the run's config.toml"
             )
 
-    def load_inner(self, source: int, model: nn.Module, optimizer: AdamW, *, parameters: bool) -> None:
+    def load_inner(
+        self, source: int, model: nn.Module, optimizer: AdamW, *, parameters: bool
+    ) -> None:
         folder = worker_folder(source)
         template = inner_template(model, optimizer, parameters=parameters)
         rank = self._world.rank_in_worker
         known = self._tensors(folder)
         same_ranks = parameters and self._world.ranks_per_worker == self._manifest.ranks_per_worker
-        setters = {f"{RANDOM}cpu/{rank}": torch.set_rng_state, f"{RANDOM}cuda/{rank}": torch.cuda.set_rng_state}
+        setters = {
+            f"{RANDOM}cpu/{rank}": torch.set_rng_state,
+            f"{RANDOM}cuda/{rank}": torch.cuda.set_rng_state,
+        }
         random = {name: setter for name, setter in setters.items() if same_ranks and name in known}
         if not next(model.parameters()).is_cuda:
             random.pop(f"{RANDOM}cuda/{rank}", None)
@@ -215,7 +241,9 @@ class _Loader:
 
     def load_shared_into(self, model: nn.Module) -> None:
         known = self._tensors(SHARED)
-        names = {f"outer/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        names = {
+            f"outer/{name}": parameter.detach() for name, parameter in model.named_parameters()
+        }
         self._load(SHARED, {name: value for name, value in names.items() if name in known})
 
     def outer_state(self, worker: int, source: int | None, model: nn.Module) -> dict[str, Any]:
@@ -224,12 +252,24 @@ class _Loader:
         if not known:
             state["fragments"] = [record | {"weight": 0.0} for record in state["fragments"]]
         kinds = self._by_kind(SHARED, model)
-        slots = sorted((kind for kind in kinds if kind.startswith("slot-")), key=lambda kind: int(kind.removeprefix("slot-")))
-        residual = self._by_kind(worker_folder(worker), model).get("residual", {}) if known and source is not None else {}
+        slots = sorted(
+            (kind for kind in kinds if kind.startswith("slot-")),
+            key=lambda kind: int(kind.removeprefix("slot-")),
+        )
+        residual = (
+            self._by_kind(worker_folder(worker), model).get("residual", {})
+            if known and source is not None
+            else {}
+        )
         for kind in ("outer", "next", *slots):
-            self._load(SHARED, {f"{kind}/{name}": value for name, value in kinds.get(kind, {}).items()})
+            self._load(
+                SHARED, {f"{kind}/{name}": value for name, value in kinds.get(kind, {}).items()}
+            )
         if residual:
-            self._load(worker_folder(worker), {f"residual/{name}": value for name, value in residual.items()})
+            self._load(
+                worker_folder(worker),
+                {f"residual/{name}": value for name, value in residual.items()},
+            )
         return state | {
             "outer": kinds["outer"],
             "next": kinds.get("next", {}),
@@ -246,7 +286,9 @@ class _Loader:
                 parameter = parameters[name]
                 local = parameter.detach()
                 size = (local.to_local() if hasattr(local, "to_local") else local).numel()
-                kinds.setdefault(kind, {})[name] = shaped_like(parameter, torch.zeros(size), self._world.host_mesh)
+                kinds.setdefault(kind, {})[name] = shaped_like(
+                    parameter, torch.zeros(size), self._world.host_mesh
+                )
         return kinds
 
     def _tensors(self, folder: str) -> dict[str, TensorStorageMetadata]:

@@ -14,10 +14,30 @@ from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]
 
-MOMENTS = ("due", "taken", "begun", "encoded", "heard", "received", "ready", "asked", "arrived", "applied")
+MOMENTS = (
+    "due",
+    "taken",
+    "begun",
+    "encoded",
+    "heard",
+    "received",
+    "ready",
+    "asked",
+    "arrived",
+    "applied",
+)
 ALONE = (*MOMENTS, "weight", "encoding", "decoding")
 """Of the first rank of a worker."""
-ADDED = ("values", "sent_bytes", "received_bytes", "delta_square", "mean_square", "dot", "drift_square", "update_square")
+ADDED = (
+    "values",
+    "sent_bytes",
+    "received_bytes",
+    "delta_square",
+    "mean_square",
+    "dot",
+    "drift_square",
+    "update_square",
+)
 """Summed over the ranks of a worker."""
 BY_OTHER = ("heard_after", "link_bytes", "link_seconds")
 """Of the first rank of a worker, for every other worker."""
@@ -29,7 +49,15 @@ LEAST_BYTES = 16_384
 class PendingRounds:
     """The same rounds of all ranks, on their way to become records. Every rank begins them at the same step."""
 
-    def __init__(self, world: World, rounds: Sequence[Round], names: Sequence[str], *, clock_start: float, where: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        rounds: Sequence[Round],
+        names: Sequence[str],
+        *,
+        clock_start: float,
+        where: str,
+    ) -> None:
         """`names`: of the fragments; `clock_start`: where this process's clock (time.perf_counter) begins to count."""
         self._workers, self._rounds, self._names = world.workers, rounds, names
         self._sums: PendingReduction | None = None
@@ -118,7 +146,11 @@ def round_record(facts: Round, name: str, workers: Sequence[dict[str, Any]]) -> 
     """`workers`: the tables of all. Values that are not known are None."""
     ahead = ahead_of_last([_longest(table["heard_after"]) for table in workers])
     last_worker = next((worker for worker, seconds in enumerate(ahead) if seconds == 0.0), None)
-    late = [seconds for worker, seconds in enumerate(ahead) if worker != last_worker and seconds is not None]
+    late = [
+        seconds
+        for worker, seconds in enumerate(ahead)
+        if worker != last_worker and seconds is not None
+    ]
     return {
         "kind": "round",
         "step": facts.applied_step,
@@ -132,7 +164,9 @@ def round_record(facts: Round, name: str, workers: Sequence[dict[str, Any]]) -> 
         "update_norm": _root(workers[0]["update_square"]),
         "last_worker": last_worker,
         "late_by_seconds": min(late, default=None),
-        "workers": [_worker_record(table, seconds) for table, seconds in zip(workers, ahead, strict=True)],
+        "workers": [
+            _worker_record(table, seconds) for table, seconds in zip(workers, ahead, strict=True)
+        ],
     }
 
 
@@ -147,8 +181,15 @@ def ahead_of_last(waited: Sequence[float | None]) -> list[float | None]:
 
 def _worker_record(table: dict[str, Any], ahead: float | None) -> dict[str, Any]:
     moments = {name: _known(table[name]) for name in MOMENTS}
-    norms = math.sqrt(table["delta_square"] * table["mean_square"]) if table["delta_square"] >= 0 else math.nan
-    rates = [8 * size / seconds if size >= LEAST_BYTES and seconds > 0 else None for size, seconds in _pairs(table)]
+    norms = (
+        math.sqrt(table["delta_square"] * table["mean_square"])
+        if table["delta_square"] >= 0
+        else math.nan
+    )
+    rates = [
+        8 * size / seconds if size >= LEAST_BYTES and seconds > 0 else None
+        for size, seconds in _pairs(table)
+    ]
     sent, received = _known(table["sent_bytes"]), _known(table["received_bytes"])
     taking, merging = _between(moments, "due", "taken"), _between(moments, "arrived", "applied")
     waited = _between(moments, "asked", "arrived")
@@ -165,7 +206,9 @@ def _worker_record(table: dict[str, Any], ahead: float | None) -> dict[str, Any]
         "ahead_of_last_seconds": ahead,
         "sent_bytes": None if sent is None else round(sent),
         "received_bytes": None if received is None else round(received),
-        "sent_bits_per_parameter": 8 * sent / table["values"] if sent is not None and table["values"] else None,
+        "sent_bits_per_parameter": 8 * sent / table["values"]
+        if sent is not None and table["values"]
+        else None,
         "outer_gradient_norm": _root(table["delta_square"]),
         "cosine_to_mean": _known(table["dot"] / norms) if norms > 0 else None,
         "drift_norm": _root(table["drift_square"]),

@@ -28,7 +28,11 @@ class RoundTrace:
         aside = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+            aside.write_text(
+                json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8"
+            )
             aside.replace(self._path)
         except OSError as error:
-            logger.error(f"{self._path} cannot be written ({error.strerror}); the run goes on without it")
+            logger.error(
+                f"{self._path} cannot be written ({error.strerror}); the run goes on without it"
+            )

@@ -23,11 +23,17 @@ def claim_run_folder(
     made, held, failure, token = "", None, "", secrets.token_hex(8)
     if world.is_first:
         try:
-            path = create_run_folder(start.folder or run.folder, run.name, goes_on=bool(start.folder))
+            path = create_run_folder(
+                start.folder or run.folder, run.name, goes_on=bool(start.folder)
+            )
             held = hold_run_folder(path, token)  # first: another run's files are not to be touched
             if start.folder:
                 _check_that_start_stands(resume, run.folder, start)
-            name = f"config-from-step-{start.step}.toml" if start.folder and start.step else "config.toml"
+            name = (
+                f"config-from-step-{start.step}.toml"
+                if start.folder and start.step
+                else "config.toml"
+            )
             (path / name).write_text(toml, encoding="utf-8")
             made = str(path)
         except ValueError as error:  # the others wait to be told
@@ -61,7 +67,11 @@ def _check_that_all_see(world: World, path: Path, token: str) -> None:
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
     while not (seen := token in lock_text(path)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    blind = [rank for rank, answer in enumerate(gather_texts(world, "" if seen else "not seen")) if answer]
+    blind = [
+        rank
+        for rank, answer in enumerate(gather_texts(world, "" if seen else "not seen"))
+        if answer
+    ]
     if blind:
         ranks = ", ".join(map(str, blind))
         raise ValueError(

@@ -51,9 +51,19 @@ def plan_run(
         )
     tokens_per_step = sequences * training.sequence_length
     tokens = training.tokens or training.tokens_per_parameter * parameters
-    total_steps = training.steps or start_step + math.ceil((tokens - start_tokens) / tokens_per_step)
+    total_steps = training.steps or start_step + math.ceil(
+        (tokens - start_tokens) / tokens_per_step
+    )
     accumulation = sequences // share
-    return RunPlan(parameters, embedding_parameters, accumulation, tokens_per_step, total_steps, start_step, start_tokens)
+    return RunPlan(
+        parameters,
+        embedding_parameters,
+        accumulation,
+        tokens_per_step,
+        total_steps,
+        start_step,
+        start_tokens,
+    )
 
 
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
@@ -69,7 +79,9 @@ def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
     return model.vocab_size
 
 
-def log_plan(plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path) -> None:
+def log_plan(
+    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path
+) -> None:
     """How the numbers of the run come about, one line each."""
     per_rank = INNER_BYTES * plan.parameters / world.ranks_per_worker
     total_tokens = plan.tokens_at(plan.total_steps)

@@ -41,7 +41,12 @@ def time_shares(
     as compute. `agreement`: waited between the steps for what ranks tell each other, which is exposed communication as well."""
     compute = steps - data - (exposed or 0.0)
     communication = None if exposed is None else exposed + agreement
-    seconds = (compute, data, communication, wall - steps - (agreement if exposed is not None else 0.0))
+    seconds = (
+        compute,
+        data,
+        communication,
+        wall - steps - (agreement if exposed is not None else 0.0),
+    )
     return {
         name: None if value is None or wall <= 0 else 100 * min(1.0, max(0.0, value / wall))
         for name, value in zip(SHARES, seconds, strict=True)

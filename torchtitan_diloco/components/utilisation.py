@@ -20,7 +20,11 @@ def measured_utilisation(totals: dict[str, float]) -> float | None:
     without training steps."""
     agreement = totals.get("time/agreement_seconds", 0.0)
     whole = totals.get("time/step_seconds", 0.0) + agreement
-    return max(0.0, 1 - (totals.get("diloco/exposed_seconds", 0.0) + agreement) / whole) if whole else None
+    return (
+        max(0.0, 1 - (totals.get("diloco/exposed_seconds", 0.0) + agreement) / whole)
+        if whole
+        else None
+    )
 
 
 def worker_key(worker: int, name: str) -> str:
@@ -39,7 +43,9 @@ class Observed:
         self._rounds.append(record)
         self._sizes[record["fragment"]] = record["parameters"]
 
-    def predicted_utilisation(self, config: DiLoCo, totals: dict[str, float], steps: int) -> float | None:
+    def predicted_utilisation(
+        self, config: DiLoCo, totals: dict[str, float], steps: int
+    ) -> float | None:
         """None where too little is known: one worker, or a fragment that never had its turn."""
         conditions = self.conditions(config, totals)
         if conditions is None or sorted(self._sizes) != list(range(len(self._sizes))):
@@ -56,8 +62,13 @@ class Observed:
 
     def links(self) -> Links:
         """A worker sends to all others at once, so the rates at which they receive from it add up."""
-        rates = [[self._median_rate(to, source) for source in range(self._workers)] for to in range(self._workers)]
-        up = tuple(sum(rates[to][source] for to in range(self._workers)) for source in range(self._workers))
+        rates = [
+            [self._median_rate(to, source) for source in range(self._workers)]
+            for to in range(self._workers)
+        ]
+        up = tuple(
+            sum(rates[to][source] for to in range(self._workers)) for source in range(self._workers)
+        )
         return Links(
             tuple(rate or FASTEST_LINK for rate in up),
             tuple(sum(row) or FASTEST_LINK for row in rates),
@@ -65,7 +76,10 @@ class Observed:
         )
 
     def _median_rate(self, to: int, source: int) -> float:
-        rates = (record["workers"][to]["received_bits_per_second_from"][source] for record in self._large_rounds())
+        rates = (
+            record["workers"][to]["received_bits_per_second_from"][source]
+            for record in self._large_rounds()
+        )
         known: list[float] = [rate for rate in rates if rate is not None]
         return statistics.median(known or [0.0])
 
@@ -76,14 +90,18 @@ class Observed:
 
     def _heard(self) -> list[float]:
         """None where no round was seen, or over NCCL with several other workers, whose links are not known then."""
-        told = (worker["heard_after_seconds"] for record in self._rounds for worker in record["workers"])
+        told = (
+            worker["heard_after_seconds"] for record in self._rounds for worker in record["workers"]
+        )
         return [seconds for row in told for seconds in row if seconds is not None]
 
     def _coding(self, config: DiLoCo) -> tuple[float, float]:
         """fp32 bytes a second that are encoded and decoded, and that the outer step goes through; medians."""
         coding, outer = [], []
         for record in self._rounds:
-            (payload,) = payloads_of([record["parameters"]], config.quantization, self._workers, self._ranks)
+            (payload,) = payloads_of(
+                [record["parameters"]], config.quantization, self._workers, self._ranks
+            )
             for worker in record["workers"]:
                 seconds = (worker["encoding_seconds"] or 0.0) + (worker["decoding_seconds"] or 0.0)
                 if seconds > 0:
@@ -97,7 +115,10 @@ class Observed:
         """Of each worker's first rank, and their spread as a share of the mean."""
         means, spreads = [], []
         for worker in range(self._workers):
-            steps, seconds, squares = (totals.get(worker_key(worker, name), 0.0) for name in ("steps", "seconds", "squares"))
+            steps, seconds, squares = (
+                totals.get(worker_key(worker, name), 0.0)
+                for name in ("steps", "seconds", "squares")
+            )
             if not steps or not seconds:
                 return (), 0.0
             mean = seconds / steps

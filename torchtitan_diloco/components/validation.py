@@ -73,13 +73,21 @@ class Validator:
         validated: tuple[int, float] | None = None,
     ) -> None:
         """`validated`: what a run that goes on has behind it."""
-        self._config, self._model, self._outer, self._batches, self._world = config, model, outer, batches, world
+        self._config, self._model, self._outer, self._batches, self._world = (
+            config,
+            model,
+            outer,
+            batches,
+            world,
+        )
         self._chunk_tokens, self._precision, self._last_step = chunk_tokens, precision, last_step
         self.validated = validated
         """The step of the last validation and its loss."""
 
     def due(self, step: int) -> bool:
-        return bool(self._config.every) and (step % self._config.every == 0 or step == self._last_step)
+        return bool(self._config.every) and (
+            step % self._config.every == 0 or step == self._last_step
+        )
 
     def missed(self, step: int) -> bool:
         """A signal came between the step and its validation."""
@@ -110,4 +118,10 @@ class Validator:
         return time.perf_counter() - started
 
     def _result(self) -> ValidationResult:
-        return validate(self._model, self._batches, self._world, chunk_tokens=self._chunk_tokens, precision=self._precision)
+        return validate(
+            self._model,
+            self._batches,
+            self._world,
+            chunk_tokens=self._chunk_tokens,
+            precision=self._precision,
+        )

@@ -26,7 +26,10 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
             f"must be below optimizer.beta2 = {config.optimizer.beta2:g}, as the first moment has the shorter memory",
         )
     if config.run.device == "cpu" and config.parallel.compute_dtype == "bfloat16":
-        yield "parallel.compute_dtype", 'bfloat16 needs run.device = "cuda"; use "auto" or "float32" on the CPU'
+        yield (
+            "parallel.compute_dtype",
+            'bfloat16 needs run.device = "cuda"; use "auto" or "float32" on the CPU',
+        )
     if config.profiling.every and config.profiling.every <= config.profiling.steps:
         yield (
             "profiling.every",
@@ -63,7 +66,11 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[
             "diloco.quantization.block_size",
             f"is {chosen.block_size}, and the formats have blocks of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
         )
-    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {"fp32", "bf16", "same"}:
+    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {
+        "fp32",
+        "bf16",
+        "same",
+    }:
         yield (
             "diloco.quantization.block_size",
             f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a format of 8 bits or fewer",
@@ -89,7 +96,10 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[
 
 def _run(config: Config) -> Iterator[tuple[str, str]]:
     if "/" in config.run.name or "\\" in config.run.name:
-        yield "run.name", "names a folder below outputs/, so it has no slashes; set run.folder for another place"
+        yield (
+            "run.name",
+            "names a folder below outputs/, so it has no slashes; set run.folder for another place",
+        )
 
 
 def _horizon(config: Config) -> Iterator[tuple[str, str]]:
@@ -97,7 +107,10 @@ def _horizon(config: Config) -> Iterator[tuple[str, str]]:
     if not chosen:
         yield HORIZON[0], "the run has no length; set one of " + ", ".join(HORIZON)
     elif len(chosen) > 1:
-        yield chosen[1], f"the length of the run is already given by {chosen[0]}; set one of them to 0"
+        yield (
+            chosen[1],
+            f"the length of the run is already given by {chosen[0]}; set one of them to 0",
+        )
 
 
 def _batch(config: Config) -> Iterator[tuple[str, str]]:
@@ -115,6 +128,15 @@ def _batch(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _worker_shards(config: Config) -> Iterator[tuple[str, str]]:
-    if config.data.shard_by != "none" and (config.diloco.method == "none" or config.diloco.workers == 1):
-        reason = 'diloco.method = "none" averages gradients' if config.diloco.workers > 1 else "there is one worker"
-        yield "data.shard_by", f"gives workers that train apart documents of their own, and {reason}: leave it out"
+    if config.data.shard_by != "none" and (
+        config.diloco.method == "none" or config.diloco.workers == 1
+    ):
+        reason = (
+            'diloco.method = "none" averages gradients'
+            if config.diloco.workers > 1
+            else "there is one worker"
+        )
+        yield (
+            "data.shard_by",
+            f"gives workers that train apart documents of their own, and {reason}: leave it out",
+        )

@@ -32,7 +32,9 @@ def _pair_up(words: list[str]) -> dict[str, str]:
     for word in remaining:
         key, equals, value = word.partition("=")
         if not key.startswith("--") or key == "--":
-            mistakes.append(Mistake(COMMAND_LINE, word, None, "settings look like --section.key value"))
+            mistakes.append(
+                Mistake(COMMAND_LINE, word, None, "settings look like --section.key value")
+            )
             continue
         if not equals:
             following = next(remaining, None)

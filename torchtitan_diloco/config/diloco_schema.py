@@ -56,7 +56,9 @@ class Overlap:
     """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1 keeps the local."""
 
 
-CodecName = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"]
+CodecName = Literal[
+    "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"
+]
 
 
 @dataclass(frozen=True)

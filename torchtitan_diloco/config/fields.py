@@ -34,7 +34,9 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {">=": self.min, ">": self.above, "<=": self.max, "<": self.below}
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+        return " and ".join(
+            f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None
+        )
 
 
 Positive = Annotated[int, Range(min=1)]
@@ -100,7 +102,9 @@ def describe(annotation: Any) -> str:
 
 
 def is_optional(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType) and types.NoneType in get_args(annotation)
+    return get_origin(annotation) in (Union, types.UnionType) and types.NoneType in get_args(
+        annotation
+    )
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -158,7 +162,12 @@ def _convert_plain(value: Any, kind: type) -> Any:
     raise InvalidValueError(f"must be {'an' if kind is int else 'a'} {_PLAIN_NAMES[kind]}")
 
 
-_PLAIN_NAMES = {bool: "boolean, true or false", int: "integer", float: "number", str: 'text in quotes, "like this"'}
+_PLAIN_NAMES = {
+    bool: "boolean, true or false",
+    int: "integer",
+    float: "number",
+    str: 'text in quotes, "like this"',
+}
 
 
 def parse_text(text: str, annotation: Any) -> Any:
@@ -166,7 +175,11 @@ def parse_text(text: str, annotation: Any) -> Any:
     if is_optional(annotation) and text == "none":
         return None
     if get_origin(annotation) is tuple and not text.lstrip().startswith("["):
-        return [_parse_scalar(item.strip(), get_args(annotation)[0]) for item in text.split(",") if item.strip()]
+        return [
+            _parse_scalar(item.strip(), get_args(annotation)[0])
+            for item in text.split(",")
+            if item.strip()
+        ]
     return _parse_scalar(text, annotation)
 
 

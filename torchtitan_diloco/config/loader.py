@@ -47,7 +47,9 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
     values.setdefault("run.name", path.stem)
 
     config: Config = _build(Config, values, prefix="")
-    if not mistakes:  # a value that was refused would show up a second time as a cross-field mistake
+    if (
+        not mistakes
+    ):  # a value that was refused would show up a second time as a cross-field mistake
         for key, reason in cross_field_mistakes(config):
             origin = settings[key].origin if key in settings else "default"
             mistakes.append(Mistake(origin, key, values.get(key, SPECS[key].default), reason))
@@ -67,7 +69,9 @@ def config_from_text(texts: Mapping[str, str], origin: str) -> Config:
             mistakes.append(Mistake(origin, key, text, reason))
             continue
         try:
-            values[key] = convert(_written_by_str(text, SPECS[key].annotation), SPECS[key].annotation)
+            values[key] = convert(
+                _written_by_str(text, SPECS[key].annotation), SPECS[key].annotation
+            )
         except InvalidValueError as error:
             mistakes.append(Mistake(origin, key, text, f"{error}: is the file damaged?"))
     if mistakes:
@@ -105,18 +109,31 @@ def shipped_configs() -> list[str]:
     return sorted(path.stem for path in CONFIGS_FOLDER.glob("*.toml"))
 
 
-def _read_toml(path: Path, mistakes: list[Mistake], children: tuple[Path, ...] = ()) -> dict[str, Setting]:
+def _read_toml(
+    path: Path, mistakes: list[Mistake], children: tuple[Path, ...] = ()
+) -> dict[str, Setting]:
     """All settings of a TOML, those it inherits through `extends` included."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError([Mistake(str(path), "(file)", path.name, f"is not valid TOML: {error}")]) from None
+        raise ConfigError(
+            [Mistake(str(path), "(file)", path.name, f"is not valid TOML: {error}")]
+        ) from None
     settings: dict[str, Setting] = {}
     parent = table.pop("extends", None)
     if parent is not None:
         parent_path = _find_parent(parent, path)
         if parent_path.resolve() in [child.resolve() for child in (*children, path)]:
-            raise ConfigError([Mistake(str(path), "extends", parent, "extends itself; remove one link of the circle")])
+            raise ConfigError(
+                [
+                    Mistake(
+                        str(path),
+                        "extends",
+                        parent,
+                        "extends itself; remove one link of the circle",
+                    )
+                ]
+            )
         settings.update(_read_toml(parent_path, mistakes, (*children, path)))
     own: dict[str, Setting] = {}
     _flatten(table, "", str(path), own, mistakes)
@@ -127,7 +144,11 @@ def _from_words(words: Mapping[str, str], mistakes: list[Mistake]) -> dict[str, 
     settings: dict[str, Setting] = {}
     for key, text in words.items():
         if _is_section(key):
-            mistakes.append(Mistake(COMMAND_LINE, key, text, f"is a section; set one of its keys: {_keys_of(key)}"))
+            mistakes.append(
+                Mistake(
+                    COMMAND_LINE, key, text, f"is a section; set one of its keys: {_keys_of(key)}"
+                )
+            )
         else:
             value = parse_text(text, SPECS[key].annotation) if key in SPECS else text
             settings[key] = Setting(value, COMMAND_LINE)
@@ -137,24 +158,40 @@ def _from_words(words: Mapping[str, str], mistakes: list[Mistake]) -> dict[str, 
 def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
     """`above` goes first. Of keys that exclude each other, one given above takes back the others given below, so that
     `--training.steps 100` is enough to shorten a preset that counts its length in tokens."""
-    taken_back = {other for group in ALTERNATIVES for key in group if key in above and above[key].value for other in group}
+    taken_back = {
+        other
+        for group in ALTERNATIVES
+        for key in group
+        if key in above and above[key].value
+        for other in group
+    }
     return {key: setting for key, setting in below.items() if key not in taken_back} | above
 
 
 def _find_parent(parent: Any, child: Path) -> Path:
     if not isinstance(parent, str):
-        raise ConfigError([Mistake(str(child), "extends", parent, 'must name one TOML file, "like-this.toml"')])
+        raise ConfigError(
+            [Mistake(str(child), "extends", parent, 'must name one TOML file, "like-this.toml"')]
+        )
     beside = child.parent / parent
     if beside.is_file():
         return beside
     try:
         return find_config(parent)
     except ConfigError:
-        reason = f"no such file beside {child} or in train_configs/ ({', '.join(shipped_configs())})"
+        reason = (
+            f"no such file beside {child} or in train_configs/ ({', '.join(shipped_configs())})"
+        )
         raise ConfigError([Mistake(str(child), "extends", parent, reason)]) from None
 
 
-def _flatten(table: dict[str, Any], prefix: str, origin: str, settings: dict[str, Setting], mistakes: list[Mistake]) -> None:
+def _flatten(
+    table: dict[str, Any],
+    prefix: str,
+    origin: str,
+    settings: dict[str, Setting],
+    mistakes: list[Mistake],
+) -> None:
     for name, value in table.items():
         key = prefix + name
         is_section = _is_section(key)
@@ -174,7 +211,9 @@ def _is_section(key: str) -> bool:
 
 
 def _keys_of(section: str) -> str:
-    return ", ".join(key.removeprefix(f"{section}.") for key in SPECS if key.startswith(f"{section}."))
+    return ", ".join(
+        key.removeprefix(f"{section}.") for key in SPECS if key.startswith(f"{section}.")
+    )
 
 
 def _unknown_key(key: str) -> str:

@@ -80,18 +80,29 @@ def help_text() -> str:
         for spec, doc in own_settings(name, section):
             default = "not set" if spec.default is None else format_value(spec.default)
             lines.append(f"  --{spec.key}  ({describe(spec.annotation)}; default: {default})")
-            lines += textwrap.wrap(doc, width=112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(
+                doc, width=112, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines)
 
 
 def markdown() -> str:
     lines = [INTRODUCTION]
     for name, section in sections():
-        lines += [f"## [{name}]", "", _summary(section), "", "| key | values | default | |", "|---|---|---|---|"]
+        lines += [
+            f"## [{name}]",
+            "",
+            _summary(section),
+            "",
+            "| key | values | default | |",
+            "|---|---|---|---|",
+        ]
         for spec, doc in own_settings(name, section):
             default = "not set" if spec.default is None else f"`{format_value(spec.default)}`"
             values = describe(spec.annotation).replace("|", "\\|")
-            lines.append(f"| `{spec.key}` | {values} | {default} | {doc.replace('|', chr(92) + '|')} |")
+            lines.append(
+                f"| `{spec.key}` | {values} | {default} | {doc.replace('|', chr(92) + '|')} |"
+            )
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -28,7 +28,9 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's, bar DEL
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # JSON's escapes are TOML's, bar DEL
     if isinstance(value, tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
     return repr(value)

@@ -12,9 +12,15 @@ READ_BY = {
     "lr_schedule.floor": ("lr_schedule.decay", ("cosine", "linear", "wsd")),
     "model.rotary_base": ("model.positions", ("rotary",)),
     "activation_checkpoint.every": ("activation_checkpoint.mode", ("every_nth",)),
-    "diloco.fragments.layers_per_fragment": ("diloco.fragments.pattern", ("strided", "sequential", "balanced")),
+    "diloco.fragments.layers_per_fragment": (
+        "diloco.fragments.pattern",
+        ("strided", "sequential", "balanced"),
+    ),
     "diloco.fragments.blocks": ("diloco.fragments.pattern", ("strided", "sequential", "balanced")),
-    "diloco.outer_optimizer.momentum": ("diloco.outer_optimizer.name", ("nesterov", "momentum", "adam", "sign_momentum")),
+    "diloco.outer_optimizer.momentum": (
+        "diloco.outer_optimizer.name",
+        ("nesterov", "momentum", "adam", "sign_momentum"),
+    ),
     "diloco.outer_optimizer.beta2": ("diloco.outer_optimizer.name", ADAM_ONLY),
     "diloco.outer_optimizer.epsilon": ("diloco.outer_optimizer.name", ADAM_ONLY),
     "diloco.outer_optimizer.decay_rounds": ("diloco.outer_optimizer.decay", WITH_DECAY),

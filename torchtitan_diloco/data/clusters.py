@@ -33,7 +33,9 @@ def text_features(tokens: Tokens) -> npt.NDArray[np.float32]:
 
 
 def _root_frequencies(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    buckets = ((keys + np.uint64(1)) * _HASH) >> np.uint64(64 - BUCKET_BITS)  # the product wraps at 64 bits
+    buckets = ((keys + np.uint64(1)) * _HASH) >> np.uint64(
+        64 - BUCKET_BITS
+    )  # the product wraps at 64 bits
     counts = np.bincount(buckets.astype(np.int64), minlength=2**BUCKET_BITS)
     return np.sqrt(counts / max(1, len(keys))).astype(np.float32)
 
@@ -46,7 +48,10 @@ def learn_centres(features: Features, sizes: Integers, clusters: int) -> Feature
         centres = _spread_out(features, sizes, clusters, np.random.default_rng(start))
         for _ in range(_ITERATIONS):
             chosen = assign(squared_distances(features, centres), sizes)
-            means = [_mean(features, sizes, chosen == cluster, centres[cluster]) for cluster in range(clusters)]
+            means = [
+                _mean(features, sizes, chosen == cluster, centres[cluster])
+                for cluster in range(clusters)
+            ]
             centres, before = np.stack(means), centres
             if np.array_equal(centres, before):
                 break
@@ -57,18 +62,26 @@ def learn_centres(features: Features, sizes: Integers, clusters: int) -> Feature
     return best
 
 
-def _spread_out(features: Features, sizes: Integers, clusters: int, random: np.random.Generator) -> Features:
+def _spread_out(
+    features: Features, sizes: Integers, clusters: int, random: np.random.Generator
+) -> Features:
     """k-means++: each next centre is a document drawn in proportion to its tokens and its distance from those before."""
     nearest = np.ones(len(sizes))
     chosen: list[int] = []
     for _ in range(clusters):
         mass = np.cumsum(nearest * sizes)
-        chosen.append(min(int(np.searchsorted(mass, random.random() * mass[-1], side="right")), len(sizes) - 1))
+        chosen.append(
+            min(
+                int(np.searchsorted(mass, random.random() * mass[-1], side="right")), len(sizes) - 1
+            )
+        )
         nearest = squared_distances(features, features[chosen]).min(axis=1)
     return features[chosen]
 
 
-def _mean(features: Features, sizes: Integers, members: npt.NDArray[np.bool_], otherwise: Features) -> Features:
+def _mean(
+    features: Features, sizes: Integers, members: npt.NDArray[np.bool_], otherwise: Features
+) -> Features:
     if not members.any():
         return otherwise
     return np.average(features[members], axis=0, weights=sizes[members]).astype(np.float32)
@@ -103,7 +116,9 @@ def deal_out(sizes: Integers, hands: int) -> Integers:
     """The control of clusters: documents in a random order, each to whoever has the fewest tokens so far."""
     hand = np.empty(len(sizes), dtype=np.int64)
     filled = np.zeros(hands, dtype=np.int64)
-    for document in sequence_indices(np.arange(len(sizes)), sequences=len(sizes), seed=0, shuffle=True).tolist():
+    for document in sequence_indices(
+        np.arange(len(sizes)), sequences=len(sizes), seed=0, shuffle=True
+    ).tolist():
         hand[document] = filled.argmin()
         filled[hand[document]] += sizes[document]
     return hand

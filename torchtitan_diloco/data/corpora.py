@@ -81,7 +81,11 @@ class _Files:
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"pieces of {PIECE_CHARACTERS} characters".encode())
         for path, stat in zip(self._paths, self._stats, strict=True):
-            digest.update(f"{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
+            digest.update(
+                f"{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(
+                    errors="surrogateescape"
+                )
+            )
         return digest.hexdigest()[:16]
 
     def pieces(self) -> Iterator[Piece]:
@@ -92,8 +96,12 @@ class _Files:
                 yield piece
             bytes_before += stat.st_size
         if not found:
-            shown = ", ".join(str(path) for path in self._paths[:3]) + (", ..." if len(self._paths) > 3 else "")
-            raise ValueError(f"the corpus {self.spec!r} has no text: all of its {len(self._paths)} files ({shown}) are empty")
+            shown = ", ".join(str(path) for path in self._paths[:3]) + (
+                ", ..." if len(self._paths) > 3 else ""
+            )
+            raise ValueError(
+                f"the corpus {self.spec!r} has no text: all of its {len(self._paths)} files ({shown}) are empty"
+            )
 
     def _pieces_of_file(self, path: Path, bytes_before: int) -> Iterator[Piece]:
         return documents_of_file(path, bytes_before)
@@ -104,7 +112,9 @@ class StandardLibrary(_Files):
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in self._folder.rglob("*.py") if not _NOT_STDLIB & set(self._parts(path))]
+        paths = [
+            path for path in self._folder.rglob("*.py") if not _NOT_STDLIB & set(self._parts(path))
+        ]
         if not paths:
             raise ValueError(
                 f'the corpus "{STDLIB}" needs the standard library\'s source, and {self._folder} has no .py file; '
@@ -131,19 +141,33 @@ class TextFiles(_Files):
     def __init__(self, spec: str) -> None:
         patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
         if not patterns:
-            raise ValueError(f'the corpus "{spec}" names no file; give files, folders or globs of {_KINDS}')
-        paths: dict[Path, None] = {}  # a set in the order of insertion: a file named twice is read once
+            raise ValueError(
+                f'the corpus "{spec}" names no file; give files, folders or globs of {_KINDS}'
+            )
+        paths: dict[
+            Path, None
+        ] = {}  # a set in the order of insertion: a file named twice is read once
         for pattern in patterns:
             paths.update(dict.fromkeys(_files_of(pattern)))
         first = Path(patterns[0]).expanduser()
-        name = first.name.split(".")[0].replace("*", "").strip("-_") or first.absolute().parent.name or "text"
-        super().__init__(spec, "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40], list(paths))
+        name = (
+            first.name.split(".")[0].replace("*", "").strip("-_")
+            or first.absolute().parent.name
+            or "text"
+        )
+        super().__init__(
+            spec, "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40], list(paths)
+        )
 
 
 def _files_of(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        files = [file for file in path.rglob("*") if text_kind(file) and file.is_file() and not _is_hidden(file, path)]
+        files = [
+            file
+            for file in path.rglob("*")
+            if text_kind(file) and file.is_file() and not _is_hidden(file, path)
+        ]
         if not files:
             raise ValueError(
                 f"the folder {path.absolute()} has no text file ({_KINDS}), and it is no folder of token shards either"
@@ -159,7 +183,9 @@ def _files_of(pattern: str) -> list[Path]:
         raise ValueError(f"the text file {path.absolute()} does not exist{_what_is_there(path)}")
     for file in files:
         if text_kind(file) is None:
-            raise ValueError(f"{file}: unknown kind of file {file.suffix!r}; a corpus is made of {_KINDS}")
+            raise ValueError(
+                f"{file}: unknown kind of file {file.suffix!r}; a corpus is made of {_KINDS}"
+            )
     return files
 
 
@@ -179,4 +205,8 @@ def _what_is_there(path: Path) -> str:
         folder, wanted = folder.parent, folder.name
     names = sorted(entry.name for entry in folder.iterdir())
     nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
-    return f"; nearest in {folder}: {', '.join(nearest)}" if nearest else f"; {folder} has nothing of a similar name"
+    return (
+        f"; nearest in {folder}: {', '.join(nearest)}"
+        if nearest
+        else f"; {folder} has nothing of a similar name"
+    )

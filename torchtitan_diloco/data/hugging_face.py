@@ -24,7 +24,9 @@ class HuggingFaceDataset:
         parts = location.split("/")
         if self._folder is not None:
             if not self._folder.is_dir():
-                raise ValueError(f"the corpus {spec!r}: there is no folder {self._folder.absolute()}")
+                raise ValueError(
+                    f"the corpus {spec!r}: there is no folder {self._folder.absolute()}"
+                )
             self.name = self._folder.name
         elif len(parts) not in (2, 3) or not all(parts):
             raise ValueError(
@@ -32,7 +34,10 @@ class HuggingFaceDataset:
             )
         else:
             self.name = parts[1]
-        self._dataset_name, self._subset = "/".join(parts[:2]), (parts[2] if len(parts) == 3 else None)
+        self._dataset_name, self._subset = (
+            "/".join(parts[:2]),
+            (parts[2] if len(parts) == 3 else None),
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -40,7 +45,9 @@ class HuggingFaceDataset:
         digest = hashlib.sha256(f"{self.spec}\0{self._split}\0{PIECE_CHARACTERS}".encode())
         if self._folder is not None:
             for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
-                digest.update(f"{path.absolute()}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}\0".encode())
+                digest.update(
+                    f"{path.absolute()}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}\0".encode()
+                )
         return digest.hexdigest()[:16]
 
     def pieces(self) -> Iterator[Piece]:
@@ -61,10 +68,14 @@ class HuggingFaceDataset:
         try:
             import datasets
         except ImportError as error:
-            raise ValueError(f"the corpus {self.spec!r} needs the package datasets: {install_command('hf')}") from error
+            raise ValueError(
+                f"the corpus {self.spec!r} needs the package datasets: {install_command('hf')}"
+            ) from error
         try:
             if self._folder is None:
-                return datasets.load_dataset(self._dataset_name, self._subset, split=self._split, streaming=True)
+                return datasets.load_dataset(
+                    self._dataset_name, self._subset, split=self._split, streaming=True
+                )
             if any((self._folder / mark).exists() for mark in _SAVED_MARKS):
                 saved = datasets.load_from_disk(str(self._folder))
                 return saved[self._split] if isinstance(saved, datasets.DatasetDict) else saved

@@ -87,7 +87,9 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
         self._iterators_started = 0
         self._micro_batches = MicroBatches(stream, rank, reader.sequences, place)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's affair, not the user's
+            warnings.filterwarnings(
+                "ignore", message="'set_vital' is deprecated"
+            )  # torchdata's affair, not the user's
             super().__init__(
                 reader,
                 batch_size=None,  # the reader makes whole batches
@@ -173,13 +175,17 @@ def build_train_loader(
         seed=seed,
         shuffle=shuffle,
     )
-    return TrainLoader(readers[worker], stream, rank, processes, Place(start // streams), streams, pin_memory)
+    return TrainLoader(
+        readers[worker], stream, rank, processes, Place(start // streams), streams, pin_memory
+    )
 
 
 class ValidationBatches:
     """The first sequences of a split, shared out over the ranks, the same each time it is iterated."""
 
-    def __init__(self, reader: SequenceReader, batch_size: int, rank: int, ranks: int, sequences: int) -> None:
+    def __init__(
+        self, reader: SequenceReader, batch_size: int, rank: int, ranks: int, sequences: int
+    ) -> None:
         self._reader, self._batch_size, self._rank, self._ranks = reader, batch_size, rank, ranks
         self.sequences = min(sequences, reader.sequences)
         """Sequences that all ranks together read: fewer than asked for if the split has fewer."""
@@ -199,9 +205,17 @@ class ValidationBatches:
 
 
 def build_validation_batches(
-    shards: TokenShards, *, sequence_length: int, batch_size: int, rank: int, ranks: int, sequences: int
+    shards: TokenShards,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    rank: int,
+    ranks: int,
+    sequences: int,
 ) -> ValidationBatches:
     """The first `sequences` sequences as batches, equally many of equal shape on every rank, as collectives need it.
     Where sequences are missing, the targets are IGNORE_INDEX, so that nothing is counted twice."""
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
-    return ValidationBatches(SequenceReader(shards, sequence_length), batch_size, rank, ranks, sequences)
+    return ValidationBatches(
+        SequenceReader(shards, sequence_length), batch_size, rank, ranks, sequences
+    )

@@ -25,7 +25,9 @@ def sequence_indices(positions: Indices, *, sequences: int, seed: int, shuffle: 
     epochs, places = np.divmod(positions, sequences)
     if not shuffle or sequences == 1:
         return places
-    return _permute(places.astype(np.uint64), _round_keys(epochs.astype(np.uint64), seed), sequences)
+    return _permute(
+        places.astype(np.uint64), _round_keys(epochs.astype(np.uint64), seed), sequences
+    )
 
 
 def _round_keys(epochs: _Words, seed: int) -> _Words:

@@ -20,7 +20,13 @@ from torchtitan_diloco.data.corpora import Corpus, is_held_out
 from torchtitan_diloco.data.files import LOCK_NAME, only_writer, write_whole
 from torchtitan_diloco.data.progress import Progress
 from torchtitan_diloco.data.shard_writer import ShardWriter
-from torchtitan_diloco.data.shards import MANIFEST_NAME, SPLITS, Split, read_manifest, write_manifest
+from torchtitan_diloco.data.shards import (
+    MANIFEST_NAME,
+    SPLITS,
+    Split,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan_diloco.data.text_files import PIECE_CHARACTERS, Piece
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.tools.cores import available_cores
@@ -29,7 +35,9 @@ STARTED_NAME = "prepare.json"
 """Settings of a preparation that has not ended. Gone once `corpus.json` is there."""
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 
-_JOB_CHARACTERS = 2 * PIECE_CHARACTERS  # many short documents are one job, which keeps the cost of a job small
+_JOB_CHARACTERS = (
+    2 * PIECE_CHARACTERS
+)  # many short documents are one job, which keeps the cost of a job small
 _JOBS_AHEAD = 4  # per thread; bounds memory
 
 
@@ -64,7 +72,9 @@ def prepare(
     if not 0.0 <= validation_fraction <= 0.5:
         raise ValueError(f"--validation-fraction {validation_fraction:g} is not between 0 and 0.5")
     if shard_tokens < 1 or (max_tokens is not None and max_tokens < 1):
-        raise ValueError(f"--shard-tokens {shard_tokens} and --max-tokens {max_tokens} must be at least 1")
+        raise ValueError(
+            f"--shard-tokens {shard_tokens} and --max-tokens {max_tokens} must be at least 1"
+        )
     settings = {
         "source": corpus.spec,
         "source_fingerprint": corpus.fingerprint,
@@ -85,7 +95,9 @@ def prepare(
         progress = Progress(f"tokenising {corpus.spec}", corpus.total_bytes)
         writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in SPLITS}
         try:
-            made = _fill(writers, corpus, tokenizer, validation_fraction, max_tokens, threads, progress)
+            made = _fill(
+                writers, corpus, tokenizer, validation_fraction, max_tokens, threads, progress
+            )
         except BaseException:
             for writer in writers.values():
                 writer.discard_partial()
@@ -119,9 +131,15 @@ def _fill(
         if number >= done["validation" if is_held_out(number, fraction) else "train"]
     )
     made_tokens = made_bytes = 0
-    with closing(_tokenized(wanted, tokenizer, fraction, threads or available_cores())) as coded_pieces:
+    with closing(
+        _tokenized(wanted, tokenizer, fraction, threads or available_cores())
+    ) as coded_pieces:
         for coded in coded_pieces:
-            if max_tokens is not None and train.tokens >= max_tokens and coded.number >= train.end_piece:
+            if (
+                max_tokens is not None
+                and train.tokens >= max_tokens
+                and coded.number >= train.end_piece
+            ):
                 break
             split: Split = "validation" if is_held_out(coded.number, fraction) else "train"
             writers[split].add(coded.number, coded.tokens, coded.ends_text)
@@ -149,7 +167,9 @@ def _tokenized(
     jobs: deque[Future[list[_Coded]]] = deque()
     try:
         for job in _grouped(pieces):
-            jobs.append(pool.submit(lambda job: [_encode(*item, tokenizer, fraction) for item in job], job))
+            jobs.append(
+                pool.submit(lambda job: [_encode(*item, tokenizer, fraction) for item in job], job)
+            )
             if len(jobs) >= _JOBS_AHEAD * threads:
                 yield from jobs.popleft().result()
         while jobs:
@@ -174,7 +194,9 @@ def _grouped(pieces: Iterator[tuple[int, Piece]]) -> Iterator[list[tuple[int, Pi
 def _encode(number: int, piece: Piece, tokenizer: Tokenizer, fraction: float) -> _Coded:
     # A document also ends, for one split, where its next piece goes to the other one: what follows there in the split
     # is not its continuation.
-    ends_text = piece.ends_document or is_held_out(number, fraction) != is_held_out(number + 1, fraction)
+    ends_text = piece.ends_document or is_held_out(number, fraction) != is_held_out(
+        number + 1, fraction
+    )
     tokens = tokenizer.encode(piece.text)
     if ends_text:
         tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
@@ -188,13 +210,17 @@ def _start_or_continue(folder: Path, settings: dict[str, Any]) -> None:
         try:
             before = json.loads(started.read_bytes())
         except ValueError as error:
-            raise ValueError(f"cannot read {started}: {error}; delete {folder} and start again") from error
+            raise ValueError(
+                f"cannot read {started}: {error}; delete {folder} and start again"
+            ) from error
         _refuse_other_settings(folder, before, settings)
         return
     foreign = sorted(path.name for path in folder.iterdir() if path.name != LOCK_NAME)
     foreign = [name for name in foreign if not name.startswith(f".{STARTED_NAME}")]
     if foreign:
-        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder with --out")
+        raise ValueError(
+            f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder with --out"
+        )
     write_whole(started, json.dumps(settings, indent=2).encode())
 
 
@@ -204,7 +230,9 @@ def _refuse_other_settings(folder: Path, before: dict[str, Any], now: dict[str, 
     if "tokenizer_fingerprint" not in keys:
         keys = [key for key in keys if key != "tokenizer"]
     if keys:
-        differences = "; ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys)
+        differences = "; ".join(
+            f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys
+        )
         raise ValueError(
             f"{folder} was prepared with other settings: {differences}. Use the same ones to continue, another folder "
             f"to start afresh, or delete this one."

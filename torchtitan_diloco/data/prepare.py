@@ -24,12 +24,20 @@ def prepare_command(source: str, tokenizer: str, out: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.data.prepare", description="Tokenise a corpus into a folder of token shards."
+        prog="python -m torchtitan_diloco.data.prepare",
+        description="Tokenise a corpus into a folder of token shards.",
     )
-    parser.add_argument("--source", help="stdlib, files, folders and globs separated by commas, or hf:NAME[/SUBSET][:SPLIT]")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, a .tiktoken file, or a named tiktoken encoding")
+    parser.add_argument(
+        "--source",
+        help="stdlib, files, folders and globs separated by commas, or hf:NAME[/SUBSET][:SPLIT]",
+    )
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, a .tiktoken file, or a named tiktoken encoding"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder of the shards")
-    parser.add_argument("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)"
+    )
     parser.add_argument(
         "--shard-tokens",
         type=parse_quantity,
@@ -38,8 +46,17 @@ def _parser() -> argparse.ArgumentParser:
         help="a shard is closed once it has so many tokens, such as 100M (default 2**28)",
     )
     parser.add_argument("--threads", type=int, default=None, help="default: every core")
-    parser.add_argument("--max-tokens", type=parse_quantity, metavar="N", help="end once there are N tokens to train on")
-    parser.add_argument("--verify", action="store_true", help="check every byte of the shards; without --source: only that")
+    parser.add_argument(
+        "--max-tokens",
+        type=parse_quantity,
+        metavar="N",
+        help="end once there are N tokens to train on",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every byte of the shards; without --source: only that",
+    )
     return parser
 
 
@@ -47,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.source is None and not options.verify:
-            raise ValueError("--source is missing: what is to be tokenised? (--verify alone checks a finished folder)")
+            raise ValueError(
+                "--source is missing: what is to be tokenised? (--verify alone checks a finished folder)"
+            )
         if options.source is not None:
             _prepare_and_tell(options)
         if options.verify:

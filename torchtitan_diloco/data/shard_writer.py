@@ -8,7 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.files import aside_path, force_to_disk
-from torchtitan_diloco.data.shards import HEADER_BYTES, ShardHeader, Split, read_header, shard_name, token_dtype
+from torchtitan_diloco.data.shards import (
+    HEADER_BYTES,
+    ShardHeader,
+    Split,
+    read_header,
+    shard_name,
+    token_dtype,
+)
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 
@@ -16,7 +23,12 @@ class ShardWriter:
     """Takes the pieces of a split in order. A shard is closed with the piece that fills it."""
 
     def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        self._folder, self._split, self._tokenizer, self._shard_tokens = folder, split, tokenizer, shard_tokens
+        self._folder, self._split, self._tokenizer, self._shard_tokens = (
+            folder,
+            split,
+            tokenizer,
+            shard_tokens,
+        )
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._file: BinaryIO | None = None
         self._number = 0

@@ -70,10 +70,14 @@ def read_header(path: Path) -> ShardHeader:
     except OSError as error:
         raise ValueError(f"cannot read the token shard {path}: {error}") from error
     if len(head) < HEADER_BYTES:
-        raise ValueError(f"{path} is too short for a token shard: {size} bytes, its header alone has {HEADER_BYTES}")
+        raise ValueError(
+            f"{path} is too short for a token shard: {size} bytes, its header alone has {HEADER_BYTES}"
+        )
     magic, version, *numbers, tokenizer = _FIELDS.unpack(head[: _FIELDS.size])
     if magic != MAGIC:
-        raise ValueError(f"{path} is not a token shard: it begins with {magic!r} instead of {MAGIC!r}")
+        raise ValueError(
+            f"{path} is not a token shard: it begins with {magic!r} instead of {MAGIC!r}"
+        )
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has version {version} of the shard format, this code reads version {FORMAT_VERSION}; prepare the "
@@ -81,7 +85,9 @@ def read_header(path: Path) -> ShardHeader:
         )
     (checksum,) = _HEADER_CHECKSUM.unpack_from(head, _FIELDS.size)
     if checksum != zlib.crc32(head[: _FIELDS.size]):
-        raise ValueError(f"the header of {path} is damaged (its checksum is wrong); prepare the corpus again")
+        raise ValueError(
+            f"the header of {path} is damaged (its checksum is wrong); prepare the corpus again"
+        )
     header = ShardHeader(*(*numbers, tokenizer.hex()))
     expected = HEADER_BYTES + header.tokens * header.token_bytes
     if size != expected:
@@ -112,7 +118,8 @@ def write_manifest(folder: Path, settings: dict[str, Any]) -> None:
             "tokens": sum(header.tokens for header in headers.values()),
             "documents": sum(header.documents for header in headers.values()),
             "shards": [
-                {"file": name, "tokens": header.tokens, "checksum": header.checksum} for name, header in headers.items()
+                {"file": name, "tokens": header.tokens, "checksum": header.checksum}
+                for name, header in headers.items()
             ],
         }
     manifest = {"format_version": FORMAT_VERSION, "settings": settings, "splits": splits}
@@ -131,14 +138,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the manifest {path}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is not a manifest of version {FORMAT_VERSION}; prepare the corpus again")
+        raise ValueError(
+            f"{path} is not a manifest of version {FORMAT_VERSION}; prepare the corpus again"
+        )
     return manifest
 
 
 class TokenShards:
     """All tokens of one split as one long array that is never loaded."""
 
-    def __init__(self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.split = split
         manifest = read_manifest(self.folder)
@@ -209,13 +220,17 @@ class TokenShards:
         mapped = self._maps.pop(shard, None)
         if mapped is None:
             dtype = token_dtype(self.vocab_size)
-            mapped = np.asarray(np.memmap(self._paths[shard], dtype=dtype, mode="r", offset=HEADER_BYTES))
+            mapped = np.asarray(
+                np.memmap(self._paths[shard], dtype=dtype, mode="r", offset=HEADER_BYTES)
+            )
             if len(self._maps) >= _MAPS_AT_ONCE:
                 self._maps.popitem(last=False)
         self._maps[shard] = mapped
         return mapped
 
-    def _check_tokenizer(self, path: Path, header: ShardHeader, tokenizer: Tokenizer | None) -> None:
+    def _check_tokenizer(
+        self, path: Path, header: ShardHeader, tokenizer: Tokenizer | None
+    ) -> None:
         first = self._headers[0]
         if (header.vocab_size, header.tokenizer) != (first.vocab_size, first.tokenizer):
             raise ValueError(f"{path} was written with another tokenizer than {self._paths[0]}")
@@ -238,4 +253,6 @@ class TokenShards:
         return f"{self.folder} has no tokens to train on; its source is {self.settings['source']!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": OrderedDict()}  # a reading process maps the files again: nothing is copied
+        return self.__dict__ | {
+            "_maps": OrderedDict()
+        }  # a reading process maps the files again: nothing is copied

@@ -12,7 +12,13 @@ from torchtitan_diloco.data.corpora import HUGGING_FACE_PREFIX, STDLIB, Corpus, 
 from torchtitan_diloco.data.files import LOCK_NAME
 from torchtitan_diloco.data.preparation import STARTED_NAME, prepare
 from torchtitan_diloco.data.prepare import prepare_command
-from torchtitan_diloco.data.shards import FORMAT_VERSION, MANIFEST_NAME, Split, TokenShards, read_manifest
+from torchtitan_diloco.data.shards import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Split,
+    TokenShards,
+    read_manifest,
+)
 from torchtitan_diloco.data.text_files import text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -27,7 +33,8 @@ def open_tokenizer(data: Data) -> Tokenizer:
     if _is_shard_folder(data.corpus) and not _is_finished(data.corpus):
         commands.append(prepare_command(source, data.tokenizer, data.corpus))
     raise ValueError(
-        f'data.tokenizer = "{data.tokenizer}" does not exist ({path.absolute()}). Make it with\n' + _listed(commands)
+        f'data.tokenizer = "{data.tokenizer}" does not exist ({path.absolute()}). Make it with\n'
+        + _listed(commands)
     )
 
 
@@ -80,7 +87,9 @@ def _manifest_tokens(spec: str, split: Split) -> int:
     return int(read_manifest(Path(spec).expanduser())["splits"][split]["tokens"])
 
 
-def _open_shard_folder(data: Data, spec: str, source: str, key: str, tokenizer: Tokenizer, split: Split) -> TokenShards:
+def _open_shard_folder(
+    data: Data, spec: str, source: str, key: str, tokenizer: Tokenizer, split: Split
+) -> TokenShards:
     folder = Path(spec).expanduser()
     if _is_finished(spec):
         return TokenShards(folder, split, tokenizer)
@@ -93,7 +102,9 @@ def _open_shard_folder(data: Data, spec: str, source: str, key: str, tokenizer: 
     )
 
 
-def _open_text(data: Data, spec: str, key: str, tokenizer: Tokenizer, fraction: float, split: Split) -> TokenShards:
+def _open_text(
+    data: Data, spec: str, key: str, tokenizer: Tokenizer, fraction: float, split: Split
+) -> TokenShards:
     if spec.startswith(HUGGING_FACE_PREFIX):
         out = "corpora/" + re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
         raise ValueError(

@@ -9,7 +9,9 @@ from torch.utils.data import Sampler
 
 from torchtitan_diloco.data.order import Indices, sequence_indices
 
-_MICRO_BATCHES_AT_ONCE = 64  # the order is computed for so many at once, which makes it cheap next to reading
+_MICRO_BATCHES_AT_ONCE = (
+    64  # the order is computed for so many at once, which makes it cheap next to reading
+)
 
 _KEYS = {
     "corpus": "the fingerprint of the corpus",
@@ -46,8 +48,14 @@ class StreamIdentity:
         mine = asdict(self)
         missing = [key for key in mine if key not in state]
         if missing:
-            raise ValueError(f"this is no state of the training data: it has no {', '.join(missing)}")
-        differences = [f"{_KEYS[key]} was {state[key]} and is {value}" for key, value in mine.items() if state[key] != value]
+            raise ValueError(
+                f"this is no state of the training data: it has no {', '.join(missing)}"
+            )
+        differences = [
+            f"{_KEYS[key]} was {state[key]} and is {value}"
+            for key, value in mine.items()
+            if state[key] != value
+        ]
         if differences:
             raise ValueError(
                 f"the saved position is one in another stream of training data: {'; '.join(differences)}. Resume with "
@@ -74,7 +82,9 @@ class Place:
         A step is ranks * accumulation * batch_size consecutive positions; rank r takes the r-th equal slice of it.
         """
         steps, within = np.divmod(self.micro_batch + np.arange(micro_batches), stream.accumulation)
-        starts = steps * stream.step_size() + (rank * stream.accumulation + within) * stream.batch_size
+        starts = (
+            steps * stream.step_size() + (rank * stream.accumulation + within) * stream.batch_size
+        )
         positions: Indices = self.step_start + starts[:, None] + np.arange(stream.batch_size)
         return positions
 
@@ -91,7 +101,10 @@ class MicroBatches(Sampler[Indices]):
         while True:
             positions = place.positions(_MICRO_BATCHES_AT_ONCE, self._stream, self._rank)
             indices = sequence_indices(
-                positions.ravel(), sequences=self._sequences, seed=self._stream.seed, shuffle=self._stream.shuffle
+                positions.ravel(),
+                sequences=self._sequences,
+                seed=self._stream.seed,
+                shuffle=self._stream.shuffle,
             )
             yield from indices.reshape(positions.shape)
             place = place.after(_MICRO_BATCHES_AT_ONCE, self._stream)

@@ -36,13 +36,17 @@ def documents_of_file(path: Path, bytes_before: int = 0) -> Iterator[Piece]:
     """The pieces of one file: a line is a document in `.jsonl`, the file is one otherwise."""
     raw = _RawBlocks(path)
     blocks = _decompressed(path, raw)
-    documents = _json_lines(path, blocks) if text_kind(path) == ".jsonl" else [_decoded(path, blocks)]
+    documents = (
+        _json_lines(path, blocks) if text_kind(path) == ".jsonl" else [_decoded(path, blocks)]
+    )
     for document in documents:
         for text, ends_document in split_into_pieces(document):
             yield Piece(text, ends_document, bytes_before + raw.bytes_read)
 
 
-def split_into_pieces(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[tuple[str, bool]]:
+def split_into_pieces(
+    blocks: Iterable[str], limit: int = PIECE_CHARACTERS
+) -> Iterator[tuple[str, bool]]:
     """A document cut behind the last line end within every `limit` characters, or at `limit` where there is none.
 
     Yields (piece, is it the document's last one). Where it is cut depends on the text alone, not on how it arrives in
@@ -95,12 +99,18 @@ def _decompressed(path: Path, raw: Iterable[bytes]) -> Iterator[bytes]:
         try:
             import zstandard
         except ImportError as error:
-            raise ValueError(f"reading {path} needs the package zstandard: {install_command('zstd')}") from error
-        return _decompress(path, raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+            raise ValueError(
+                f"reading {path} needs the package zstandard: {install_command('zstd')}"
+            ) from error
+        return _decompress(
+            path, raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+        )
     return iter(raw)
 
 
-def _decompress(path: Path, raw: Iterable[bytes], new: Callable[[], _Decompressor], broken: type[Exception]) -> Iterator[bytes]:
+def _decompress(
+    path: Path, raw: Iterable[bytes], new: Callable[[], _Decompressor], broken: type[Exception]
+) -> Iterator[bytes]:
     """Frame after frame: both formats allow several in one file."""
     frame: _Decompressor | None = None
     for compressed in raw:
@@ -115,7 +125,9 @@ def _decompress(path: Path, raw: Iterable[bytes], new: Callable[[], _Decompresso
                 frame = None
             yield block
     if frame is not None:
-        raise ValueError(f"{path} is not a whole {path.suffix} file: it ends in the middle; was a copy interrupted?")
+        raise ValueError(
+            f"{path} is not a whole {path.suffix} file: it ends in the middle; was a copy interrupted?"
+        )
 
 
 def _decoded(path: Path, blocks: Iterable[bytes]) -> Iterator[str]:
@@ -148,18 +160,26 @@ def _json_lines(path: Path, blocks: Iterable[bytes]) -> Iterator[tuple[str]]:
         try:
             record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(_not_utf8(path, number, f"byte {error.start} of the line", error)) from error
+            raise ValueError(
+                _not_utf8(path, number, f"byte {error.start} of the line", error)
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}): {line[:60]!r}") from error
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str):
-            found = f"its fields are {sorted(record)}" if isinstance(record, dict) else f"it is {line[:60]!r}"
+            found = (
+                f"its fields are {sorted(record)}"
+                if isinstance(record, dict)
+                else f"it is {line[:60]!r}"
+            )
             raise ValueError(f'{path}, line {number}: no field "text" with a string; {found}')
         yield (text,)
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    pending: list[bytes] = []  # joined once a line is whole, so that a line of many blocks stays linear
+    pending: list[
+        bytes
+    ] = []  # joined once a line is whole, so that a line of many blocks stays linear
     for block in blocks:
         *whole, rest = block.split(b"\n")
         for line in whole:

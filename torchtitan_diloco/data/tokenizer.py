@@ -57,11 +57,17 @@ class Tokenizer:
 
     def ranks(self) -> dict[bytes, int]:
         """Id of every ordinary token; the lowest one that two neighbours make is merged first."""
-        return {token: self._encoding.encode_single_token(token) for token in self._encoding.token_byte_values()}
+        return {
+            token: self._encoding.encode_single_token(token)
+            for token in self._encoding.token_byte_values()
+        }
 
     def special_tokens(self) -> dict[str, int]:
         """Id of every special token, the end-of-document token among them."""
-        return {token: self._encoding.encode_single_token(token) for token in sorted(self._encoding.special_tokens_set)}
+        return {
+            token: self._encoding.encode_single_token(token)
+            for token in sorted(self._encoding.special_tokens_set)
+        }
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """The ids of a text. What looks like a special token is ordinary text; a lone surrogate, which no UTF-8 can
@@ -88,7 +94,9 @@ class Tokenizer:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return build_tokenizer, (self._spec,)  # another process builds it again: smaller than the ranks
+        return build_tokenizer, (
+            self._spec,
+        )  # another process builds it again: smaller than the ranks
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
@@ -103,7 +111,10 @@ def build_tokenizer(spec: str) -> Tokenizer:
 
 def _from_ranks(spec: str, ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
     encoding = tiktoken.Encoding(
-        spec, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={END_OF_DOCUMENT: len(ranks)}
+        spec,
+        pat_str=pattern,
+        mergeable_ranks=dict(ranks),
+        special_tokens={END_OF_DOCUMENT: len(ranks)},
     )
     return Tokenizer(spec, encoding, pattern=pattern)
 
@@ -119,7 +130,10 @@ def _from_name(name: str) -> Tokenizer:
         )
     try:
         encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # a failed download is an OSError, a damaged one a ValueError
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a failed download is an OSError, a damaged one a ValueError
         raise ValueError(
             f'data.tokenizer = "{name}": tiktoken could not fetch the ranks of this encoding, which it does not ship '
             f"({type(error).__name__}: {error}). Either run `{sys.executable} -c 'import tiktoken; "
@@ -132,7 +146,9 @@ def _from_name(name: str) -> Tokenizer:
             f'data.tokenizer = "{name}" has no {END_OF_DOCUMENT} token to end a document with. Choose another one of '
             f"{', '.join(sorted(known))}."
         )
-    return Tokenizer(name, encoding, pattern=name)  # the name stands for the pattern that belongs to it
+    return Tokenizer(
+        name, encoding, pattern=name
+    )  # the name stands for the pattern that belongs to it
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -152,11 +168,15 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             encoded, rank_text = line.split()
             token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
         except (ValueError, binascii.Error) as error:
-            raise ValueError(f"{path}, line {number}: {line[:80]!r} is not a token in base64, a space and its rank") from error
+            raise ValueError(
+                f"{path}, line {number}: {line[:80]!r} is not a token in base64, a space and its rank"
+            ) from error
         if rank != len(ranks):
             raise ValueError(f"{path}, line {number}: rank {rank} where {len(ranks)} should follow")
         if not token or token in ranks:
-            raise ValueError(f"{path}, line {number}: token {token!r} is {'there twice' if token else 'empty'}")
+            raise ValueError(
+                f"{path}, line {number}: token {token!r} is {'there twice' if token else 'empty'}"
+            )
         ranks[token] = rank
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:

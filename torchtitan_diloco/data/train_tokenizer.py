@@ -21,7 +21,9 @@ DEFAULT_MAX_BYTES = 10**9
 SMALLEST_VOCABULARY = 257  # every byte, and the end-of-document token
 
 
-def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[bytes, int]:
+def train_tokenizer(
+    corpus: Corpus, vocab_size: int, max_bytes: int = DEFAULT_MAX_BYTES
+) -> dict[bytes, int]:
     """The ranks of vocab_size - 1 tokens; the end-of-document token is the last of the vocabulary."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
@@ -42,7 +44,9 @@ def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise ValueError(f"learning a tokenizer needs the package tokenizers: {install_command('tokenizer')}") from error
+        raise ValueError(
+            f"learning a tokenizer needs the package tokenizers: {install_command('tokenizer')}"
+        ) from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -51,7 +55,9 @@ def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
         ]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=tokens, initial_alphabet=sorted(alphabet), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokens, initial_alphabet=sorted(alphabet), show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -60,7 +66,9 @@ def ranks_of(learned: Any) -> dict[bytes, int]:
     """tiktoken's ranks: ids are given in the order of learning, which is the order of merging."""
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocabulary: dict[str, int] = learned.get_vocab(with_added_tokens=False)
-    return {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()}
+    return {
+        bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()
+    }
 
 
 def byte_characters() -> list[str]:
@@ -102,19 +110,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m torchtitan_diloco.data.train_tokenizer",
         description="Learn a byte-level BPE tokenizer and write it as a .tiktoken rank file.",
     )
-    parser.add_argument("--source", required=True, help="what to learn from: anything that `prepare` takes")
     parser.add_argument(
-        "--vocab-size", type=parse_quantity, default=32_000, help="tokens, the end-of-document one included (32000)"
+        "--source", required=True, help="what to learn from: anything that `prepare` takes"
     )
-    parser.add_argument("--out", required=True, type=Path, help="the rank file to write; its name ends in .tiktoken")
-    parser.add_argument("--max-bytes", type=parse_quantity, default=DEFAULT_MAX_BYTES, help="most text to learn from (1GB)")
+    parser.add_argument(
+        "--vocab-size",
+        type=parse_quantity,
+        default=32_000,
+        help="tokens, the end-of-document one included (32000)",
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, help="the rank file to write; its name ends in .tiktoken"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=parse_quantity,
+        default=DEFAULT_MAX_BYTES,
+        help="most text to learn from (1GB)",
+    )
     options = parser.parse_args(arguments)
     start = time.monotonic()
     try:
         if options.out.suffix != ".tiktoken":
-            raise ValueError(f"--out {options.out} must end in .tiktoken, by which data.tokenizer knows a rank file")
+            raise ValueError(
+                f"--out {options.out} must end in .tiktoken, by which data.tokenizer knows a rank file"
+            )
         if options.out.exists():
-            raise ValueError(f"--out {options.out} exists; shards may depend on it. Choose another name or delete it.")
+            raise ValueError(
+                f"--out {options.out} exists; shards may depend on it. Choose another name or delete it."
+            )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         ranks = train_tokenizer(open_corpus(options.source), options.vocab_size, options.max_bytes)
         write_whole(options.out, format_ranks(ranks))

@@ -61,7 +61,9 @@ class WorkerTokens:
 class WorkerShards:
     """Who reads what, and how much each worker's change counts."""
 
-    def __init__(self, tokens: TokenShards, workers: int, parts: Sequence[WorkerTokens] = ()) -> None:
+    def __init__(
+        self, tokens: TokenShards, workers: int, parts: Sequence[WorkerTokens] = ()
+    ) -> None:
         self.parts = parts
         """By worker; none: all workers take turns in one order of all tokens."""
         self.shares = [len(part) / len(tokens) for part in parts] or [1 / workers] * workers
@@ -100,12 +102,22 @@ def share_out(data: Data, tokens: TokenShards, tokenizer: Tokenizer, workers: in
     try:
         stops, chosen = np.load(path)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"cannot read {path}: {error}; delete {folder}, it is made again") from error
+        raise ValueError(
+            f"cannot read {path}: {error}; delete {folder}, it is made again"
+        ) from error
     starts = np.concatenate([[0], stops[:-1]])
-    names = [f"the shard of worker {worker} (data.shard_by = {data.shard_by}) of {tokens.name}" for worker in range(workers)]
+    names = [
+        f"the shard of worker {worker} (data.shard_by = {data.shard_by}) of {tokens.name}"
+        for worker in range(workers)
+    ]
     mine = [chosen == worker for worker in range(workers)]
     return WorkerShards(
-        tokens, workers, [WorkerTokens(tokens, name, starts[own], stops[own]) for name, own in zip(names, mine, strict=True)]
+        tokens,
+        workers,
+        [
+            WorkerTokens(tokens, name, starts[own], stops[own])
+            for name, own in zip(names, mine, strict=True)
+        ],
     )
 
 
@@ -130,7 +142,11 @@ def _workers_of(data: Data, tokens: TokenShards, stops: Integers, workers: int) 
             f'or data.shard_by = "none"'
         )
     sizes = np.diff(stops, prepend=0)
-    chosen = deal_out(sizes, workers) if data.shard_by == "random" else _clusters(tokens, stops, sizes, workers)
+    chosen = (
+        deal_out(sizes, workers)
+        if data.shard_by == "random"
+        else _clusters(tokens, stops, sizes, workers)
+    )
     empty = np.flatnonzero(np.bincount(chosen, minlength=workers) == 0).tolist()
     if empty:
         raise ValueError(
@@ -145,11 +161,15 @@ def _clusters(tokens: TokenShards, stops: Integers, sizes: Integers, workers: in
     sample = documents[:: -(-len(stops) // _LEARNED_FROM)]
     features = np.concatenate(list(_features(tokens, stops, sizes, sample)))
     centres = learn_centres(features, sizes[sample], workers)
-    distances = [squared_distances(block, centres) for block in _features(tokens, stops, sizes, documents)]
+    distances = [
+        squared_distances(block, centres) for block in _features(tokens, stops, sizes, documents)
+    ]
     return assign(np.concatenate(distances), sizes)
 
 
-def _features(tokens: TokenShards, stops: Integers, sizes: Integers, documents: Integers) -> Iterator[Features]:
+def _features(
+    tokens: TokenShards, stops: Integers, sizes: Integers, documents: Integers
+) -> Iterator[Features]:
     """In blocks, so that all documents of a large corpus are never held at once."""
     for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         chosen = documents[first : first + _DOCUMENTS_AT_ONCE]

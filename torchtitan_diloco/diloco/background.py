@@ -22,7 +22,9 @@ class BackgroundThread:
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Tasks run in the order of submission; a failed one leaves its error in its future."""
         if self._closed:
-            raise RuntimeError(f"{self._thread.name} has been closed, so nothing would ever be done: make a new object instead")
+            raise RuntimeError(
+                f"{self._thread.name} has been closed, so nothing would ever be done: make a new object instead"
+            )
         future: Future[Result] = Future()
         self._tasks.put((future, task))
         return future
@@ -31,7 +33,9 @@ class BackgroundThread:
         """Ends the thread when it has done what was submitted; waits for that so long at most."""
         self._closed = True
         self._tasks.put(None)
-        if threading.current_thread() is not self._thread:  # which may drop the last reference to what it serves
+        if (
+            threading.current_thread() is not self._thread
+        ):  # which may drop the last reference to what it serves
             self._thread.join(timeout)
 
     def _serve(self) -> None:

@@ -30,9 +30,20 @@ class Outcome:
 class BackgroundRound:
     """Called in the background thread, one round after the other, in the same order on every worker."""
 
-    def __init__(self, exchange: Exchange | None, worker: int, seed: int, shard_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        worker: int,
+        seed: int,
+        shard_group: dist.ProcessGroup | None,
+    ) -> None:
         """Without an exchange there is one worker, whose delta is the mean."""
-        self._exchange, self._worker, self._seed, self._shard_group = exchange, worker, seed, shard_group
+        self._exchange, self._worker, self._seed, self._shard_group = (
+            exchange,
+            worker,
+            seed,
+            shard_group,
+        )
 
     def __call__(self, state: OuterState, header: Header, facts: Round) -> Outcome:
         facts.begun = time.perf_counter()
@@ -61,8 +72,12 @@ class BackgroundRound:
         assert self._exchange is not None
         shard = 0 if self._shard_group is None else self._shard_group.rank()
         where = self._seed, shard, header.fragment, header.outer_round
-        if state.residual is not None and not math.isfinite(float(torch.linalg.vector_norm(state.residual))):
-            logger.warning(f"fragment {header.fragment}: what encoding has lost is not finite any more; it is forgotten")
+        if state.residual is not None and not math.isfinite(
+            float(torch.linalg.vector_norm(state.residual))
+        ):
+            logger.warning(
+                f"fragment {header.fragment}: what encoding has lost is not finite any more; it is forgotten"
+            )
             state.residual.zero_()
         keys = key_of(*where, self._worker), key_of(*where, "mean")
         headers, facts.traffic = self._exchange.average(state.delta, header, state.residual, keys)
@@ -76,7 +91,9 @@ class BackgroundRound:
         try:
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
         except RuntimeError as error:
-            raise WorkerLostError([self._worker], f"one of the ranks of worker {self._worker}: {cause_of(error)}") from error
+            raise WorkerLostError(
+                [self._worker], f"one of the ranks of worker {self._worker}: {cause_of(error)}"
+            ) from error
         return not bad.item()
 
     @staticmethod

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.chunks import Task, chunk_and_window, lead_of_sends, programme, slice_bounds, slice_size
+from torchtitan_diloco.diloco.chunks import (
+    Task,
+    chunk_and_window,
+    lead_of_sends,
+    programme,
+    slice_bounds,
+    slice_size,
+)
 from torchtitan_diloco.diloco.codecs import Codec, Place
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
 from torchtitan_diloco.diloco.messages import Messages, Messenger
@@ -49,7 +56,11 @@ class Exchange:
     ) -> None:
         """`gather_codec` encodes the means that go back with more than two workers; `largest`: values of a fragment."""
         self._messenger = Messenger(group, timeout_seconds, device)
-        self.workers, self.me, self._others = self._messenger.workers, self._messenger.me, self._messenger.others
+        self.workers, self.me, self._others = (
+            self._messenger.workers,
+            self._messenger.me,
+            self._messenger.others,
+        )
         assert self.workers > 1
         self._failure: Exception | None = None
         self._codec, self._gather_codec = codec, gather_codec
@@ -58,25 +69,37 @@ class Exchange:
         pair = self.workers == 2
 
         def buffers(workers: Iterable[int], room: int) -> dict[int, Tensor]:
-            return {worker: torch.zeros(room, dtype=torch.uint8, device=device) for worker in workers}
+            return {
+                worker: torch.zeros(room, dtype=torch.uint8, device=device) for worker in workers
+            }
 
         self._headers = buffers(range(self.workers), HEADER_BYTES)
         # By slot of the window and worker:
-        self._incoming = [buffers(self._others, codec.wire_bytes(values)) for _ in range(self._window)]
+        self._incoming = [
+            buffers(self._others, codec.wire_bytes(values)) for _ in range(self._window)
+        ]
         means = [] if pair else range(self.workers)
         self._means = [buffers(means, gather_codec.wire_bytes(values)) for _ in range(self._window)]
         # By slot of the window:
         sent = 0 if codec.is_fp32 else codec.wire_bytes(self._chunk)
-        self._outgoing = list(torch.zeros(self._window, sent, dtype=torch.uint8, device=device).unbind())
+        self._outgoing = list(
+            torch.zeros(self._window, sent, dtype=torch.uint8, device=device).unbind()
+        )
         self._mean = torch.zeros(0 if pair else values, dtype=torch.float32, device=device)
         self._piece = self._chunk
         if device.type == "cpu":
             self._piece = BLOCK if codec.is_fp32 else CODED_PIECE
-        self._before = torch.zeros(min(self._piece, self._chunk), dtype=torch.float32, device=device)
+        self._before = torch.zeros(
+            min(self._piece, self._chunk), dtype=torch.float32, device=device
+        )
         self._dot = torch.zeros((), dtype=torch.float64, device=device)
 
     def average(
-        self, delta: Tensor, header: Header, residual: Tensor | None = None, keys: tuple[int, int] = (0, 0)
+        self,
+        delta: Tensor,
+        header: Header,
+        residual: Tensor | None = None,
+        keys: tuple[int, int] = (0, 0),
     ) -> tuple[list[Header], Traffic]:
         """Turns `delta` into the mean over workers, or into 0 if all weigh 0; returns everybody's header and what it took.
         After a failure there is no other exchange on this group: messages of the failed one may still be under way.
@@ -97,7 +120,9 @@ class Exchange:
             self._failure = error
             raise
 
-    def _average(self, delta: Tensor, header: Header, residual: Tensor | None, key: int, mean_key: int) -> list[Header]:
+    def _average(
+        self, delta: Tensor, header: Header, residual: Tensor | None, key: int, mean_key: int
+    ) -> list[Header]:
         chunks = delta.split(self._chunk)
         residuals = [None] * len(chunks) if residual is None else residual.split(self._chunk)
         mine, means = Place(key), Place(mean_key)
@@ -105,7 +130,11 @@ class Exchange:
         headers: list[Header] = []
         ahead = range(min(self._window, len(chunks)))
         first_hop = {number: self._expect_parts(number, chunks[number]) for number in ahead}
-        second_hop = {number: self._expect_means(number, chunks[number]) for number in ahead if self.workers > 2}
+        second_hop = {
+            number: self._expect_means(number, chunks[number])
+            for number in ahead
+            if self.workers > 2
+        }
         lead = lead_of_sends(self._window, self.workers)
         for task, number in programme(len(chunks), self._window, self.workers):
             chunk, start, free = chunks[number], number * self._chunk, number + self._window
@@ -140,11 +169,17 @@ class Exchange:
     # --- headers ---------------------------------------------------------------------------------------------------
 
     def _send_header(self, header: Header) -> Messages:
-        mine = self._headers[self.me].copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
+        mine = self._headers[self.me].copy_(
+            torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        )
         self._traffic.header_sent = time.perf_counter()
-        messages = self._messenger.expect([(worker, self._headers[worker]) for worker in self._others])
+        messages = self._messenger.expect(
+            [(worker, self._headers[worker]) for worker in self._others]
+        )
         self._messenger.send(messages, [(worker, mine) for worker in self._others])
-        self._messenger.watch(messages)  # with two workers, too: the moment is to be known while this thread is encoding
+        self._messenger.watch(
+            messages
+        )  # with two workers, too: the moment is to be known while this thread is encoding
         return messages
 
     def _read_headers(self, greetings: Messages, header: Header) -> list[Header]:
@@ -184,12 +219,16 @@ class Exchange:
         start, end = self._bounds(chunk, worker)
         return self._means[slot][worker][: self._gather_codec.wire_bytes(end - start)]
 
-    def _pieces(self, codec: Codec, values: Tensor, payload: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor, Place]]:
+    def _pieces(
+        self, codec: Codec, values: Tensor, payload: Tensor, place: Place
+    ) -> Iterator[tuple[Tensor, Tensor, Place]]:
         """Values and bytes of what is worked on at once, one after the other; nothing of an empty slice, whose place in the
         fragment may be any."""
         if not values.numel():
             return
-        cuts = zip(values.split(self._piece), payload.split(codec.wire_bytes(self._piece)), strict=True)
+        cuts = zip(
+            values.split(self._piece), payload.split(codec.wire_bytes(self._piece)), strict=True
+        )
         for number, (piece, encoded) in enumerate(cuts):
             yield piece, encoded, place.after(number * self._piece)
 
@@ -198,9 +237,13 @@ class Exchange:
     def _expect_parts(self, number: int, chunk: Tensor) -> Messages:
         """Of this worker's slice, from all others."""
         slot, own = number % self._window, self._slice(chunk, self.me).numel()
-        return self._messenger.expect([(worker, self._received(slot, worker, own)) for worker in self._others])
+        return self._messenger.expect(
+            [(worker, self._received(slot, worker, own)) for worker in self._others]
+        )
 
-    def _send(self, number: int, chunk: Tensor, residual: Tensor | None, place: Place, messages: Messages) -> None:
+    def _send(
+        self, number: int, chunk: Tensor, residual: Tensor | None, place: Place, messages: Messages
+    ) -> None:
         started = time.perf_counter()
         slot = number % self._window
         if not self._codec.is_fp32:
@@ -213,16 +256,25 @@ class Exchange:
                     self._codec.encode_with_feedback(values, left, encoded, where)
         self._traffic.encoded = time.perf_counter()
         self._traffic.encoding_seconds += self._traffic.encoded - started
-        self._messenger.send(messages, [(worker, self._encoded_slice(slot, chunk, worker)) for worker in self._others])
+        self._messenger.send(
+            messages,
+            [(worker, self._encoded_slice(slot, chunk, worker)) for worker in self._others],
+        )
 
-    def _average_slice(self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor) -> None:
+    def _average_slice(
+        self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor
+    ) -> None:
         """The weighted mean of this worker's slice, in the order of the workers. A worker of weight 0 is passed over:
         its values may be anything. `out` is the chunk itself with two workers."""
         started = time.perf_counter()
         slot = number % self._window
-        heard = [(worker, header.weight) for worker, header in enumerate(headers) if header.weight > 0]
+        heard = [
+            (worker, header.weight) for worker, header in enumerate(headers) if header.weight > 0
+        ]
         payloads = [
-            self._encoded_slice(slot, chunk, worker) if worker == self.me else self._received(slot, worker, out.numel())
+            self._encoded_slice(slot, chunk, worker)
+            if worker == self.me
+            else self._received(slot, worker, out.numel())
             for worker, _ in heard
         ]
         if payloads:
@@ -247,16 +299,22 @@ class Exchange:
 
     def _expect_means(self, number: int, chunk: Tensor) -> Messages:
         slot = number % self._window
-        return self._messenger.expect([(worker, self._mean_of(slot, chunk, worker)) for worker in self._others], MEANS)
+        return self._messenger.expect(
+            [(worker, self._mean_of(slot, chunk, worker)) for worker in self._others], MEANS
+        )
 
-    def _send_mean(self, number: int, headers: list[Header], chunk: Tensor, place: Place, messages: Messages) -> None:
+    def _send_mean(
+        self, number: int, headers: list[Header], chunk: Tensor, place: Place, messages: Messages
+    ) -> None:
         slot = number % self._window
         start, end = self._bounds(chunk, self.me)
         mean = self._mean[: end - start]
         self._average_slice(number, headers, chunk, out=mean)
         started = time.perf_counter()
         encoded = self._mean_of(slot, chunk, self.me)
-        for values, payload, where in self._pieces(self._gather_codec, mean, encoded, place.after(start)):
+        for values, payload, where in self._pieces(
+            self._gather_codec, mean, encoded, place.after(start)
+        ):
             self._gather_codec.encode(values, payload, where)
         self._traffic.encoding_seconds += time.perf_counter() - started
         self._messenger.send(messages, [(worker, encoded) for worker in self._others], MEANS)
@@ -266,7 +324,9 @@ class Exchange:
         slot = number % self._window
         for worker in range(self.workers):
             mean = self._mean_of(slot, chunk, worker)
-            for values, payload, _ in self._pieces(self._gather_codec, self._slice(chunk, worker), mean, Place()):
+            for values, payload, _ in self._pieces(
+                self._gather_codec, self._slice(chunk, worker), mean, Place()
+            ):
                 with self._compared(values):
                     self._gather_codec.decode(payload, values)
         self._traffic.decoding_seconds += time.perf_counter() - started

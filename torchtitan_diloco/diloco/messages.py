@@ -57,15 +57,21 @@ class Messenger:
     one operation, as either alone would keep the other side's stream waiting.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_seconds: float, device: torch.device
+    ) -> None:
         self.workers, self.me = group.size(), group.rank()
         self.others = [worker for worker in range(self.workers) if worker != self.me]
         self.traffic = Traffic()
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
-        self._waiters = {worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self.others}
+        self._waiters = {
+            worker: BackgroundThread(f"diloco-wait-{worker}") for worker in self.others
+        }
         self._is_nccl = transports(group).get(device.type) == "nccl"
         # To wait for NCCL is to make the current stream wait, too: of another thread that is the one that trains.
-        self._streams = {worker: torch.cuda.Stream(device) for worker in self.others} if self._is_nccl else {}
+        self._streams = (
+            {worker: torch.cuda.Stream(device) for worker in self.others} if self._is_nccl else {}
+        )
 
     def begin(self) -> None:
         """A new exchange."""
@@ -78,7 +84,12 @@ class Messenger:
             if buffer.numel():
                 messages.sizes[worker] = buffer.numel()
                 room = self._room_for(buffer)
-                operations.append((worker, dist.P2POp(dist.irecv, room, group=self._group, tag=tag, group_peer=worker)))
+                operations.append(
+                    (
+                        worker,
+                        dist.P2POp(dist.irecv, room, group=self._group, tag=tag, group_peer=worker),
+                    )
+                )
         if self._is_nccl:
             messages.held = operations
         else:
@@ -90,7 +101,14 @@ class Messenger:
         operations = []
         for worker, buffer in parts:
             if buffer.numel():
-                operations.append((worker, dist.P2POp(dist.isend, buffer, group=self._group, tag=tag, group_peer=worker)))
+                operations.append(
+                    (
+                        worker,
+                        dist.P2POp(
+                            dist.isend, buffer, group=self._group, tag=tag, group_peer=worker
+                        ),
+                    )
+                )
                 self.traffic.bytes_sent += buffer.numel()
         held, messages.held = messages.held, []
         works = self._post(held + operations)
@@ -111,11 +129,15 @@ class Messenger:
         """Returns when all have arrived, with the moment of each; raises with the worker that failed first."""
         started = time.perf_counter()
         if messages.arrivals:
-            for finished in as_completed(messages.arrivals.values()):  # the others leave because of the first that fails
+            for finished in as_completed(
+                messages.arrivals.values()
+            ):  # the others leave because of the first that fails
                 finished.result()
             moments = {worker: arrival.result() for worker, arrival in messages.arrivals.items()}
         else:
-            moments = {worker: self._wait_for(worker, messages.of(worker)) for worker in self.others}
+            moments = {
+                worker: self._wait_for(worker, messages.of(worker)) for worker in self.others
+            }
         self.traffic.received = time.perf_counter()
         self.traffic.waiting_seconds += self.traffic.received - started
         return moments
@@ -136,7 +158,9 @@ class Messenger:
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                raise WorkerLostError(self.others if self._is_nccl else [worker], cause_of(error)) from error
+                raise WorkerLostError(
+                    self.others if self._is_nccl else [worker], cause_of(error)
+                ) from error
             if number == 0:
                 first = time.perf_counter()
         return first
@@ -151,8 +175,13 @@ class Messenger:
             try:
                 posted = dist.batch_isend_irecv([operation for _, operation in batch])
             except RuntimeError as error:
-                raise WorkerLostError(sorted({worker for worker, _ in batch}), cause_of(error)) from error
-            works += [(worker, posted[min(number, len(posted) - 1)]) for number, (worker, _) in enumerate(batch)]
+                raise WorkerLostError(
+                    sorted({worker for worker, _ in batch}), cause_of(error)
+                ) from error
+            works += [
+                (worker, posted[min(number, len(posted) - 1)])
+                for number, (worker, _) in enumerate(batch)
+            ]
         return works
 
     def _room_for(self, message: Tensor) -> Tensor:

@@ -79,10 +79,14 @@ UPDATES: dict[str, Update] = {
 }
 
 
-def outer_update(config: OuterOptimizer, theta: Tensor, delta: Tensor, state: list[Tensor], outer_round: int) -> float:
+def outer_update(
+    config: OuterOptimizer, theta: Tensor, delta: Tensor, state: list[Tensor], outer_round: int
+) -> float:
     """Turns `delta` into the next shared parameters and advances `state`; `theta` is only read. Returns the square of the norm
     of the change, measured while a block is in cache."""
-    step = OuterStep(outer_lr(config, outer_round), config.momentum, config.beta2, config.epsilon, outer_round)
+    step = OuterStep(
+        outer_lr(config, outer_round), config.momentum, config.beta2, config.epsilon, outer_round
+    )
     update = UPDATES[config.name]
     size = BLOCK if theta.device.type == "cpu" else max(1, theta.numel())
     change = 0.0
@@ -90,7 +94,9 @@ def outer_update(config: OuterOptimizer, theta: Tensor, delta: Tensor, state: li
     for start in range(0, theta.numel(), size):
         block = slice(start, start + size)
         update(theta[block], delta[block], [buffer[block] for buffer in state], step)
-        for now, before in zip(delta[block].split(MEASURED), theta[block].split(MEASURED), strict=True):
+        for now, before in zip(
+            delta[block].split(MEASURED), theta[block].split(MEASURED), strict=True
+        ):
             moved = torch.sub(now, before, out=room[: now.numel()])
             change += torch.dot(moved, moved).item()
     return change

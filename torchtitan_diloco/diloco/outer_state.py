@@ -22,7 +22,13 @@ class OuterState:
     goes on while it is copied over; what comes back is staged there too. Background work on a GPU has a stream of its own.
     """
 
-    def __init__(self, fragment: Fragment, config: OuterOptimizer, device: torch.device, error_feedback: bool = False) -> None:
+    def __init__(
+        self,
+        fragment: Fragment,
+        config: OuterOptimizer,
+        device: torch.device,
+        error_feedback: bool = False,
+    ) -> None:
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
@@ -31,7 +37,9 @@ class OuterState:
         self._on_host = device != self._model_device
 
         def buffer() -> Tensor:
-            return torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
+            return torch.zeros(
+                self.values, dtype=torch.float32, device=device, pin_memory=self._on_host
+            )
 
         self.outer, self.delta = buffer(), buffer()
         self.slots = [buffer() for _ in range(STATE_BUFFERS[config.name])]
@@ -97,8 +105,12 @@ class OuterState:
             self._staging = None
         apart = []
         distinct = source is not scratch  # staged values lie in one buffer only
-        for local, shared, free in zip(self._locals(), self.views(source), self.views(scratch), strict=True):
-            apart.append(torch.linalg.vector_norm(torch.sub(local, shared, out=free if distinct else None)))
+        for local, shared, free in zip(
+            self._locals(), self.views(source), self.views(scratch), strict=True
+        ):
+            apart.append(
+                torch.linalg.vector_norm(torch.sub(local, shared, out=free if distinct else None))
+            )
             if mixing == 1.0:
                 continue
             if mixing == 0.0:
@@ -142,7 +154,9 @@ class OuterState:
             return
         self.delta.copy_(self._staging, non_blocking=True)
         self._stream.synchronize()
-        for part, outer, delta in zip(self.fragment.parts, self.views(self.outer), self.views(self.delta), strict=True):
+        for part, outer, delta in zip(
+            self.fragment.parts, self.views(self.outer), self.views(self.delta), strict=True
+        ):
             torch.sub(_as_held(outer, part.parameter.dtype), delta, out=delta)
 
     @torch.no_grad()

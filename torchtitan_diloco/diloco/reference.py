@@ -59,7 +59,9 @@ class ReferenceDiLoCo:
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.flying: list[InFlight] = []
-        self.optimizers = [self._outer_optimizer([self.Theta[name] for name in names]) for names in fragments]
+        self.optimizers = [
+            self._outer_optimizer([self.Theta[name] for name in names]) for names in fragments
+        ]
         self.t = 0
         for theta in self.theta:  # everybody starts from worker 0
             self._mix(theta, list(self.Theta), alpha=0.0)
@@ -72,8 +74,12 @@ class ReferenceDiLoCo:
         for p in range(P):
             t_p = p * max(1, self.H // P) % self.H
             if t >= self.H and (t - t_p) % self.H == 0:  # SEND
-                self.flying.append(InFlight(t, p, self._mean_delta(p, weights or [1.0] * len(self.theta))))
-        for message in [message for message in self.flying if message.sent == t - self.tau]:  # APPLY
+                self.flying.append(
+                    InFlight(t, p, self._mean_delta(p, weights or [1.0] * len(self.theta)))
+                )
+        for message in [
+            message for message in self.flying if message.sent == t - self.tau
+        ]:  # APPLY
             self._apply(message)
 
     def drain(self) -> None:
@@ -95,7 +101,9 @@ class ReferenceDiLoCo:
             if weight:
                 total += weight
                 arrived = self._arrived(m, p)
-                mean = {name: torch.lerp(mean[name], arrived[name], weight / total) for name in mean}
+                mean = {
+                    name: torch.lerp(mean[name], arrived[name], weight / total) for name in mean
+                }
         return self.gather(Sender(-1, p, self.t), mean)
 
     def _arrived(self, m: int, p: int) -> Values:
@@ -103,7 +111,9 @@ class ReferenceDiLoCo:
         theta, lost = self.theta[m], self.lost[m]
         delta = {}
         for name in self.fragments[p]:
-            held = self.Theta[name].to(theta[name].dtype).float()  # differs from Theta below fp32 only
+            held = (
+                self.Theta[name].to(theta[name].dtype).float()
+            )  # differs from Theta below fp32 only
             delta[name] = held - theta[name].float()
             if self.feedback:
                 delta[name] = delta[name] + lost.get(name, torch.zeros_like(delta[name]))
@@ -124,12 +134,16 @@ class ReferenceDiLoCo:
         outer = self.outer
         if outer.name == "adam":
             betas = (outer.momentum, outer.beta2)
-            return torch.optim.Adam(parameters, lr=outer.lr, betas=betas, eps=outer.epsilon, foreach=False)
+            return torch.optim.Adam(
+                parameters, lr=outer.lr, betas=betas, eps=outer.epsilon, foreach=False
+            )
         if outer.name == "sign_momentum":
             return SignMomentum(parameters, lr=outer.lr, momentum=outer.momentum)
         momentum = 0.0 if outer.name == "sgd" else outer.momentum
         nesterov = outer.name == "nesterov" and momentum > 0
-        return torch.optim.SGD(parameters, lr=outer.lr, momentum=momentum, nesterov=nesterov, foreach=False)
+        return torch.optim.SGD(
+            parameters, lr=outer.lr, momentum=momentum, nesterov=nesterov, foreach=False
+        )
 
 
 class SignMomentum(torch.optim.Optimizer):

@@ -37,7 +37,14 @@ def freeze(state: OuterState, record: dict[str, Any], *, in_flight: bool) -> Fro
     use by its apply. All other buffers keep their content until the next exchange of this fragment, which stands behind
     copy_out() in the background."""
     outer = state.outer.clone() if in_flight else state.outer
-    return Frozen(outer, state.delta if in_flight else None, state.slots, state.residual, record, state.moment())
+    return Frozen(
+        outer,
+        state.delta if in_flight else None,
+        state.slots,
+        state.residual,
+        record,
+        state.moment(),
+    )
 
 
 def copy_out(state: OuterState, frozen: Frozen) -> Frozen:
@@ -71,7 +78,9 @@ def by_name(
                 if buffer is not None:
                     wanted[part.name] = part
     return {
-        name: shaped_like(part.parameter, torch.cat([rows[name][run] for run in range(part.runs)]), mesh)
+        name: shaped_like(
+            part.parameter, torch.cat([rows[name][run] for run in range(part.runs)]), mesh
+        )
         for name, part in wanted.items()
     }
 
@@ -88,7 +97,10 @@ def layout_of(states: Sequence[OuterState]) -> list[list[list[Any]]]:
     """For each fragment its parts: name, run, number of runs, and over how many ranks those are cut: a run is one of the rows
     on each rank, so with other ranks it is other rows."""
     return [
-        [[part.name, part.run, part.runs, _ranks(part) if part.runs > 1 else 0] for part in state.fragment.parts]
+        [
+            [part.name, part.run, part.runs, _ranks(part) if part.runs > 1 else 0]
+            for part in state.fragment.parts
+        ]
         for state in states
     ]
 
@@ -110,7 +122,9 @@ def saved_records(states: Sequence[OuterState], saved: dict[str, Any]) -> list[d
 
 
 def check_same_model(states: Sequence[OuterState], outer: Named) -> None:
-    mine = {part.name: tuple(part.parameter.shape) for state in states for part in state.fragment.parts}
+    mine = {
+        part.name: tuple(part.parameter.shape) for state in states for part in state.fragment.parts
+    }
     theirs = {name: tuple(value.shape) for name, value in outer.items()}
     found = [
         f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
@@ -119,11 +133,15 @@ def check_same_model(states: Sequence[OuterState], outer: Named) -> None:
     ]
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ValueError(f"the saved outer state is that of another model: {'; '.join(found[:3])}{more}")
+        raise ValueError(
+            f"the saved outer state is that of another model: {'; '.join(found[:3])}{more}"
+        )
 
 
 @torch.no_grad()
-def apply_early(states: Sequence[OuterState], saved: dict[str, Any], mixing: Callable[[dict[str, Any]], float]) -> None:
+def apply_early(
+    states: Sequence[OuterState], saved: dict[str, Any], mixing: Callable[[dict[str, Any]], float]
+) -> None:
     """What had come back for fragments that no longer exist, or whose turn has changed, becomes the shared copy now, and is
     merged into the local parameters where it is another. Changes saved["outer"]."""
     flying = {
@@ -131,7 +149,9 @@ def apply_early(states: Sequence[OuterState], saved: dict[str, Any], mixing: Cal
         for index in saved["in_flight_order"]
         for name, *_ in saved["layout"][index]
     }
-    parameters = {part.name: part.parameter.detach() for state in states for part in state.fragment.parts}
+    parameters = {
+        part.name: part.parameter.detach() for state in states for part in state.fragment.parts
+    }
     for name, arrived in saved["next"].items():
         alpha = mixing(flying[name])
         values = parameters[name], saved["outer"][name], arrived

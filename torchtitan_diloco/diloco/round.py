@@ -49,7 +49,11 @@ class Traffic:
 
     def link_seconds(self, worker: int) -> float:
         """How long the bytes of `link_bytes` were on their way, once the other had arrived."""
-        return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER) if self.moments_are_known else NEVER
+        return (
+            self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
+            if self.moments_are_known
+            else NEVER
+        )
 
 
 @dataclass
@@ -98,7 +102,19 @@ class Round:
         return self.ready - self.begun
 
 
-def unknown_round(fragment: int, outer_round: int, sent_step: int, values: int, participants: int) -> Round:
+def unknown_round(
+    fragment: int, outer_round: int, sent_step: int, values: int, participants: int
+) -> Round:
     """One whose result came out of a checkpoint: what it took was seen by a process that is gone."""
-    traffic = Traffic(bytes_sent=NEVER, bytes_received=NEVER, encoding_seconds=NEVER, decoding_seconds=NEVER)
-    return Round(fragment, outer_round, sent_step, values, weight=NEVER, participants=participants, traffic=traffic)
+    traffic = Traffic(
+        bytes_sent=NEVER, bytes_received=NEVER, encoding_seconds=NEVER, decoding_seconds=NEVER
+    )
+    return Round(
+        fragment,
+        outer_round,
+        sent_step,
+        values,
+        weight=NEVER,
+        participants=participants,
+        traffic=traffic,
+    )

@@ -28,7 +28,9 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> dict[st
             result[name] = value.detach().clone()
         else:
             rows = runs[parameter]
-            result[name] = shaped_like(parameter, torch.cat([rows[run] for run in range(len(rows))]))
+            result[name] = shaped_like(
+                parameter, torch.cat([rows[run] for run in range(len(rows))])
+            )
     return result
 
 

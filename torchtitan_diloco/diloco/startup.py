@@ -27,23 +27,45 @@ def check_settings(config: DiLoCo, group: dist.ProcessGroup | None) -> None:
     workers = 1 if group is None else group.size()
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
-        mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out, and average gradients instead'))
+        mistakes.append(
+            (
+                "diloco.method",
+                '"none" needs no StreamingDiLoCo: leave it out, and average gradients instead',
+            )
+        )
     if config.workers not in (1, workers):
-        mistakes.append(("diloco.workers", f"is {config.workers}, but the group joins {workers}: leave it out"))
+        mistakes.append(
+            ("diloco.workers", f"is {config.workers}, but the group joins {workers}: leave it out")
+        )
     present = sorted(set(transports(group).values()))
     if workers > 1 and config.link.backend != "auto" and config.link.backend not in present:
-        mistakes.append(("diloco.link.backend", f'is "{config.link.backend}", but the group is of {" and ".join(present)}'))
+        mistakes.append(
+            (
+                "diloco.link.backend",
+                f'is "{config.link.backend}", but the group is of {" and ".join(present)}',
+            )
+        )
     if mistakes:
         raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
 
 
 def agree_on_run(
-    group: dist.ProcessGroup | None, config: DiLoCo, fragments: tuple[Fragment, ...], *, seed: int, run_id: str
+    group: dist.ProcessGroup | None,
+    config: DiLoCo,
+    fragments: tuple[Fragment, ...],
+    *,
+    seed: int,
+    run_id: str,
 ) -> int:
     """Refuses workers with other settings, code or model; returns a number that is this run's alone."""
     settings = {f"diloco.{key}": str(value) for key, value in flat_settings(config).items()}
     facts = {key: value for key, value in settings.items() if key not in PER_WORKER}
-    facts |= {"code": code_fingerprint(), "seed": str(seed), "run id": run_id, "model": _layout(fragments)}
+    facts |= {
+        "code": code_fingerprint(),
+        "seed": str(seed),
+        "run id": run_id,
+        "model": _layout(fragments),
+    }
     on_gpu = any(part.parameter.is_cuda for fragment in fragments for part in fragment.parts)
     facts["codec kernels"] = kernels_name() if on_gpu else "torch"
     gathered: list[Any] = [(facts, secrets.token_hex(8))]
@@ -52,8 +74,13 @@ def agree_on_run(
         dist.all_gather_object(gathered, gathered[0], group=group)
         differences = find_differences([theirs for theirs, _ in gathered], "worker")
         if differences:
-            raise ValueError("workers were started differently; give all of them the same:\n  " + "\n  ".join(differences))
-    name = "/".join([*facts.values(), gathered[0][1]])  # worker 0's random part keeps apart two runs of one configuration
+            raise ValueError(
+                "workers were started differently; give all of them the same:\n  "
+                + "\n  ".join(differences)
+            )
+    name = "/".join(
+        [*facts.values(), gathered[0][1]]
+    )  # worker 0's random part keeps apart two runs of one configuration
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
@@ -83,7 +110,9 @@ def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module, link: Link)
             local.copy_(sent)
 
 
-def pick_state_device(group: dist.ProcessGroup | None, fragments: tuple[Fragment, ...], link: Link) -> torch.device:
+def pick_state_device(
+    group: dist.ProcessGroup | None, fragments: tuple[Fragment, ...], link: Link
+) -> torch.device:
     """Where the outer state lives; what is exchanged has to lie where the group's transport can reach it."""
     device = fragments[0].parts[0].local().device
     if device.type == "cpu":

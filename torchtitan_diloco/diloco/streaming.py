@@ -46,8 +46,17 @@ from torchtitan_diloco.diloco.restart import (
 )
 from torchtitan_diloco.diloco.round import Round, unknown_round
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.diloco.shared_model import drop_gathered, lend_shared_parameters, shared_state_dict
-from torchtitan_diloco.diloco.startup import agree_on_run, broadcast_from_first, check_settings, pick_state_device
+from torchtitan_diloco.diloco.shared_model import (
+    drop_gathered,
+    lend_shared_parameters,
+    shared_state_dict,
+)
+from torchtitan_diloco.diloco.startup import (
+    agree_on_run,
+    broadcast_from_first,
+    check_settings,
+    pick_state_device,
+)
 
 
 @dataclass
@@ -90,7 +99,10 @@ class StreamingDiLoCo:
             broadcast_from_first(group, model, config.link)
         device = pick_state_device(group, self.fragments, config.link)
         feedback = config.quantization.error_feedback
-        self._states = [OuterState(fragment, config.outer_optimizer, device, feedback) for fragment in self.fragments]
+        self._states = [
+            OuterState(fragment, config.outer_optimizer, device, feedback)
+            for fragment in self.fragments
+        ]
         exchange = None
         if group is not None and self.workers > 1:
             exchange = Exchange(
@@ -108,7 +120,9 @@ class StreamingDiLoCo:
         self._background.submit(partial(_use_threads, config.quantization.threads)).result()
         torch.set_num_threads(threads)  # or all that begin later had that thread's number
         self._meter = Meter()
-        weakref.finalize(self, _close, self._background, self._round)  # when it is dropped, or Python exits
+        weakref.finalize(
+            self, _close, self._background, self._round
+        )  # when it is dropped, or Python exits
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -116,11 +130,16 @@ class StreamingDiLoCo:
         """After every inner step: applies what is due, then sends what is due. `weight` is what this inner step counts in
         the mean over workers, such as its tokens."""
         if not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a step is {weight}: give a number from 0 up, such as the step's tokens")
+            raise ValueError(
+                f"the weight of a step is {weight}: give a number from 0 up, such as the step's tokens"
+            )
         self.step_count += 1
         self._weights = [total + weight for total in self._weights]
         self.check()
-        sent, applied = self.schedule.sent_at(self.step_count), self.schedule.applied_at(self.step_count)
+        sent, applied = (
+            self.schedule.sent_at(self.step_count),
+            self.schedule.applied_at(self.step_count),
+        )
         if sent or applied:
             drop_gathered(self._model)
         if self.schedule.delay:
@@ -147,7 +166,9 @@ class StreamingDiLoCo:
         facts = Round(index, outer_round, self.step_count, state.values, due=time.perf_counter())
         check_identity(self._model, state.fragment)
         state.take_delta()
-        dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, index, outer_round)
+        dropped = is_dropped(
+            self.config.link.drop_probability, self._seed, self.worker, index, outer_round
+        )
         header = Header(
             flags=DROPPED if dropped else 0,
             run=self._run,
@@ -160,7 +181,9 @@ class StreamingDiLoCo:
         self._weights[index] = 0.0
         facts.taken = time.perf_counter()
         self._meter.sent(facts)
-        self._in_flight[index] = _InFlight(facts, self._background.submit(partial(self._round, state, header, facts)))
+        self._in_flight[index] = _InFlight(
+            facts, self._background.submit(partial(self._round, state, header, facts))
+        )
 
     def _apply_all(self, fragments: list[int]) -> None:
         for index in fragments:
@@ -194,7 +217,8 @@ class StreamingDiLoCo:
         except WorkerLostError as error:
             where = f"fragment {index} ({self.fragments[index].name}), sent after step {flight.facts.sent_step}"
             raise WorkerLostError(
-                error.workers, f"{error.reason}; seen by worker {self.worker} in the exchange of {where}"
+                error.workers,
+                f"{error.reason}; seen by worker {self.worker} in the exchange of {where}",
             ) from error
 
     # --- the shared model -------------------------------------------------------------------------------------------
@@ -225,7 +249,9 @@ class StreamingDiLoCo:
             under_way = None if flight is None else {"step": flight.facts.sent_step}
             record = {"weight": self._weights[index], "in_flight": under_way}
             frozen.append(freeze(state, record, in_flight=flight is not None))
-        flights = [(index, flight, flight.facts.counted) for index, flight in self._in_flight.items()]
+        flights = [
+            (index, flight, flight.facts.counted) for index, flight in self._in_flight.items()
+        ]
         facts = {
             "step": self.step_count,
             "settings": self._restart_settings(),
@@ -244,14 +270,22 @@ class StreamingDiLoCo:
         copies = [copy_out(state, one) for state, one in zip(self._states, frozen, strict=True)]
         for index, flight, _ in flights:
             known = flight.outcome.result()
-            copies[index].record["in_flight"] |= {"participants": known.participants, "flags": known.flags}
-        uncounted = total(exchange_sums(flight.facts) for _, flight, counted in flights if not counted)
+            copies[index].record["in_flight"] |= {
+                "participants": known.participants,
+                "flags": known.flags,
+            }
+        uncounted = total(
+            exchange_sums(flight.facts) for _, flight, counted in flights if not counted
+        )
 
         def named(pick: Callable[[Frozen], Tensor | None]) -> dict[str, Tensor]:
             return by_name(self._states, [pick(copy) for copy in copies], mesh)
 
         outer = [copy.outer for copy in copies]
-        slots = [by_name(self._states, [copy.slots[number] for copy in copies], mesh) for number in range(len(copies[0].slots))]
+        slots = [
+            by_name(self._states, [copy.slots[number] for copy in copies], mesh)
+            for number in range(len(copies[0].slots))
+        ]
         return facts | {
             "exchanged": uncounted,  # for who keeps totals: a load does not read it
             "fragments": [copy.record for copy in copies],
@@ -271,8 +305,13 @@ class StreamingDiLoCo:
         notes, before, now = [], saved["settings"], self._restart_settings()
         turns = ("diloco.sync_every", "diloco.overlap.delay")
         flying = list(saved["in_flight_order"])
-        if flying and (saved["layout"] != layout_of(self._states) or any(before[key] != now[key] for key in turns)):
-            notes.append(f"{len(flying)} fragments were under way and are applied now, as their turns have changed")
+        if flying and (
+            saved["layout"] != layout_of(self._states)
+            or any(before[key] != now[key] for key in turns)
+        ):
+            notes.append(
+                f"{len(flying)} fragments were under way and are applied now, as their turns have changed"
+            )
             apply_early(self._states, saved, lambda record: self._mixing_for(_outcome(record)))
             flying = []
         fill(self._states, [state.outer for state in self._states], saved["outer"])
@@ -281,15 +320,21 @@ class StreamingDiLoCo:
             for number, slot in enumerate(saved["slots"]):
                 fill(self._states, [state.slots[number] for state in self._states], slot)
         else:
-            notes.append(f"{optimizer} was {before[optimizer]} and is {now[optimizer]}: its memory starts from zero")
+            notes.append(
+                f"{optimizer} was {before[optimizer]} and is {now[optimizer]}: its memory starts from zero"
+            )
         residuals = [state.residual for state in self._states if state.residual is not None]
         if residuals and saved["residual"]:
             fill(self._states, residuals, saved["residual"])
         elif residuals or saved["residual"]:
             lost = "is given up" if saved["residual"] else "starts from zero"
-            notes.append(f"diloco.quantization.error_feedback has changed: what encoding lost {lost}")
+            notes.append(
+                f"diloco.quantization.error_feedback has changed: what encoding lost {lost}"
+            )
         self.step_count = saved["step"]
-        for index, (state, record) in enumerate(zip(self._states, saved_records(self._states, saved), strict=True)):
+        for index, (state, record) in enumerate(
+            zip(self._states, saved_records(self._states, saved), strict=True)
+        ):
             if index in flying:
                 fill([state], [state.delta], saved["next"])
             state.loaded(record["rounds"], in_flight=index in flying)
@@ -299,7 +344,13 @@ class StreamingDiLoCo:
             future: Future[Outcome] = Future()
             future.set_result(_outcome(record))
             outer_round = self.schedule.outer_round(index, record["step"])
-            facts = unknown_round(index, outer_round, record["step"], self._states[index].values, record["participants"])
+            facts = unknown_round(
+                index,
+                outer_round,
+                record["step"],
+                self._states[index].values,
+                record["participants"],
+            )
             self._in_flight[index] = _InFlight(facts, future)
         return notes
 

@@ -29,7 +29,10 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
     dist.all_gather_object(gathered, dict(facts), group=world.control)
     differences = find_differences(gathered, "rank")
     if differences:
-        raise ValueError("processes were started differently; give all of them the same:\n  " + "\n  ".join(differences))
+        raise ValueError(
+            "processes were started differently; give all of them the same:\n  "
+            + "\n  ".join(differences)
+        )
 
 
 def find_differences(gathered: Sequence[Mapping[str, str]], member: str) -> list[str]:

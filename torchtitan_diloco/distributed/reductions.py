@@ -11,12 +11,16 @@ from torchtitan_diloco.distributed.world import World
 class PendingReduction:
     """A reduction that goes on in the background: ranks far apart do not wait for each other to read a number."""
 
-    def __init__(self, world: World, values: Tensor, operation: dist.ReduceOp.RedOpType, where: str) -> None:
+    def __init__(
+        self, world: World, values: Tensor, operation: dist.ReduceOp.RedOpType, where: str
+    ) -> None:
         self._total = values.detach().to("cpu", torch.float64, copy=True)
         self._world, self._where, self._work = world, where, None
         if world.control is not None:
             with naming_lost_ranks(world, where):
-                self._work = dist.all_reduce(self._total, operation, group=world.control, async_op=True)
+                self._work = dist.all_reduce(
+                    self._total, operation, group=world.control, async_op=True
+                )
 
     def result(self) -> list[float]:
         if self._work is not None:
@@ -29,11 +33,15 @@ class PendingReduction:
 
 def start_sum(world: World, values: list[float], where: str = "") -> PendingReduction:
     """`where`: words for the error, if ranks are lost meanwhile."""
-    return PendingReduction(world, torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM, where)
+    return PendingReduction(
+        world, torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM, where
+    )
 
 
 def start_max(world: World, values: list[float], where: str = "") -> PendingReduction:
-    return PendingReduction(world, torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX, where)
+    return PendingReduction(
+        world, torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX, where
+    )
 
 
 def sum_over_ranks(world: World, values: list[float], where: str = "") -> list[float]:

@@ -25,8 +25,13 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         lost = missing_ranks(world)
-        names = " and ".join(f"rank {rank} (worker {rank // world.ranks_per_worker})" for rank in lost) or "some rank"
-        raise RanksLostError(f"{names} left or did not answer in time {where} ({cause_of(error)})") from error
+        names = (
+            " and ".join(f"rank {rank} (worker {rank // world.ranks_per_worker})" for rank in lost)
+            or "some rank"
+        )
+        raise RanksLostError(
+            f"{names} left or did not answer in time {where} ({cause_of(error)})"
+        ) from error
 
 
 def missing_ranks(world: World) -> list[int]:

@@ -36,13 +36,17 @@ class StopRequest:
         self._questions: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         """The step of each, and what comes back."""
         # nohup and background jobs of scripts ignore some signals on purpose.
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        heard = [
+            number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         self._previous = {number: signal.signal(number, self._handle) for number in heard}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         now = time.monotonic()
-        if self._received is not None and now - self._received > SAME_REQUEST_SECONDS:  # asked again: at once
+        if (
+            self._received is not None and now - self._received > SAME_REQUEST_SECONDS
+        ):  # asked again: at once
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._received = self._received or now
@@ -62,9 +66,13 @@ class StopRequest:
             stop, saving = (bool(flag) for flag in answer.tolist())
         self._save |= save
         if step % self._every == 0:
-            asked = torch.tensor([int(self._received is not None), int(self._save)], dtype=torch.int32)
+            asked = torch.tensor(
+                [int(self._received is not None), int(self._save)], dtype=torch.int32
+            )
             with naming_lost_ranks(self._world, f"up to step {step}"):
-                work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+                work = dist.all_reduce(
+                    asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True
+                )
             self._questions.append((step, asked, work))
             self._save = False
             if self._received is not None and not self._told:
@@ -75,7 +83,12 @@ class StopRequest:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Gives the signals back, and waits for the last questions (which fail with the run, if that failed)."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

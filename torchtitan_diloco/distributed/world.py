@@ -82,7 +82,9 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError('run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the driver')
+        raise ValueError(
+            'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the driver'
+        )
     if local_rank >= torch.cuda.device_count() and not share:
         raise ValueError(
             f"local rank {local_rank} has no GPU of its own, torch sees {torch.cuda.device_count()}: lower NPROC, or set "
@@ -94,7 +96,13 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
 
 
 def join_world(
-    distributed: Distributed, link: Link, *, device: str, workers: int, fsdp: int, outer_loop: bool = False
+    distributed: Distributed,
+    link: Link,
+    *,
+    device: str,
+    workers: int,
+    fsdp: int,
+    outer_loop: bool = False,
 ) -> World:
     """Connects to the processes that the launcher started (torchrun's variables); one process stays alone. `outer_loop`: the
     group between workers is the outer loop's, which finds out by itself who is lost."""
@@ -109,7 +117,9 @@ def join_world(
 
     on_gpu = chosen.type == "cuda"
     if link.backend == "nccl" and not on_gpu:
-        raise ValueError(f'diloco.link.backend = "nccl" needs a GPU, and this run is on {chosen}: use "auto" or "gloo"')
+        raise ValueError(
+            f'diloco.link.backend = "nccl" needs a GPU, and this run is on {chosen}: use "auto" or "gloo"'
+        )
     if link.interface:
         present = [name for _, name in socket.if_nameindex()]
         if link.interface not in present:
@@ -128,7 +138,10 @@ def join_world(
         chosen.type,
         workers,
         {
-            WORKER: (inner_backend if link.backend == "auto" else link.backend, link.timeout_seconds),
+            WORKER: (
+                inner_backend if link.backend == "auto" else link.backend,
+                link.timeout_seconds,
+            ),
             FSDP: (inner_backend, distributed.train_timeout_seconds),
         },
         outer_loop=outer_loop,
@@ -153,7 +166,9 @@ def saving_groups(workers: int) -> tuple[dist.ProcessGroup, DeviceMesh]:
     return saving, DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=(FSDP,))
 
 
-def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, int]], *, outer_loop: bool) -> DeviceMesh:
+def build_mesh(
+    device_type: str, workers: int, transports: dict[str, tuple[str, int]], *, outer_loop: bool
+) -> DeviceMesh:
     """Process groups are the rows and columns of one grid of ranks: consecutive ranks form a worker. `transports` gives
     the backend and the timeout in seconds along each dimension."""
     grid = torch.arange(dist.get_world_size()).view(workers, -1)
@@ -165,7 +180,9 @@ def build_mesh(device_type: str, workers: int, transports: dict[str, tuple[str, 
                 group = dist.new_group(line, backend=backend, timeout=timedelta(seconds=seconds))
                 if dist.get_rank() in line:
                     own[dim] = group
-    return DeviceMesh.from_group([own[WORKER], own[FSDP]], device_type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
+    return DeviceMesh.from_group(
+        [own[WORKER], own[FSDP]], device_type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
+    )
 
 
 @contextmanager

@@ -16,15 +16,26 @@ MAX_SHARD_BYTES = 5 * 2**30
 
 
 def save_safetensors(
-    folder: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str], max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path,
+    tensors: dict[str, Tensor],
+    *,
+    metadata: dict[str, str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Writes the tensors and returns the files, an index last. A folder that holds weights already is refused."""
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes = {max_shard_bytes} is no size of a file; give at least 1 byte")
+        raise ValueError(
+            f"max_shard_bytes = {max_shard_bytes} is no size of a file; give at least 1 byte"
+        )
     check_holds_no_weights(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
-    described = {**metadata, "format": "pt"}  # transformers refuses a file that does not name its framework
+    shards = split_into_shards(
+        {name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes
+    )
+    described = {
+        **metadata,
+        "format": "pt",
+    }  # transformers refuses a file that does not name its framework
     if len(shards) == 1:
         return [_write_shard(folder / WEIGHTS_NAME, tensors, described)]
     written, weight_map = [], {}
@@ -32,7 +43,10 @@ def save_safetensors(
         path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         written.append(_write_shard(path, {name: tensors[name] for name in names}, described))
         weight_map.update(dict.fromkeys(names, path.name))
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
     # The index makes the shards a model, so it comes last: without it, what an interrupted export left is none.
     write_whole(folder / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
     return [*written, folder / INDEX_NAME]
@@ -70,7 +84,9 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}: name the folder of a finished export, or a .safetensors file"
         )
-    raise ValueError(f"{path} does not exist: name a .safetensors file, or a folder with {WEIGHTS_NAME} or {INDEX_NAME}")
+    raise ValueError(
+        f"{path} does not exist: name a .safetensors file, or a folder with {WEIGHTS_NAME} or {INDEX_NAME}"
+    )
 
 
 def _write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Path:
@@ -103,7 +119,9 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         for name, shard in weight_map.items():
             names_of.setdefault(shard, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of shards ({type(error).__name__}: {error}): copy it again") from error
+        raise ValueError(
+            f"{index} is not an index of shards ({type(error).__name__}: {error}): copy it again"
+        ) from error
     missing = [shard for shard in names_of if not (folder / shard).is_file()]
     if missing:
         raise ValueError(
@@ -127,4 +145,6 @@ def _read(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file ({error}): copy or export it again") from error
+        raise ValueError(
+            f"{path} is not a complete safetensors file ({error}): copy or export it again"
+        ) from error

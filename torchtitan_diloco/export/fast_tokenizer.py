@@ -48,7 +48,9 @@ def convert_tokenizer(tokenizer: Tokenizer) -> Any:
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
     except ImportError as error:
-        raise ValueError(f"exporting a tokenizer needs the package tokenizers: {install_command('export')}") from error
+        raise ValueError(
+            f"exporting a tokenizer needs the package tokenizers: {install_command('export')}"
+        ) from error
     characters = byte_characters()
 
     def written(token: bytes) -> str:
@@ -57,7 +59,9 @@ def convert_tokenizer(tokenizer: Tokenizer) -> Any:
     ranks, special = tokenizer.ranks(), tokenizer.special_tokens()
     vocabulary = {written(token): rank for token, rank in ranks.items()}
     by_id = sorted(special, key=special.__getitem__)
-    if [special[token] for token in by_id] != list(range(len(vocabulary), len(vocabulary) + len(special))):
+    if [special[token] for token in by_id] != list(
+        range(len(vocabulary), len(vocabulary) + len(special))
+    ):
         # Only a token of the vocabulary keeps its id where ids have gaps, as those of named encodings have.
         vocabulary |= special
     converted = FastTokenizer(
@@ -69,12 +73,16 @@ def convert_tokenizer(tokenizer: Tokenizer) -> Any:
     )
     converted.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(oniguruma_pattern(tokenizer.split_pattern)), behavior="isolated"),
+            pre_tokenizers.Split(
+                Regex(oniguruma_pattern(tokenizer.split_pattern)), behavior="isolated"
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     converted.decoder = decoders.ByteLevel()
-    converted.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in by_id])
+    converted.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in by_id]
+    )
     converted.encode_special_tokens = True
     check_same_ids(tokenizer, converted)
     return converted
@@ -99,7 +107,10 @@ def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
     """The two engines know characters by their own tables, and a rank file can hold what no training makes: better to
     find a difference here than in a published model."""
     for text in _trial_texts(tokenizer):
-        ours, theirs = tokenizer.encode(text).tolist(), converted.encode(text, add_special_tokens=False).ids
+        ours, theirs = (
+            tokenizer.encode(text).tolist(),
+            converted.encode(text, add_special_tokens=False).ids,
+        )
         if ours != theirs:
             raise ValueError(
                 f"{tokenizer.name} cannot be exported: for {text!r} it gives the ids {ours}, its conversion {theirs}. Learn "
@@ -114,5 +125,13 @@ def _trial_texts(tokenizer: Tokenizer) -> Iterator[str]:
         yield b"".join(draw.choices(tokens, k=40)).decode(errors="replace")
     yield from tokenizer.special_tokens()
     for _ in range(100):
-        characters = [chr(draw.choice((draw.randrange(0x80), draw.randrange(0xD800), draw.randrange(0xE000, 0x110000))))]
-        yield "".join(draw.choices([*characters, *" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"], k=40))
+        characters = [
+            chr(
+                draw.choice(
+                    (draw.randrange(0x80), draw.randrange(0xD800), draw.randrange(0xE000, 0x110000))
+                )
+            )
+        ]
+        yield "".join(
+            draw.choices([*characters, *" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"], k=40)
+        )

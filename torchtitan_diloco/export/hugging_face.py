@@ -41,7 +41,9 @@ def save_hugging_face(
 ) -> None:
     """Writes the tensors of a Decoder(model, vocab_size, sequence_length), in `dtype`, with all that goes with them."""
     if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype} is none to export in; give one of {', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"dtype = {dtype} is none to export in; give one of {', '.join(map(str, DTYPES))}"
+        )
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"vocab_size = {vocab_size} is below the vocabulary of {tokenizer.name}, {tokenizer.vocab_size}: give the "
@@ -55,15 +57,24 @@ def save_hugging_face(
     for name in (CONFIGURATION_SOURCE, MODELING_SOURCE):
         write_whole(folder / f"{name}.py", (source / f"{name}.py").read_bytes())
     _write_json(folder / GENERATION_CONFIG_NAME, generation_config(vocab_size, tokenizer))
-    _write_json(folder / CONFIG_NAME, model_config(model, vocab_size, sequence_length, tokenizer, dtype))
+    _write_json(
+        folder / CONFIG_NAME, model_config(model, vocab_size, sequence_length, tokenizer, dtype)
+    )
     # The weights come last: a folder that has them is complete.
     metadata = {"producer": f"torchtitan_diloco {__version__}"}
-    save_safetensors(folder, {name: tensor.to(dtype) for name, tensor in tensors.items()}, metadata=metadata)
+    save_safetensors(
+        folder, {name: tensor.to(dtype) for name, tensor in tensors.items()}, metadata=metadata
+    )
 
 
-def check_tensors(tensors: dict[str, Tensor], model: Model, vocab_size: int, sequence_length: int) -> None:
+def check_tensors(
+    tensors: dict[str, Tensor], model: Model, vocab_size: int, sequence_length: int
+) -> None:
     with torch.device("meta"):
-        expected = {name: value.shape for name, value in Decoder(model, vocab_size, sequence_length).state_dict().items()}
+        expected = {
+            name: value.shape
+            for name, value in Decoder(model, vocab_size, sequence_length).state_dict().items()
+        }
     given = {name: value.shape for name, value in tensors.items()}
     if given == expected:
         return
@@ -107,12 +118,16 @@ def model_config(
         "bos_token_id": tokenizer.end_of_document,
         "eos_token_id": tokenizer.end_of_document,
         "pad_token_id": tokenizer.end_of_document,
-        "torch_dtype": str(dtype).removeprefix("torch."),  # the key that old and new versions of transformers read
+        "torch_dtype": str(dtype).removeprefix(
+            "torch."
+        ),  # the key that old and new versions of transformers read
     }
 
 
 def generation_config(vocab_size: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    config: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document)
+    config: dict[str, Any] = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
+    )
     if vocab_size > tokenizer.vocab_size:
         config["suppress_tokens"] = list(range(tokenizer.vocab_size, vocab_size))
     return config

@@ -17,7 +17,9 @@ def load_initial_weights(model: nn.Module, path: str) -> None:
     except ValueError as error:
         raise ValueError(f'model.weights = "{path}": {error}') from error
     wanted = dict(model.named_parameters())
-    differing = [name for name in {**wanted, **given} if _shape(wanted.get(name)) != _shape(given.get(name))]
+    differing = [
+        name for name in {**wanted, **given} if _shape(wanted.get(name)) != _shape(given.get(name))
+    ]
     if differing:
         name = differing[0]
         raise ValueError(
@@ -28,7 +30,9 @@ def load_initial_weights(model: nn.Module, path: str) -> None:
     for name, parameter in wanted.items():
         value: Tensor = given[name].to(parameter.device, parameter.dtype)
         if isinstance(parameter, DTensor):
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            value = distribute_tensor(
+                value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         parameter.copy_(value)
 
 

@@ -22,7 +22,9 @@ TOKENIZER_NAME = "tokenizer-info.json"
 RANKS_NAME = "tokenizer.tiktoken"
 
 
-def export_run(run: Path, step: int | None, format: str, dtype: str, weights: str, out: Path | None) -> tuple[SavedModel, Path]:
+def export_run(
+    run: Path, step: int | None, format: str, dtype: str, weights: str, out: Path | None
+) -> tuple[SavedModel, Path]:
     """Returns what was exported, and the folder."""
     path = find_checkpoint(run, step)
     folder = default_folder(path, format, dtype, weights) if out is None else out.expanduser()
@@ -42,13 +44,17 @@ def export_run(run: Path, step: int | None, format: str, dtype: str, weights: st
         else:
             save_dense(folder, saved, DTYPES[dtype])
     except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written ({error.strerror or error}): choose another folder") from error
+        raise ValueError(
+            f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
+        ) from error
     return saved, folder
 
 
 def default_folder(checkpoint: Path, format: str, dtype: str, weights: str) -> Path:
     """Below the run, or beside a checkpoint that lies elsewhere. What is not the default is in the name."""
-    place = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    place = (
+        checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    )
     unusual = [word for word, usual in ((dtype, "float32"), (weights, "shared")) if word != usual]
     return place / "export" / "-".join([checkpoint.name, format, *unusual])
 
@@ -61,7 +67,9 @@ def save_dense(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
     is_file = spec.endswith(".tiktoken")
     if is_file:
         shutil.copyfile(Path(spec).expanduser(), folder / RANKS_NAME)
-        config = replace(config, data=replace(config.data, tokenizer=str((folder / RANKS_NAME).absolute())))
+        config = replace(
+            config, data=replace(config.data, tokenizer=str((folder / RANKS_NAME).absolute()))
+        )
     write_whole(folder / CONFIG_NAME, to_toml(config).encode())
     facts = {
         "tokenizer": spec,
@@ -71,9 +79,15 @@ def save_dense(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
         "end_of_document": saved.tokenizer.end_of_document,
     }
     write_whole(folder / TOKENIZER_NAME, (json.dumps(facts, indent=2) + "\n").encode())
-    metadata = {"producer": f"torchtitan_diloco {__version__}", "step": str(saved.step), "weights": saved.weights}
+    metadata = {
+        "producer": f"torchtitan_diloco {__version__}",
+        "step": str(saved.step),
+        "weights": saved.weights,
+    }
     tensors = {name: value.to(dtype) for name, value in saved.tensors.items()}
-    save_safetensors(folder, tensors, metadata=metadata)  # last: a folder that has weights is complete
+    save_safetensors(
+        folder, tensors, metadata=metadata
+    )  # last: a folder that has weights is complete
 
 
 def for_another_run(config: Config) -> Config:

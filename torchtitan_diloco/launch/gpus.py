@@ -24,7 +24,9 @@ def torch_has_cuda() -> bool:
 def installed_gpus() -> int:
     """GPUs of this machine, as its driver lists them."""
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         # Containers have the devices but often not the tool.
         return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -36,9 +36,13 @@ def read_place(environment: Mapping[str, str]) -> Place:
     processes = _whole_number(environment, "NPROC", minimum=1)
 
     if nodes is None and endpoint:
-        raise LaunchError(f"RDZV_ENDPOINT={endpoint} is set but NNODES is not; set NNODES to the number of nodes")
+        raise LaunchError(
+            f"RDZV_ENDPOINT={endpoint} is set but NNODES is not; set NNODES to the number of nodes"
+        )
     if nodes is None and node_rank:
-        raise LaunchError(f"NODE_RANK={node_rank} is set but NNODES is not; set NNODES to the number of nodes")
+        raise LaunchError(
+            f"NODE_RANK={node_rank} is set but NNODES is not; set NNODES to the number of nodes"
+        )
     if nodes is None or nodes == 1:
         if node_rank:
             raise LaunchError(f"NODE_RANK={node_rank} with NNODES=1; the only node has NODE_RANK=0")
@@ -46,11 +50,17 @@ def read_place(environment: Mapping[str, str]) -> Place:
 
     backend = environment.get("RDZV_BACKEND") or Place.backend
     if not endpoint:
-        raise LaunchError(f"NNODES={nodes} but RDZV_ENDPOINT is not set; set it to host:port of the first node, on every node")
+        raise LaunchError(
+            f"NNODES={nodes} but RDZV_ENDPOINT is not set; set it to host:port of the first node, on every node"
+        )
     if node_rank is None and backend == "static":
-        raise LaunchError(f"NNODES={nodes} but NODE_RANK is not set; set it to this node's number, 0 to {nodes - 1}")
+        raise LaunchError(
+            f"NNODES={nodes} but NODE_RANK is not set; set it to this node's number, 0 to {nodes - 1}"
+        )
     if node_rank is not None and node_rank >= nodes:
-        raise LaunchError(f"NODE_RANK={node_rank} with NNODES={nodes}; nodes are numbered 0 to {nodes - 1}")
+        raise LaunchError(
+            f"NODE_RANK={node_rank} with NNODES={nodes}; nodes are numbered 0 to {nodes - 1}"
+        )
     return Place(
         nodes=nodes,
         node_rank=node_rank or 0,
@@ -66,17 +76,23 @@ def _whole_number(environment: Mapping[str, str], key: str, minimum: int) -> int
     if not value:
         return None
     if not value.isdecimal() or int(value) < minimum:
-        raise LaunchError(f"{key}={value} is not a whole number from {minimum} up; set it to one or unset it")
+        raise LaunchError(
+            f"{key}={value} is not a whole number from {minimum} up; set it to one or unset it"
+        )
     return int(value)
 
 
 def _with_port(endpoint: str) -> str:
     """`host:port`; an IPv6 address is in brackets, so that its colons are not taken for the port's."""
     if endpoint.count(":") > 1 and not endpoint.startswith("["):
-        raise LaunchError(f"RDZV_ENDPOINT={endpoint} looks like an IPv6 address; put it in brackets: [address]:port")
+        raise LaunchError(
+            f"RDZV_ENDPOINT={endpoint} looks like an IPv6 address; put it in brackets: [address]:port"
+        )
     if ":" not in endpoint or endpoint.endswith("]"):
         return f"{endpoint}:{DEFAULT_PORT}"
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"RDZV_ENDPOINT={endpoint} is not host:port; give a port from 1 to 65535, or only the host")
+        raise LaunchError(
+            f"RDZV_ENDPOINT={endpoint} is not host:port; give a port from 1 to 65535, or only the host"
+        )
     return endpoint

@@ -17,7 +17,10 @@ def local_processes(*, workers: int, fsdp: int, nodes: int, gpus: int, asked: in
         return asked
     if gpus:
         _check_divisible(
-            gpus * nodes, f"{gpus} GPUs x NNODES={nodes}", workers, "set NPROC, or run on the CPU with --run.device cpu"
+            gpus * nodes,
+            f"{gpus} GPUs x NNODES={nodes}",
+            workers,
+            "set NPROC, or run on the CPU with --run.device cpu",
         )
         return gpus
     if workers % nodes:
@@ -28,7 +31,9 @@ def local_processes(*, workers: int, fsdp: int, nodes: int, gpus: int, asked: in
     return workers // nodes
 
 
-def _processes_of_a_fixed_world(workers: int, fsdp: int, nodes: int, gpus: int, asked: int | None) -> int:
+def _processes_of_a_fixed_world(
+    workers: int, fsdp: int, nodes: int, gpus: int, asked: int | None
+) -> int:
     world = workers * fsdp
     described = f"diloco.workers={workers} x parallel.fsdp={fsdp} = {world} processes"
     if asked is not None and asked * nodes != world:
@@ -37,7 +42,9 @@ def _processes_of_a_fixed_world(workers: int, fsdp: int, nodes: int, gpus: int, 
             "--parallel.fsdp 0 to take whatever there is"
         )
     if world % nodes:
-        raise LaunchError(f"{described}, which cannot be divided over NNODES={nodes}; change one of the three")
+        raise LaunchError(
+            f"{described}, which cannot be divided over NNODES={nodes}; change one of the three"
+        )
     if asked is None and gpus and world // nodes > gpus:
         raise LaunchError(
             f"{described}, {world // nodes} on each of NNODES={nodes}, but this node has {gpus} GPUs; lower "

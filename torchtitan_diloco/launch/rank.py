@@ -24,7 +24,9 @@ def main(arguments: list[str]) -> int:
     for stop_signal in STOP_SIGNALS:
         if signal.getsignal(stop_signal) is not signal.SIG_IGN:
             signal.signal(stop_signal, _stop_before_training)
-    threading.Thread(target=_end_with, args=(int(launcher),), name="end with launcher", daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(int(launcher),), name="end with launcher", daemon=True
+    ).start()
     result: int = importlib.import_module(module).main(training_arguments)
     return result
 

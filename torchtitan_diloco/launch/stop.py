@@ -43,7 +43,9 @@ class StopSignals:
         for stop_signal in STOP_SIGNALS:
             # nohup and background jobs of scripts ignore some signals on purpose.
             if signal.getsignal(stop_signal) is not signal.SIG_IGN:
-                self._previous_handlers[stop_signal] = signal.signal(stop_signal, _leave_it_to_the_thread)
+                self._previous_handlers[stop_signal] = signal.signal(
+                    stop_signal, _leave_it_to_the_thread
+                )
         self._thread.start()
         return self
 
@@ -67,7 +69,10 @@ class StopSignals:
             if self.first is not None and not self._left_to_training:
                 self._pass_on(self.first)
                 if time.monotonic() - self._first_at > self._grace_seconds:
-                    self._kill(self.first, f"still training {self._grace_seconds:g} s after {self.first.name}; killed")
+                    self._kill(
+                        self.first,
+                        f"still training {self._grace_seconds:g} s after {self.first.name}; killed",
+                    )
 
     def _on_signal(self, received: signal.Signals) -> None:
         now = time.monotonic()
@@ -81,7 +86,9 @@ class StopSignals:
             return
         if not training_processes():
             self._kill(received, f"stopped by {received.name}; no training was running")
-        _say(f"{received.name}: the training processes finish their step and stop; once more kills them")
+        _say(
+            f"{received.name}: the training processes finish their step and stop; once more kills them"
+        )
 
     def _training_is_in_this_process(self, received: signal.Signals) -> bool:
         return signal.getsignal(received) is not _leave_it_to_the_thread
@@ -113,7 +120,9 @@ def grace_seconds(setting: str) -> float:
     if not setting:
         return DEFAULT_GRACE_SECONDS
     if not setting.isdecimal():
-        raise LaunchError(f"SHUTDOWN_SECONDS={setting} is not a whole number of seconds; set it to one or unset it")
+        raise LaunchError(
+            f"SHUTDOWN_SECONDS={setting} is not a whole number of seconds; set it to one or unset it"
+        )
     return float(setting)
 
 
@@ -135,8 +144,12 @@ def _pids_with_parents() -> list[tuple[int, int]]:
             if after_name[0] != "Z":
                 pairs.append((int(folder.name), int(after_name[1])))
         return pairs
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    return [(int(pid), int(parent)) for pid, parent in (line.split() for line in listing.splitlines())]
+    listing = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        (int(pid), int(parent)) for pid, parent in (line.split() for line in listing.splitlines())
+    ]
 
 
 def _group_of(pid: int) -> int | None:

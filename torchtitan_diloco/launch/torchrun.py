@@ -21,11 +21,17 @@ def torchrun_arguments(
         # Port 0 is a free one, and the id is unique, so that two runs on one machine never meet.
         meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}"]
     else:
-        meet = [f"--rdzv-backend={place.backend}", f"--rdzv-endpoint={place.endpoint}", f"--rdzv-id={place.run_id}"]
+        meet = [
+            f"--rdzv-backend={place.backend}",
+            f"--rdzv-endpoint={place.endpoint}",
+            f"--rdzv-id={place.run_id}",
+        ]
         if place.backend == "static":
             meet.append(f"--node-rank={place.node_rank}")
     if place.stays_on_this_machine:
-        meet.append("--local-addr=127.0.0.1")  # torchrun would look up the host's name, which may not resolve
+        meet.append(
+            "--local-addr=127.0.0.1"
+        )  # torchrun would look up the host's name, which may not resolve
     # torchrun replaces ${...} in arguments; $$ is a plain dollar to it.
     program = [word.replace("$", "$$") for word in (str(os.getpid()), training_module, *arguments)]
     return [
@@ -50,7 +56,12 @@ def settings_for_processes(place: Place, processes: int) -> dict[str, str]:
 
 
 def run_processes(
-    place: Place, processes: int, wait_seconds: int, training_module: str, arguments: list[str], stop: StopSignals
+    place: Place,
+    processes: int,
+    wait_seconds: int,
+    training_module: str,
+    arguments: list[str],
+    stop: StopSignals,
 ) -> int:
     """Run them to their end; the exit code."""
     for key, value in settings_for_processes(place, processes).items():
@@ -72,7 +83,10 @@ def run_processes(
         return exit_code_of_run(exit_codes)
     except (RuntimeError, ValueError, TimeoutError, OSError) as error:
         # The processes print their own errors; what reaches this point went wrong while the nodes were to meet.
-        print(f"error: {describe_no_meeting(place, wait_seconds)} ({_first_line(error)})", file=sys.stderr)
+        print(
+            f"error: {describe_no_meeting(place, wait_seconds)} ({_first_line(error)})",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
@@ -80,7 +94,9 @@ def run_processes(
 def describe_failure(exit_codes: dict[int, int]) -> str:
     """One line that says which ranks failed, and leaves out those that torchrun then ended."""
     failed = _failed_by_themselves(exit_codes)
-    ranks = ", ".join(f"rank {rank} {_describe_exit(code)}" for rank, code in sorted(failed.items()))
+    ranks = ", ".join(
+        f"rank {rank} {_describe_exit(code)}" for rank, code in sorted(failed.items())
+    )
     spoke = any(code > 0 for code in failed.values())
     return f"error: {ranks}" + ("; the message of the first to fail is above" if spoke else "")
 
@@ -92,7 +108,9 @@ def exit_code_of_run(exit_codes: dict[int, int]) -> int:
 
 def _failed_by_themselves(exit_codes: dict[int, int]) -> dict[int, int]:
     ended_by_torchrun = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    return {rank: code for rank, code in exit_codes.items() if code not in ended_by_torchrun} or exit_codes
+    return {
+        rank: code for rank, code in exit_codes.items() if code not in ended_by_torchrun
+    } or exit_codes
 
 
 def _describe_exit(code: int) -> str:
@@ -122,7 +140,11 @@ def _quiet_torchrun() -> None:
     """Its warnings repeat what is said here in one line. LOGLEVEL, torchrun's own variable, brings them back."""
     if "LOGLEVEL" in os.environ:
         return
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"):
+    for name in (
+        "torch.distributed.elastic",
+        "torch.distributed.launcher",
+        "torch.distributed.run",
+    ):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())
         logger.propagate = False

@@ -22,17 +22,24 @@ class Axis:
 
     def place(self, value: float) -> float:
         if self.log:
-            share = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+            share = (math.log(value) - math.log(self.low)) / (
+                math.log(self.high) - math.log(self.low)
+            )
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
     def marks(self, count: int = 5) -> list[tuple[float, str]]:
         """Round numbers with their texts."""
-        values = log_ticks(self.low, self.high, count) if self.log else ticks(self.low, self.high, count)
+        values = (
+            log_ticks(self.low, self.high, count) if self.log else ticks(self.low, self.high, count)
+        )
         steps = [after - before for before, after in itertools.pairwise(values)]
         if self.log:  # far apart below, so each has digits of its own
-            return [(value, short(value, min(step, value))) for value, step in zip(values, [*steps, *steps[-1:]], strict=True)]
+            return [
+                (value, short(value, min(step, value)))
+                for value, step in zip(values, [*steps, *steps[-1:]], strict=True)
+            ]
         return [(value, short(value, min(steps))) for value in values]
 
 

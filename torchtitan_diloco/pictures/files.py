@@ -12,9 +12,13 @@ ENDINGS = (".png", ".svg")
 def check_picture_path(path: Path, flag: str) -> None:
     """Before what is drawn has taken long."""
     if path.suffix not in ENDINGS:
-        raise ValueError(f'{flag} "{path}": a picture ends in {" or ".join(ENDINGS)}; write {path.with_suffix(".png")}')
+        raise ValueError(
+            f'{flag} "{path}": a picture ends in {" or ".join(ENDINGS)}; write {path.with_suffix(".png")}'
+        )
     if not path.parent.is_dir():
-        raise ValueError(f'{flag} "{path}": there is no folder {path.parent}; make it, or give another name')
+        raise ValueError(
+            f'{flag} "{path}": there is no folder {path.parent}; make it, or give another name'
+        )
 
 
 def write_picture(scene: Scene, path: Path) -> None:

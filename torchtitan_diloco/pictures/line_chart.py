@@ -71,7 +71,9 @@ def line_chart(
     width: float = WIDTH,
 ) -> Scene:
     """`y_range`: the ends of the y axis, None for one that follows the data."""
-    shapes: list[Shape] = [Text(2, 18, shortened(title, width - 4, TITLE_SIZE * 1.05), size=TITLE_SIZE, bold=True)]
+    shapes: list[Shape] = [
+        Text(2, 18, shortened(title, width - 4, TITLE_SIZE * 1.05), size=TITLE_SIZE, bold=True)
+    ]
     entries = [
         LegendEntry(one.name, _role(number, one), one.dash, opacity=FAINT if one.faint else 1.0)
         for number, one in enumerate(series)
@@ -82,7 +84,9 @@ def line_chart(
     bottom = top + PLOT_HEIGHT
 
     points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
-    lowest, highest = spanned([y for _, y in points], log=y_log, limits=y_range or (None, None), margin=0.05)
+    lowest, highest = spanned(
+        [y for _, y in points], log=y_log, limits=y_range or (None, None), margin=0.05
+    )
     y = Axis(lowest, highest, bottom, top, y_log)
     marks = y.marks()
     left = 10 + max(text_width(text) for _, text in marks)
@@ -93,7 +97,9 @@ def line_chart(
     shapes.append(Text(width - 12, bottom + 36, x_label, "muted", anchor="end"))
     if not any(map(plot.shows, points)):
         middle = (left + width - 12) / 2
-        shapes.append(Text(middle, (top + bottom) / 2, "nothing recorded", "muted", anchor="middle"))
+        shapes.append(
+            Text(middle, (top + bottom) / 2, "nothing recorded", "muted", anchor="middle")
+        )
     else:
         for number, one in sorted(enumerate(series), key=lambda item: not item[1].faint):
             shapes += _curve(one, _role(number, one), plot)
@@ -198,6 +204,8 @@ def _hover_strips(series: Sequence[Series], plot: _Plot, x_label: str) -> Iterat
             told.setdefault(strip, {})[one.hint or one.name] = point
     for strip, values in sorted(told.items()):
         at = max(point[0] for point in values.values())
-        lines = [f"{short(at)} {x_label}"] + [f"{name}: {value:.4g}".removeprefix(": ") for name, (_, value) in values.items()]
+        lines = [f"{short(at)} {x_label}"] + [
+            f"{name}: {value:.4g}".removeprefix(": ") for name, (_, value) in values.items()
+        ]
         place = plot.x.start + strip * width
         yield Box(place, plot.y.end, width, plot.y.start - plot.y.end, HOVER, "\n".join(lines))

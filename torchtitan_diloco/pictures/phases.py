@@ -87,7 +87,9 @@ def _first_worker_moment(record: Mapping[str, Any]) -> float | None:
 
 def _workers(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Of a damaged record: nothing is known of a worker that is no table."""
-    return [moments if isinstance(moments, Mapping) else {} for moments in record.get("workers") or []]
+    return [
+        moments if isinstance(moments, Mapping) else {} for moments in record.get("workers") or []
+    ]
 
 
 def _aligned(session: Sequence[Mapping[str, Any]]) -> Iterator[Phase]:
@@ -101,10 +103,14 @@ def _aligned(session: Sequence[Mapping[str, Any]]) -> Iterator[Phase]:
             if common is not None and heard is not None:
                 shifts[worker] = common - heard
             if worker in shifts:
-                yield from (_moved(phase, shifts[worker]) for phase in _of_worker(record, worker, moments))
+                yield from (
+                    _moved(phase, shifts[worker]) for phase in _of_worker(record, worker, moments)
+                )
 
 
-def _of_worker(record: Mapping[str, Any], worker: int, moments: Mapping[str, Any]) -> Iterator[Phase]:
+def _of_worker(
+    record: Mapping[str, Any], worker: int, moments: Mapping[str, Any]
+) -> Iterator[Phase]:
     """On the worker's own clock."""
 
     def phase(lane: Lane, name: str, start: float, end: float) -> Phase:
@@ -136,7 +142,15 @@ def _of_worker(record: Mapping[str, Any], worker: int, moments: Mapping[str, Any
 
 
 def _one_after_the_other(found: list[Phase]) -> list[Phase]:
-    ordered = sorted(found, key=lambda phase: (phase.worker, phase.lane != "training", phase.start_seconds, phase.end_seconds))
+    ordered = sorted(
+        found,
+        key=lambda phase: (
+            phase.worker,
+            phase.lane != "training",
+            phase.start_seconds,
+            phase.end_seconds,
+        ),
+    )
     result: list[Phase] = []
     for phase in ordered:
         before = result[-1] if result else None
@@ -150,7 +164,9 @@ def _one_after_the_other(found: list[Phase]) -> list[Phase]:
 def _moved(phase: Phase, seconds: float) -> Phase:
     if not seconds:
         return phase
-    return replace(phase, start_seconds=phase.start_seconds + seconds, end_seconds=phase.end_seconds + seconds)
+    return replace(
+        phase, start_seconds=phase.start_seconds + seconds, end_seconds=phase.end_seconds + seconds
+    )
 
 
 def _number(value: object) -> float | None:

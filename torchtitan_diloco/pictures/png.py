@@ -15,7 +15,9 @@ from torchtitan_diloco.pictures.scene import HOVER, Box, Dot, Line, Point, Scene
 FINER = 3
 """Times as large in both directions as what is kept."""
 DASH, GAP = 5.0, 4.0
-LIKE = str.maketrans({"\u2212": "-", "\u2013": "-", "\u2014": "-", "\u00d7": "x", "\u00b5": "u", "\u2026": "..."})
+LIKE = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "\u2014": "-", "\u00d7": "x", "\u00b5": "u", "\u2026": "..."}
+)
 """What pillow's own font lacks: minus, dashes, times, micro. Any other sign beyond Latin-1 becomes a question mark."""
 
 
@@ -52,7 +54,10 @@ class _Canvas:
         self._fonts: dict[float, Any] = {}
 
     def line(self, line: Line) -> None:
-        colour, width = self._colour(line.role, line.opacity), max(1, round(line.width * self._scale))
+        colour, width = (
+            self._colour(line.role, line.opacity),
+            max(1, round(line.width * self._scale)),
+        )
         for piece in _dashes(line.points) if line.dash else [line.points]:
             placed = [(x * self._scale, y * self._scale) for x, y in piece]
             self._draw.line(placed, fill=colour, width=width, joint="curve")
@@ -61,7 +66,9 @@ class _Canvas:
         if box.role != HOVER:
             corners = (box.x, box.y, box.x + box.width, box.y + box.height)
             left, top, right, bottom = (corner * self._scale for corner in corners)
-            self._draw.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), fill=self._colour(box.role))
+            self._draw.rectangle(
+                (left, top, max(left, right - 1), max(top, bottom - 1)), fill=self._colour(box.role)
+            )
 
     def dot(self, dot: Dot) -> None:
         sides = (dot.x - dot.radius, dot.y - dot.radius, dot.x + dot.radius, dot.y + dot.radius)
@@ -74,7 +81,15 @@ class _Canvas:
         stroke = self._scale * 0.25 if text.bold else 0
         colour = self._colour(text.role)
         place = (text.x * self._scale, text.y * self._scale)
-        self._draw.text(place, shown, fill=colour, font=font, anchor=anchor, stroke_width=stroke, stroke_fill=colour)
+        self._draw.text(
+            place,
+            shown,
+            fill=colour,
+            font=font,
+            anchor=anchor,
+            stroke_width=stroke,
+            stroke_fill=colour,
+        )
 
     def _colour(self, role: str, opacity: float = 1.0) -> tuple[int, int, int]:
         """Mixed with the ground where it is not opaque."""

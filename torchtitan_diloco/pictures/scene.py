@@ -93,7 +93,9 @@ class LegendEntry:
     opacity: float = 1.0
 
 
-def legend(entries: Sequence[LegendEntry], *, x: float, y: float, width: float) -> tuple[list[Shape], float]:
+def legend(
+    entries: Sequence[LegendEntry], *, x: float, y: float, width: float
+) -> tuple[list[Shape], float]:
     """Entries in as many rows as they need below `y`, where nothing else is drawn; their height."""
     row, swatch, gap = 18.0, 16.0, 14.0
     shapes: list[Shape] = []
@@ -107,7 +109,15 @@ def legend(entries: Sequence[LegendEntry], *, x: float, y: float, width: float) 
         if entry.box:
             shapes.append(Box(left + 3, middle - 5, 10, 10, entry.role))
         else:
-            shapes.append(Line(((left, middle), (left + swatch, middle)), entry.role, 2.5, entry.dash, entry.opacity))
+            shapes.append(
+                Line(
+                    ((left, middle), (left + swatch, middle)),
+                    entry.role,
+                    2.5,
+                    entry.dash,
+                    entry.opacity,
+                )
+            )
         shapes.append(Text(left + swatch + 5, middle + 4.5, name))
         left += needed + gap
     return shapes, (top + row - y if entries else 0.0)

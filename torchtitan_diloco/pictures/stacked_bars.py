@@ -34,8 +34,12 @@ class Bar:
 
 def stacked_bars(bars: Sequence[Bar], *, title: str, width: float = WIDTH) -> Scene:
     """Each bar is as long as the page is wide and is cut in the ratio of its parts."""
-    shapes: list[Shape] = [Text(2, 18, shortened(title, width - 4, TITLE_SIZE * 1.05), size=TITLE_SIZE, bold=True)]
-    entries = {part.name: LegendEntry(part.name, part.role, box=True) for bar in bars for part in bar.parts}
+    shapes: list[Shape] = [
+        Text(2, 18, shortened(title, width - 4, TITLE_SIZE * 1.05), size=TITLE_SIZE, bold=True)
+    ]
+    entries = {
+        part.name: LegendEntry(part.name, part.role, box=True) for bar in bars for part in bar.parts
+    }
     names, names_height = legend(list(entries.values()), x=2, y=26, width=width - 4)
     shapes += names
     top = 26 + names_height + 10
@@ -61,6 +65,14 @@ def _bar(bar: Bar, top: float, width: float) -> list[Shape]:
         text = f"{part.value:.1f} %"
         shapes.append(Box(left, top, length, height, part.role, f"{bar.name}: {part.name} {text}"))
         if text_width(text) + 8 < length:
-            shapes.append(Text(left + length / 2, top + height / 2 + TEXT_SIZE / 3, text, "on-colour", anchor="middle"))
+            shapes.append(
+                Text(
+                    left + length / 2,
+                    top + height / 2 + TEXT_SIZE / 3,
+                    text,
+                    "on-colour",
+                    anchor="middle",
+                )
+            )
         left += length
     return shapes

@@ -44,7 +44,11 @@ def _drawn(shape: Shape) -> str:
         case Box(x, y, width, height, role, tooltip):
             place = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
             look = 'class="hover"' if role == HOVER else f'style="fill:var(--{role})"'
-            return f"<rect {place} {look}>{_tooltip(tooltip)}</rect>" if tooltip else f"<rect {place} {look}/>"
+            return (
+                f"<rect {place} {look}>{_tooltip(tooltip)}</rect>"
+                if tooltip
+                else f"<rect {place} {look}/>"
+            )
         case Dot(x, y, radius, role):
             return f'<circle cx="{_number(x)}" cy="{_number(y)}" r="{_number(radius)}" style="fill:var(--{role})"/>'
         case Text(x, y, text, role, size, anchor, bold):
@@ -60,7 +64,11 @@ def _tooltip(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """XML has no way to write most control characters."""
-    return escape("".join(character if character.isprintable() or character == "\n" else "�" for character in text))
+    return escape(
+        "".join(
+            character if character.isprintable() or character == "\n" else "�" for character in text
+        )
+    )
 
 
 def _number(value: float) -> str:

@@ -35,7 +35,12 @@ LEAST_LENGTH = 1.0
 
 
 def timeline_chart(
-    rounds: Sequence[Mapping[str, Any]], *, last: int = 8, workers: int = 8, width: float = WIDTH, title: str = ""
+    rounds: Sequence[Mapping[str, Any]],
+    *,
+    last: int = 8,
+    workers: int = 8,
+    width: float = WIDTH,
+    title: str = "",
 ) -> Scene:
     """The `last` rounds of the records, of the first `workers` workers; the rest of them is said, not drawn."""
     found = phases(rounds[-last:] if last else [])
@@ -44,9 +49,18 @@ def timeline_chart(
     title = title or f"The last {min(last, len(rounds))} exchanges"
     shapes: list[Shape] = [Text(2, 18, title, size=TITLE_SIZE, bold=True)]
     entries = [LegendEntry("computing", "band", box=True)]
-    entries += [LegendEntry(name, role, box=True) for name, role in PHASE_ROLES.items() if name in {one.name for one in shown}]
+    entries += [
+        LegendEntry(name, role, box=True)
+        for name, role in PHASE_ROLES.items()
+        if name in {one.name for one in shown}
+    ]
     if not shown:
-        return Scene(width, 90, title, (*shapes, Text(width / 2, 60, "nothing recorded", "muted", anchor="middle")))
+        return Scene(
+            width,
+            90,
+            title,
+            (*shapes, Text(width / 2, 60, "nothing recorded", "muted", anchor="middle")),
+        )
     names, names_height = legend(entries, x=2, y=26, width=width - 4)
     shapes += names
 
@@ -84,12 +98,16 @@ def _lane(found: Sequence[Phase], lane: str, top: float, time: Axis, start: floa
         shapes.append(Box(left, top, length, LANE_HEIGHT, PHASE_ROLES[phase.name], _told(phase)))
         number = str(phase.fragment)
         if text_width(number) + 4 < length:
-            shapes.append(Text(left + length / 2, top + LANE_HEIGHT - 4, number, "on-colour", anchor="middle"))
+            shapes.append(
+                Text(left + length / 2, top + LANE_HEIGHT - 4, number, "on-colour", anchor="middle")
+            )
     return shapes
 
 
 def _told(phase: Phase) -> str:
-    fragment = f"fragment {phase.fragment}" + (f" ({phase.fragment_name})" if phase.fragment_name else "")
+    fragment = f"fragment {phase.fragment}" + (
+        f" ({phase.fragment_name})" if phase.fragment_name else ""
+    )
     sent = "" if phase.sent_bytes is None else f", {short(phase.sent_bytes)}B sent"
     told = f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}"
     return f"{told}\n{fragment}, round {phase.outer_round}{sent}"
@@ -100,5 +118,13 @@ def _time_axis(time: Axis, top: float) -> list[Shape]:
     for value, text in time.marks(8 if time.end > 600 else 4):
         at = time.place(value)
         shapes.append(Line(((at, top), (at, top + 4)), "axis"))
-        shapes.append(Text(min(at, time.end + 10 - text_width(text) / 2), top + 17, text, "muted", anchor="middle"))
+        shapes.append(
+            Text(
+                min(at, time.end + 10 - text_width(text) / 2),
+                top + 17,
+                text,
+                "muted",
+                anchor="middle",
+            )
+        )
     return shapes

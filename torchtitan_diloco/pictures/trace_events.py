@@ -13,10 +13,22 @@ def chrome_trace_events(phases: Sequence[Phase]) -> list[dict[str, Any]]:
     `{"traceEvents": [...], "displayTimeUnit": "ms"}`."""
     events: list[dict[str, Any]] = []
     for worker in sorted({phase.worker for phase in phases}):
-        events.append({"ph": "M", "name": "process_name", "pid": worker, "args": {"name": f"worker {worker}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": worker, "args": {"sort_index": worker}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": worker, "args": {"name": f"worker {worker}"}}
+        )
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": worker, "args": {"sort_index": worker}}
+        )
         for thread, lane in enumerate(LANES):
-            events.append({"ph": "M", "name": "thread_name", "pid": worker, "tid": thread, "args": {"name": LANE_NAMES[lane]}})
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": worker,
+                    "tid": thread,
+                    "args": {"name": LANE_NAMES[lane]},
+                }
+            )
     return events + [_event(phase) for phase in phases]
 
 

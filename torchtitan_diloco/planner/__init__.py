@@ -10,4 +10,12 @@ from torchtitan_diloco.planner.conditions import Conditions, Links, even_links
 from torchtitan_diloco.planner.payload import Payload
 from torchtitan_diloco.planner.prediction import Prediction, predict, predict_data_parallel
 
-__all__ = ["Conditions", "Links", "Payload", "Prediction", "even_links", "predict", "predict_data_parallel"]
+__all__ = [
+    "Conditions",
+    "Links",
+    "Payload",
+    "Prediction",
+    "even_links",
+    "predict",
+    "predict_data_parallel",
+]

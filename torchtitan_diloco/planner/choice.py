@@ -63,11 +63,16 @@ class Plan:
 def choose(scenario: Scenario, present: DiLoCo, wanted: float) -> Plan:
     """The least risky settings of all, and with every format on the wire, that reach the wanted utilisation. Where none does:
     those that come closest."""
-    ranked = sorted(candidates(present, scenario.workload.total_steps), key=lambda one: _rank(one, present, scenario))
+    ranked = sorted(
+        candidates(present, scenario.workload.total_steps),
+        key=lambda one: _rank(one, present, scenario),
+    )
     by_codec: dict[str, DiLoCo] = {}
     closest, highest = present, -1.0
     for diloco in ranked:
-        if diloco.quantization.codec in by_codec or scenario.most_utilisation(diloco) < min(wanted, highest):
+        if diloco.quantization.codec in by_codec or scenario.most_utilisation(diloco) < min(
+            wanted, highest
+        ):
             continue
         utilisation = scenario.predict(diloco).utilisation
         if utilisation >= wanted:
@@ -113,12 +118,16 @@ def candidates(present: DiLoCo, total_steps: int) -> Iterator[DiLoCo]:
                     )
 
 
-def describe_option(name: str, scenario: Scenario, diloco: DiLoCo, present: DiLoCo, wanted: float) -> Option:
+def describe_option(
+    name: str, scenario: Scenario, diloco: DiLoCo, present: DiLoCo, wanted: float
+) -> Option:
     prediction = scenario.predict(diloco)
     return Option(
         name=name,
         diloco=diloco,
-        fragments=0 if diloco.method == "none" else len(scenario.workload.fragments(diloco.fragments)),
+        fragments=0
+        if diloco.method == "none"
+        else len(scenario.workload.fragments(diloco.fragments)),
         prediction=prediction,
         memory=scenario.memory(diloco, prediction),
         hours=scenario.hours(prediction),
@@ -146,4 +155,6 @@ def _with_codec(present: DiLoCo, codec: CodecName) -> Quantization:
     if codec == given.codec:
         return given
     block_size = Quantization.block_size if codec == "bf16" else given.block_size
-    return replace(given, codec=codec, gather_codec="same", error_feedback=False, block_size=block_size)
+    return replace(
+        given, codec=codec, gather_codec="same", error_feedback=False, block_size=block_size
+    )

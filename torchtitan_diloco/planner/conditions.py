@@ -20,16 +20,24 @@ class Links:
         assert len(self.up) == len(self.down) > 0
         for rate in (*self.up, *self.down):
             if not rate > 0:
-                raise ValueError(f"a link of {rate:g} bits a second carries nothing: give a bandwidth above 0")
+                raise ValueError(
+                    f"a link of {rate:g} bits a second carries nothing: give a bandwidth above 0"
+                )
         if not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(f"a latency of {self.latency_seconds:g} s cannot be: give 0 or more, such as 30ms")
+            raise ValueError(
+                f"a latency of {self.latency_seconds:g} s cannot be: give 0 or more, such as 30ms"
+            )
 
     @property
     def slowest(self) -> float:
         return min(*self.up, *self.down)
 
     def scaled(self, factor: float) -> "Links":
-        return replace(self, up=tuple(factor * rate for rate in self.up), down=tuple(factor * rate for rate in self.down))
+        return replace(
+            self,
+            up=tuple(factor * rate for rate in self.up),
+            down=tuple(factor * rate for rate in self.down),
+        )
 
 
 def even_links(workers: int, bits_per_second: float, latency_seconds: float = 0.0) -> Links:
@@ -54,9 +62,13 @@ class Conditions:
         assert len(self.step_seconds) == self.workers
         for seconds in self.step_seconds:
             if not 0 < seconds < math.inf:
-                raise ValueError(f"a step time of {seconds:g} s cannot be: give what one inner step computes, such as 0.5s")
+                raise ValueError(
+                    f"a step time of {seconds:g} s cannot be: give what one inner step computes, such as 0.5s"
+                )
         if not 0 <= self.jitter <= 1:
-            raise ValueError(f"a jitter of {self.jitter:g} cannot be: give the standard deviation as a share, such as 0.05")
+            raise ValueError(
+                f"a jitter of {self.jitter:g} cannot be: give the standard deviation as a share, such as 0.05"
+            )
 
     @property
     def workers(self) -> int:

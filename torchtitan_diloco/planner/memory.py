@@ -26,7 +26,9 @@ def memory_of(workload: Workload, diloco: DiLoCo, *, on_host: bool, in_flight: i
         return Memory(inner, 0.0)
     sizes = sorted(workload.fragments(diloco.fragments), reverse=True)
     buffers = outer_bytes_per_parameter(diloco) // 4
-    exchange = exchange_buffer_bytes(-(-sizes[0] // workload.ranks), diloco.quantization, workload.workers)
+    exchange = exchange_buffer_bytes(
+        -(-sizes[0] // workload.ranks), diloco.quantization, workload.workers
+    )
     if not on_host:
         return Memory(inner + buffers * 4 * sum(sizes) / workload.ranks + exchange, 0.0)
     pinned = buffers * sum(pinned_bytes(4 * -(-size // workload.ranks)) for size in sizes)

@@ -36,10 +36,16 @@ def conditions_of_run(run: Path) -> Conditions:
     """Of a finished run's folder, or its metrics.jsonl."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
-        raise ValueError(f"{run} is no folder of a run, as it has no metrics.jsonl: give one, such as outputs/NAME-DATE-TIME")
+        raise ValueError(
+            f"{run} is no folder of a run, as it has no metrics.jsonl: give one, such as outputs/NAME-DATE-TIME"
+        )
     records, _ = read_json_lines(path)
-    if not records or records[-1].get("kind") != "summary":  # one before the last is that of a run that was taken up again
-        raise ValueError(f"{path} does not end with a summary, so its run has not ended: wait for it, or give another run")
+    if (
+        not records or records[-1].get("kind") != "summary"
+    ):  # one before the last is that of a run that was taken up again
+        raise ValueError(
+            f"{path} does not end with a summary, so its run has not ended: wait for it, or give another run"
+        )
     observed = records[-1].get("observed")
     if observed is None:
         raise ValueError(
@@ -58,10 +64,16 @@ def conditions_from(observed: dict[str, Any]) -> Conditions:
     """JSON has no infinity: it is text there."""
     links, codec = observed["links"], str(observed.get("codec", ""))
     return Conditions(
-        Links(tuple(map(float, links["up"])), tuple(map(float, links["down"])), float(links["latency_seconds"])),
+        Links(
+            tuple(map(float, links["up"])),
+            tuple(map(float, links["down"])),
+            float(links["latency_seconds"]),
+        ),
         tuple(map(float, observed["step_seconds"])),
         jitter=float(observed["jitter"]),
-        coding_bytes_per_second=float(observed["coding_bytes_per_second"]) if codec else math.inf,  # an older run: of what?
+        coding_bytes_per_second=float(observed["coding_bytes_per_second"])
+        if codec
+        else math.inf,  # an older run: of what?
         outer_bytes_per_second=float(observed["outer_bytes_per_second"]),
         codec=codec,
     )
@@ -71,13 +83,24 @@ def probe(words: Sequence[str], delay: int) -> Conditions | None:
     """A short run with these words of a command line, started as any run is: on several nodes the same command on each. None on
     nodes other than the first, which gets the answer."""
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
-        chosen = PROBE_SETTINGS | {"run.folder": f"{folder}/run", "diloco.overlap.delay": min(delay, PROBE_SYNC_EVERY - 1)}
+        chosen = PROBE_SETTINGS | {
+            "run.folder": f"{folder}/run",
+            "diloco.overlap.delay": min(delay, PROBE_SYNC_EVERY - 1),
+        }
         settings = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
         command = [sys.executable, "-m", "torchtitan_diloco.launch", *words, *settings]
-        print(f"probing links and steps: {PROBE_STEPS} steps, every fragment exchanged four times", file=sys.stderr, flush=True)
-        outcome = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        print(
+            f"probing links and steps: {PROBE_STEPS} steps, every fragment exchanged four times",
+            file=sys.stderr,
+            flush=True,
+        )
+        outcome = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         if outcome.returncode:
             last = "\n  ".join(outcome.stdout.strip().splitlines()[-8:])
-            raise ValueError(f"the probe's run ended with {outcome.returncode}; mend what it says, and probe again:\n  {last}")
+            raise ValueError(
+                f"the probe's run ended with {outcome.returncode}; mend what it says, and probe again:\n  {last}"
+            )
         run = Path(folder) / "run"
         return conditions_of_run(run) if (run / "metrics.jsonl").exists() else None

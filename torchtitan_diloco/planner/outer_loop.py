@@ -17,15 +17,27 @@ from torchtitan_diloco.planner.prediction import Prediction, predict
 
 
 def predict_diloco(
-    fragments: Sequence[int], diloco: DiLoCo, conditions: Conditions, *, ranks: int = 1, steps: int | None = None
+    fragments: Sequence[int],
+    diloco: DiLoCo,
+    conditions: Conditions,
+    *,
+    ranks: int = 1,
+    steps: int | None = None,
 ) -> Prediction:
     """`fragments`: parameters of each, in the order of their turns. `ranks`: of one worker, which share its fragments.
     `steps`: length of the run; None: the steady state."""
     schedule = Schedule(diloco.sync_every, len(fragments), diloco.overlap.delay)
-    return predict(payloads_of(fragments, diloco.quantization, conditions.workers, ranks), schedule, conditions, steps)
+    return predict(
+        payloads_of(fragments, diloco.quantization, conditions.workers, ranks),
+        schedule,
+        conditions,
+        steps,
+    )
 
 
-def payloads_of(fragments: Sequence[int], quantization: Quantization, workers: int, ranks: int = 1) -> list[Payload]:
+def payloads_of(
+    fragments: Sequence[int], quantization: Quantization, workers: int, ranks: int = 1
+) -> list[Payload]:
     chunk, window = chunk_and_window(-(-max(fragments) // ranks), _codecs(quantization)[0])
     return [_payload(values, quantization, workers, ranks, chunk, window) for values in fragments]
 
@@ -49,12 +61,16 @@ def _codecs(quantization: Quantization) -> tuple[Codec, Codec]:
 
 
 @cache
-def _payload(values: int, quantization: Quantization, workers: int, ranks: int, chunk: int, window: int) -> Payload:
+def _payload(
+    values: int, quantization: Quantization, workers: int, ranks: int, chunk: int, window: int
+) -> Payload:
     """The ranks of a worker send their parts at the same time over the worker's one link."""
     share = -(-values // ranks)
     chunks = max(1, -(-share // chunk))
     if workers == 1:
-        return Payload((0,), (0,), hops=0, chunks=1, window=1, coded_bytes=0, state_bytes=4 * values)
+        return Payload(
+            (0,), (0,), hops=0, chunks=1, window=1, coded_bytes=0, state_bytes=4 * values
+        )
     sent, received = [0] * workers, [0] * workers
     for part, count in ((share, values // share), (values % share, 1)):
         if part:
@@ -75,7 +91,9 @@ def _payload(values: int, quantization: Quantization, workers: int, ranks: int, 
     )
 
 
-def _traffic(values: int, quantization: Quantization, workers: int, chunk: int) -> list[tuple[int, int]]:
+def _traffic(
+    values: int, quantization: Quantization, workers: int, chunk: int
+) -> list[tuple[int, int]]:
     """Bytes that one rank of each worker sends and receives for `values`, headers included."""
     codec, gather = _codecs(quantization)
     traffic = [[(workers - 1) * HEADER_BYTES] * 2 for _ in range(workers)]

@@ -59,7 +59,9 @@ def paper_methods(sync_every: int = 100) -> tuple[PaperMethod, ...]:
     )
 
 
-def utilisation(model: PaperModel, method: PaperMethod, bits_per_second: Sequence[float] | Array) -> Array:
+def utilisation(
+    model: PaperModel, method: PaperMethod, bits_per_second: Sequence[float] | Array
+) -> Array:
     """Of each of the bandwidths: share of the time in which the accelerator computes."""
     link_rates = np.asarray(bits_per_second, dtype=np.float64)
     node = model.step_seconds / (3 * model.layers)
@@ -68,7 +70,9 @@ def utilisation(model: PaperModel, method: PaperMethod, bits_per_second: Sequenc
     offsets = [method.offset(fragment, fragments) for fragment in range(fragments)]
 
     now, link_free = np.zeros_like(link_rates), np.zeros_like(link_rates)
-    arrivals: dict[tuple[int, int], Array] = {}  # (step, layer) whose forward pass waits -> when the reduction is there
+    arrivals: dict[
+        tuple[int, int], Array
+    ] = {}  # (step, layer) whose forward pass waits -> when the reduction is there
     for step in range(1, STEPS + 1):
         for layer in range(model.layers):
             if (step, layer) in arrivals:

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_diloco.planner.paper_model import Array, PaperMethod, PaperModel, paper_methods, utilisation
+from torchtitan_diloco.planner.paper_model import (
+    Array,
+    PaperMethod,
+    PaperModel,
+    paper_methods,
+    utilisation,
+)
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 GRID: Array = np.logspace(-1, 3, 50)
@@ -18,7 +24,9 @@ PAPER_MODELS = (
 )
 
 
-def bandwidths(model: PaperModel, method: PaperMethod, grid: Array = GRID) -> tuple[float | None, ...]:
+def bandwidths(
+    model: PaperModel, method: PaperMethod, grid: Array = GRID
+) -> tuple[float | None, ...]:
     """Gbit/s for each target: the last point of the grid that is still below it, which is what the paper prints. None where
     even the first point reaches the target."""
     reached = utilisation(model, method, grid * 1e9)
@@ -49,7 +57,9 @@ def _table(models: Sequence[PaperModel], methods: Sequence[PaperMethod], grid: A
     for model in models:
         for number, method in enumerate(methods):
             cells = [_cell(value, grid) for value in bandwidths(model, method, grid)]
-            lines.append(f"| {'' if number else model.name} | {method.name} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {'' if number else model.name} | {method.name} | {' | '.join(cells)} |"
+            )
     return "\n".join(lines)
 
 

@@ -26,7 +26,10 @@ class Payload:
         """From the first bit to the last, latency left out: the slowest end decides, and a long link with few chunks under
         way stands still until they have arrived."""
         links = conditions.links
-        ends = [*zip(self.sent, links.up, strict=True), *zip(self.received, links.down, strict=True)]
+        ends = [
+            *zip(self.sent, links.up, strict=True),
+            *zip(self.received, links.down, strict=True),
+        ]
         serial = max(8 * count / rate for count, rate in ends)
         return max(serial, max(0.0, self.chunks / self.window - 1) * links.latency_seconds)
 
@@ -35,7 +38,10 @@ class Payload:
         on while others travel; what is longer decides, and of the other the share of one chunk is not hidden."""
         if not self.hops:
             return self.state_bytes / conditions.outer_bytes_per_second
-        travelling, coding = self.link_seconds(conditions), self.coded_bytes / conditions.coding_bytes_per_second
+        travelling, coding = (
+            self.link_seconds(conditions),
+            self.coded_bytes / conditions.coding_bytes_per_second,
+        )
         pipelined = max(travelling, coding) + min(travelling, coding) / self.chunks
         latency = self.hops * conditions.links.latency_seconds
         return latency + pipelined + self.state_bytes / conditions.outer_bytes_per_second

@@ -53,7 +53,11 @@ def _coding_line(scenario: Scenario) -> str:
     met = scenario.conditions
     if math.isfinite(met.coding_bytes_per_second):
         speed = f"{format_bytes(met.coding_bytes_per_second)}/s of fp32 a worker with {met.codec}"
-        others = "in proportion" if scenario.on_cpu else "as fast on an accelerator, in proportion on the host"
+        others = (
+            "in proportion"
+            if scenario.on_cpu
+            else "as fast on an accelerator, in proportion on the host"
+        )
         return f"{speed}, as the run has met it; other formats {others}"
     if scenario.on_cpu:
         return "on one core a rank, as docs/performance.md has it; what it takes from training is not counted"
@@ -66,19 +70,47 @@ Row = tuple[str, str, Callable[[Option], str]]
 
 def _rows(wanted: float) -> list[Row]:
     return [
-        ("H, a fragment is exchanged every", "steps", lambda one: _streaming(one, str(one.diloco.sync_every))),
+        (
+            "H, a fragment is exchanged every",
+            "steps",
+            lambda one: _streaming(one, str(one.diloco.sync_every)),
+        ),
         ("fragments", "", lambda one: _streaming(one, str(one.fragments))),
         ("cut", "", lambda one: _streaming(one, _cut(one.diloco))),
         ("tau, applied after", "steps", lambda one: _streaming(one, str(one.diloco.overlap.delay))),
         ("alpha, local share", "", lambda one: _streaming(one, f"{one.diloco.overlap.mixing:g}")),
-        ("format on the wire", "", lambda one: one.diloco.quantization.codec if _is_streaming(one) else "bf16"),
+        (
+            "format on the wire",
+            "",
+            lambda one: one.diloco.quantization.codec if _is_streaming(one) else "bf16",
+        ),
         ("on the wire", "bits/param.", _bits),
         ("utilisation", "%", lambda one: _floor_percent(one.prediction.utilisation)),
-        ("training waits", "ms/step", lambda one: _number(1e3 * one.prediction.exposed_seconds_per_step)),
-        ("sent by a worker", "MB/step", lambda one: _number(one.prediction.sent_bytes_per_step / 1e6)),
-        ("sent by a worker, mean", "Mbit/s", lambda one: _number(one.prediction.mean_bits_per_second / 1e6)),
-        ("sent by a worker, peak", "Mbit/s", lambda one: _number(one.prediction.peak_bits_per_second / 1e6)),
-        (f"bandwidth needed for {100 * wanted:g} %", "Mbit/s", lambda one: _needed(one.needed_bits_per_second)),
+        (
+            "training waits",
+            "ms/step",
+            lambda one: _number(1e3 * one.prediction.exposed_seconds_per_step),
+        ),
+        (
+            "sent by a worker",
+            "MB/step",
+            lambda one: _number(one.prediction.sent_bytes_per_step / 1e6),
+        ),
+        (
+            "sent by a worker, mean",
+            "Mbit/s",
+            lambda one: _number(one.prediction.mean_bits_per_second / 1e6),
+        ),
+        (
+            "sent by a worker, peak",
+            "Mbit/s",
+            lambda one: _number(one.prediction.peak_bits_per_second / 1e6),
+        ),
+        (
+            f"bandwidth needed for {100 * wanted:g} %",
+            "Mbit/s",
+            lambda one: _needed(one.needed_bits_per_second),
+        ),
         ("memory of the device, a rank", "GiB", lambda one: _number(one.memory.device_bytes / GIB)),
         ("memory of the host, a rank", "GiB", lambda one: _number(one.memory.host_bytes / GIB)),
         ("whole run", "hours", lambda one: _number(one.hours)),
@@ -89,7 +121,9 @@ def _rows(wanted: float) -> list[Row]:
 def _table(plan: Plan) -> str:
     columns = plan.options
     names = [f"* {one.name}" if one is plan.best else one.name for one in columns]
-    cells = [[what, unit, *(value(one) for one in columns)] for what, unit, value in _rows(plan.wanted)]
+    cells = [
+        [what, unit, *(value(one) for one in columns)] for what, unit, value in _rows(plan.wanted)
+    ]
     lines = [["", "", *names], *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(_aligned(line, widths)).rstrip() for line in lines)
@@ -97,26 +131,40 @@ def _table(plan: Plan) -> str:
 
 def _aligned(line: list[str], widths: list[int]) -> list[str]:
     pairs = list(zip(line, widths, strict=True))
-    return [text.ljust(width) for text, width in pairs[:2]] + [text.rjust(width) for text, width in pairs[2:]]
+    return [text.ljust(width) for text, width in pairs[:2]] + [
+        text.rjust(width) for text, width in pairs[2:]
+    ]
 
 
 def _reasons(plan: Plan) -> list[str]:
     lines = []
     if not plan.reached:
-        lines.append(f"No setting reaches {100 * plan.wanted:g} % on these links: the one marked * comes closest.")
+        lines.append(
+            f"No setting reaches {100 * plan.wanted:g} % on these links: the one marked * comes closest."
+        )
     elif plan.best is plan.present:
-        lines.append(f"The present settings reach {100 * plan.wanted:g} %, and no others do so with less risk.")
+        lines.append(
+            f"The present settings reach {100 * plan.wanted:g} %, and no others do so with less risk."
+        )
     else:
-        lines.append(f"The one marked * reaches {100 * plan.wanted:g} % with the least risk to the loss.")
+        lines.append(
+            f"The one marked * reaches {100 * plan.wanted:g} % with the least risk to the loss."
+        )
     lines += [f"- {one.name}: {'; '.join(one.risk.reasons)}" for one in plan.options]
     if plan.data_parallel_without_latency is not None:
         needed = format_bandwidth(plan.data_parallel_without_latency)
-        lines.append(f"Data parallelism would need {needed} for {100 * plan.wanted:g} % on links without any latency.")
+        lines.append(
+            f"Data parallelism would need {needed} for {100 * plan.wanted:g} % on links without any latency."
+        )
     lines.append(
         "Risks add up what single comparisons showed (docs/planning.md; H: the papers' +0.6 % at 30, +1.4 % at 100): they"
     )
-    lines.append("put settings in an order, and predict no loss: short runs from scratch lose more (docs/algorithm.md).")
-    lines.append("Memory: parameters, gradients, AdamW, outer state and buffers of the exchange; activations come on top.")
+    lines.append(
+        "put settings in an order, and predict no loss: short runs from scratch lose more (docs/algorithm.md)."
+    )
+    lines.append(
+        "Memory: parameters, gradients, AdamW, outer state and buffers of the exchange; activations come on top."
+    )
     return lines
 
 
@@ -132,7 +180,11 @@ def _cut(diloco: DiLoCo) -> str:
     fragments = diloco.fragments
     if fragments.pattern == "explicit":
         return "explicit"
-    return f"{fragments.pattern} {fragments.layers_per_fragment}" if fragments.layers_per_fragment else "whole model"
+    return (
+        f"{fragments.pattern} {fragments.layers_per_fragment}"
+        if fragments.layers_per_fragment
+        else "whole model"
+    )
 
 
 def _bits(one: Option) -> str:

@@ -59,14 +59,25 @@ class Prediction:
         return 8 * self.sent_bytes_per_step / self.step_seconds
 
 
-def predict(payloads: Sequence[Payload], schedule: "Schedule", conditions: Conditions, steps: int | None = None) -> Prediction:
+def predict(
+    payloads: Sequence[Payload],
+    schedule: "Schedule",
+    conditions: Conditions,
+    steps: int | None = None,
+) -> Prediction:
     """`payloads`: what the exchange of each fragment moves. `steps`: length of a run, which begins with `sync_every` steps
     without an exchange and ends when all is back; None: the steady state in the middle of a long one."""
     assert len(payloads) == schedule.fragments
-    horizon = ROUNDS * schedule.sync_every if steps is None else min(steps, MOST_ROUNDS * schedule.sync_every)
+    horizon = (
+        ROUNDS * schedule.sync_every
+        if steps is None
+        else min(steps, MOST_ROUNDS * schedule.sync_every)
+    )
     events = list(_events(schedule, None if steps is None else horizon))
     counted = sum(is_send for _, is_send, _ in events)
-    total_steps, sends = (horizon, counted) if steps is None else (steps, _sends_until(schedule, steps))
+    total_steps, sends = (
+        (horizon, counted) if steps is None else (steps, _sends_until(schedule, steps))
+    )
     waited, in_flight = _waiting(payloads, events, conditions)
     exposed = waited / total_steps * (sends / counted if counted else 1.0)
     sent = np.zeros(conditions.workers)
@@ -103,13 +114,17 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
         link_seconds += on_link
         link_free = max(link_free, ready) + on_link + 2 * (workers - 1) * links.latency_seconds
     slowest = _step_times(conditions, JITTERED_STEPS if conditions.jitter else 1).max(axis=0).mean()
-    exposed = (max(link_free, compute) - compute if workers > 1 else 0.0) + max(0.0, float(slowest) - compute)
+    exposed = (max(link_free, compute) - compute if workers > 1 else 0.0) + max(
+        0.0, float(slowest) - compute
+    )
     return Prediction(
         utilisation=compute / (compute + exposed),
         step_seconds=compute + exposed,
         exposed_seconds_per_step=exposed,
         sent_bytes_per_step=sent,
-        peak_bits_per_second=8 * sent / link_seconds if link_seconds else (math.inf if sent else 0.0),
+        peak_bits_per_second=8 * sent / link_seconds
+        if link_seconds
+        else (math.inf if sent else 0.0),
         in_flight=min(1, workers - 1),
     )
 
@@ -152,7 +167,9 @@ def _sends_until(schedule: "Schedule", steps: int) -> int:
     return sum(schedule.outer_round(fragment, steps) for fragment in range(schedule.fragments))
 
 
-def _waiting(payloads: Sequence[Payload], events: Sequence[Event], conditions: Conditions) -> tuple[float, int]:
+def _waiting(
+    payloads: Sequence[Payload], events: Sequence[Event], conditions: Conditions
+) -> tuple[float, int]:
     """Seconds that a worker's training waits through all events, mean over workers; most fragments under way."""
     lengths = [payload.seconds(conditions) for payload in payloads]
     computed = _computed(conditions, events[-1][0] if events else 0)
@@ -181,5 +198,9 @@ def _step_times(conditions: Conditions, steps: int) -> Array:
     means = np.array(conditions.step_seconds)[:, None]
     if not conditions.jitter:
         return np.broadcast_to(means, (conditions.workers, steps))
-    factors = 1 + conditions.jitter * np.random.default_rng(JITTER_SEED).standard_normal((steps, conditions.workers)).T
+    factors = (
+        1
+        + conditions.jitter
+        * np.random.default_rng(JITTER_SEED).standard_normal((steps, conditions.workers)).T
+    )
     return np.asarray(means * factors.clip(min=0.1))

@@ -52,7 +52,9 @@ def risk_of(diloco: DiLoCo, total_steps: int, tuned_sync_every: int) -> Risk:
         _mixing_risk(diloco.overlap.mixing),
         _fragments_risk(diloco),
     ]
-    return Risk(math.fsum(cost for cost, _ in parts), tuple(reason for _, reason in parts if reason))
+    return Risk(
+        math.fsum(cost for cost, _ in parts), tuple(reason for _, reason in parts if reason)
+    )
 
 
 Part = tuple[float, str]
@@ -92,7 +94,10 @@ def _delay_risk(delay: int) -> Part:
         return 0.01 * delay, f"tau = {delay}: nearly free up to {LITTLE_DELAY}"
     if delay <= MEASURED_DELAY:
         return 0.02 * delay, f"tau = {delay}: less than 0.2 % up to {MEASURED_DELAY}"
-    return 0.05 * delay, f"tau = {delay}: beyond {MEASURED_DELAY} nobody has measured it, {0.05 * delay:+.1f} % assumed"
+    return (
+        0.05 * delay,
+        f"tau = {delay}: beyond {MEASURED_DELAY} nobody has measured it, {0.05 * delay:+.1f} % assumed",
+    )
 
 
 def _codec_risk(codec: str) -> Part:
@@ -113,6 +118,12 @@ def _mixing_risk(mixing: float) -> Part:
 
 def _fragments_risk(diloco: DiLoCo) -> Part:
     fragments = diloco.fragments
-    if fragments.pattern in ("strided", "sequential") and fragments.layers_per_fragment in (0, PAPER_LAYERS):
+    if fragments.pattern in ("strided", "sequential") and fragments.layers_per_fragment in (
+        0,
+        PAPER_LAYERS,
+    ):
         return 0.0, ""
-    return UNTRIED_FRAGMENTS_COST, f"fragments other than the papers' ({PAPER_LAYERS} layers): no cost known"
+    return (
+        UNTRIED_FRAGMENTS_COST,
+        f"fragments other than the papers' ({PAPER_LAYERS} layers): no cost known",
+    )

@@ -8,7 +8,11 @@ from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.planner.conditions import Conditions
 from torchtitan_diloco.planner.memory import Memory, memory_of
 from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco
-from torchtitan_diloco.planner.prediction import Prediction, least_bandwidth_factor, predict_data_parallel
+from torchtitan_diloco.planner.prediction import (
+    Prediction,
+    least_bandwidth_factor,
+    predict_data_parallel,
+)
 from torchtitan_diloco.planner.workload import Workload
 
 HOST_CODING = {
@@ -45,7 +49,10 @@ class Scenario:
         """An upper bound at no cost: exchanges take as long as they take, one after the other."""
         conditions = self.conditions_for(diloco)
         payloads = payloads_of(
-            self.workload.fragments(diloco.fragments), diloco.quantization, conditions.workers, self.workload.ranks
+            self.workload.fragments(diloco.fragments),
+            diloco.quantization,
+            conditions.workers,
+            self.workload.ranks,
         )
         compute = diloco.sync_every * conditions.mean_step_seconds
         return compute / max(compute, sum(payload.seconds(conditions) for payload in payloads))
@@ -56,7 +63,9 @@ class Scenario:
 
     def needed_bits_per_second(self, diloco: DiLoCo, utilisation: float) -> float | None:
         """Of the slowest link, if all change alike; None where no bandwidth is enough."""
-        factor = least_bandwidth_factor(lambda factor: self._predict_at(factor, diloco).utilisation, utilisation)
+        factor = least_bandwidth_factor(
+            lambda factor: self._predict_at(factor, diloco).utilisation, utilisation
+        )
         return None if factor is None else factor * self.conditions.links.slowest
 
     def without_latency(self) -> "Scenario":
@@ -71,17 +80,25 @@ class Scenario:
 
     def conditions_for(self, diloco: DiLoCo) -> Conditions:
         on_host, ranks = self.state_is_on_host(diloco), self.workload.ranks
-        cores, codec, met = ranks * diloco.quantization.threads, diloco.quantization.codec, self.conditions
+        cores, codec, met = (
+            ranks * diloco.quantization.threads,
+            diloco.quantization.codec,
+            self.conditions,
+        )
         coding = cores * HOST_CODING[codec] if on_host else math.inf
         if self.coding_bytes_per_second is not None:
             coding = ranks * self.coding_bytes_per_second
-        elif math.isfinite(met.coding_bytes_per_second):  # other formats: in the table's proportions, which are a CPU's
+        elif math.isfinite(
+            met.coding_bytes_per_second
+        ):  # other formats: in the table's proportions, which are a CPU's
             proportion = HOST_CODING[codec] / HOST_CODING[met.codec] if on_host else 1.0
             coding = met.coding_bytes_per_second * proportion
         outer = cores * HOST_OUTER_STEP if on_host else math.inf
         if math.isfinite(met.outer_bytes_per_second):
             outer = met.outer_bytes_per_second
-        return replace(self.conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
+        return replace(
+            self.conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer
+        )
 
     def _predict_at(self, bandwidth_factor: float, diloco: DiLoCo) -> Prediction:
         conditions = self.conditions_for(diloco).with_bandwidth(bandwidth_factor)

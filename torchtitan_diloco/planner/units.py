@@ -8,8 +8,20 @@ import math
 import re
 
 _WORD = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(e[+-]?[0-9]+)?\s*([A-Za-zµμ/%]*)\s*")
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
-_AMOUNT = re.compile(r"(ki|mi|gi|ti|k|m|g|t|)(bits?|bytes?|b)(?:ps|/s|/sec|/second|)", re.IGNORECASE)
+_PREFIXES = {
+    "": 1.0,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 2.0**10,
+    "mi": 2.0**20,
+    "gi": 2.0**30,
+    "ti": 2.0**40,
+}
+_AMOUNT = re.compile(
+    r"(ki|mi|gi|ti|k|m|g|t|)(bits?|bytes?|b)(?:ps|/s|/sec|/second|)", re.IGNORECASE
+)
 _SECONDS = {
     "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "seconds": 1.0, "min": 60.0, "h": 3600.0,
 }  # fmt: skip
@@ -26,7 +38,9 @@ def parse_bandwidth(text: str, name: str = "bandwidth") -> float:
     amount = _AMOUNT.fullmatch(unit)
     if amount is None:
         problem = f'the unit "{unit}" is no bandwidth' if unit else "a bandwidth needs a unit"
-        raise ValueError(f'{name} "{text}": {problem}; write bits or bytes a second, such as {BANDWIDTH_EXAMPLES}')
+        raise ValueError(
+            f'{name} "{text}": {problem}; write bits or bytes a second, such as {BANDWIDTH_EXAMPLES}'
+        )
     prefix, kind = amount.group(1), amount.group(2)
     is_bytes = kind == "B" or kind.lower().startswith("byte")
     bits = number * _PREFIXES[prefix.lower()] * (8 if is_bytes else 1)

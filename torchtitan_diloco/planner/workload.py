@@ -41,7 +41,10 @@ class Workload:
     def gradient_buckets(self) -> tuple[int, ...]:
         """Parameters whose gradients data parallelism sends together: the blocks from the last to the first, then the rest."""
         one_block_each = fragment_sizes(
-            self.model, self.vocabulary, self.sequence_length, Fragments(pattern="sequential", layers_per_fragment=1)
+            self.model,
+            self.vocabulary,
+            self.sequence_length,
+            Fragments(pattern="sequential", layers_per_fragment=1),
         )
         return (*reversed(one_block_each[:-1]), one_block_each[-1])
 
@@ -58,11 +61,18 @@ class ModelFacts:
 def model_facts(model: Model, vocabulary: int, sequence_length: int) -> ModelFacts:
     built = _build(model, vocabulary, sequence_length)
     counts = built.parameter_counts()
-    return ModelFacts(counts["total"], counts["embedding"], built.shape.layers, built.flops_per_token(sequence_length))
+    return ModelFacts(
+        counts["total"],
+        counts["embedding"],
+        built.shape.layers,
+        built.flops_per_token(sequence_length),
+    )
 
 
 @cache
-def fragment_sizes(model: Model, vocabulary: int, sequence_length: int, config: Fragments) -> tuple[int, ...]:
+def fragment_sizes(
+    model: Model, vocabulary: int, sequence_length: int, config: Fragments
+) -> tuple[int, ...]:
     fragments = build_fragments(_build(model, vocabulary, sequence_length), config)
     return tuple(fragment.parameters for fragment in fragments)
 

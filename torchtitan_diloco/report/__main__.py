@@ -17,14 +17,23 @@ from torchtitan_diloco.report.run_records import open_runs
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.report", description="Write a page about a run, or about several side by side."
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="(default: report.html in the first run's folder; --format md: the terminal)"
+        prog="python -m torchtitan_diloco.report",
+        description="Write a page about a run, or about several side by side.",
     )
     parser.add_argument(
-        "--format", choices=("html", "md"), default="html", help="html: a page with pictures (default); md: tables as text"
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="(default: report.html in the first run's folder; --format md: the terminal)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("html", "md"),
+        default="html",
+        help="html: a page with pictures (default); md: tables as text",
     )
     parser.add_argument(
         "--timeline",
@@ -54,7 +63,9 @@ def _draw_timeline(paths: Sequence[Path], target: Path) -> None:
         raise ValueError(f"--timeline is of one run, and {len(paths)} are given: name the one")
     (run,) = open_runs(paths)
     if not run.rounds:
-        raise ValueError(f"{run.folder} has no exchanges to draw: take a run of several workers with diloco.method streaming")
+        raise ValueError(
+            f"{run.folder} has no exchanges to draw: take a run of several workers with diloco.method streaming"
+        )
     write_picture(timeline_chart(run.rounds), target)
     print(target)
 
@@ -66,9 +77,15 @@ def _write(paths: Sequence[Path], out: Path | None, form: str) -> None:
         return
     target = runs[0].folder / "report.html" if out is None else out
     try:
-        target.write_text(html_page(runs) if form == "html" else markdown(runs), encoding="utf-8", errors="replace")
+        target.write_text(
+            html_page(runs) if form == "html" else markdown(runs),
+            encoding="utf-8",
+            errors="replace",
+        )
     except OSError as error:
-        raise ValueError(f"--out {target} cannot be written ({error.strerror}): name a file in a folder of yours") from None
+        raise ValueError(
+            f"--out {target} cannot be written ({error.strerror}): name a file in a folder of yours"
+        ) from None
     print(target)
 
 

@@ -48,7 +48,9 @@ def sent_bytes_per_worker(run: Run) -> float | None:
 def data_parallel_bytes(run: Run, step: float | None = None) -> float | None:
     """What one worker would have sent up to a step, or to the last, with a ring all-reduce of all gradients at every step."""
     step = run.last_step if step is None else step
-    told, told_at = (number(run.summary.get(key)) for key in ("data_parallel_bytes_per_worker", "step"))
+    told, told_at = (
+        number(run.summary.get(key)) for key in ("data_parallel_bytes_per_worker", "step")
+    )
     since = number(run.summary.get("counted_after_step")) or 0.0
     if told is not None and told_at is not None and told_at > since:
         return told * max(0.0, step - since) / (told_at - since)
@@ -69,7 +71,11 @@ def mean_share(run: Run, key: str) -> float | None:
     """Mean over the run's time of a share that was logged for stretches of it."""
     weighted, weights, before = 0.0, 0.0, 0
     for record in run.steps:
-        share, pace, step = number(record.get(key)), number(record.get("speed/seconds_per_step")), int(record["step"])
+        share, pace, step = (
+            number(record.get(key)),
+            number(record.get("speed/seconds_per_step")),
+            int(record["step"]),
+        )
         if share is not None and pace is not None and math.isfinite(share * pace):
             weight = (step - before) * pace
             weighted, weights = weighted + weight * share, weights + weight
@@ -83,7 +89,10 @@ def exposed_percent(run: Run) -> float | None:
     told = mean_share(run, SHARES["exposed communication"])
     if told is not None:
         return told
-    exposed, elapsed = run.total("diloco/exposed_seconds_mean_over_ranks"), run.last("time/elapsed_seconds")
+    exposed, elapsed = (
+        run.total("diloco/exposed_seconds_mean_over_ranks"),
+        run.last("time/elapsed_seconds"),
+    )
     return 100 * exposed / elapsed[1] if exposed is not None and elapsed and elapsed[1] else None
 
 
@@ -104,7 +113,12 @@ def worker_facts(run: Run) -> list[WorkerFacts]:
     workers = max((len(_workers(record)) for record in run.rounds), default=0)
     facts = [
         WorkerFacts(
-            one, last[one], rounds, _median(late[one]), _median(ahead[one]), fmean(waited[one]) if waited[one] else None
+            one,
+            last[one],
+            rounds,
+            _median(late[one]),
+            _median(ahead[one]),
+            fmean(waited[one]) if waited[one] else None,
         )
         for one in range(workers)
     ]
@@ -118,7 +132,11 @@ def link_facts(run: Run) -> list[LinkFacts]:
         for receiver, told in enumerate(_workers(record)):
             for sender, rate in enumerate(told.get("received_bits_per_second_from") or []):
                 rates[sender, receiver] += _known(rate)
-    facts = [LinkFacts(sender, receiver, median(found), len(found)) for (sender, receiver), found in rates.items() if found]
+    facts = [
+        LinkFacts(sender, receiver, median(found), len(found))
+        for (sender, receiver), found in rates.items()
+        if found
+    ]
     return sorted(facts, key=lambda fact: (fact.median_bits_per_second, fact.sender, fact.receiver))
 
 

@@ -19,7 +19,12 @@ VALIDATED = "validation/loss_nats_per_token_global"
 SENT = "diloco/sent_bytes_sum_over_ranks"
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
 BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
-SHARE_ROLES = {"compute": "series-1", "data": "series-3", "exposed communication": "series-2", "other": "series-8"}
+SHARE_ROLES = {
+    "compute": "series-1",
+    "data": "series-3",
+    "exposed communication": "series-2",
+    "other": "series-8",
+}
 WIDE, NARROW = 980.0, 430.0
 LAST_ROUNDS, LAST_ROUNDS_NARROW = 8, 3
 """On a wide and on a narrow picture."""
@@ -75,11 +80,15 @@ def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
     return ("minutes", 60.0) if longest < 3 * 3600 else ("hours", 3600.0)
 
 
-def _loss(runs: Sequence[Run], title: str, x_label: str, x: Callable[[Run], Callable[[float], float]]) -> Figure | None:
+def _loss(
+    runs: Sequence[Run], title: str, x_label: str, x: Callable[[Run], Callable[[float], float]]
+) -> Figure | None:
     series: list[Series] = []
     for colour, run in enumerate(runs):
         place = x(run)
-        trained, validated = ([(place(step), loss) for step, loss in run.curve(key)] for key in (TRAINED, VALIDATED))
+        trained, validated = (
+            [(place(step), loss) for step, loss in run.curve(key)] for key in (TRAINED, VALIDATED)
+        )
         alone = len(runs) == 1
         if trained:
             name = "training" if alone else "" if validated else run.name
@@ -91,11 +100,18 @@ def _loss(runs: Sequence[Run], title: str, x_label: str, x: Callable[[Run], Call
     if not series:
         return None
     top = _end_of_axis(series)
-    scene = line_chart(series, title=title, x_label=x_label, y_label="nats per token", y_range=(None, top))
+    scene = line_chart(
+        series, title=title, x_label=x_label, y_label="nats per token", y_range=(None, top)
+    )
     caption = "Training loss over the tokens of all workers."
     if any(one.faint for one in series):
         caption = "Faint: training loss over the tokens of all workers. Strong, with dots: the shared model on held-out text."
-    return Figure(scene, caption if top is None else f"{caption} The highest losses, 1 in 50 or fewer, are above the picture.")
+    return Figure(
+        scene,
+        caption
+        if top is None
+        else f"{caption} The highest losses, 1 in 50 or fewer, are above the picture.",
+    )
 
 
 def _end_of_axis(series: Sequence[Series]) -> float | None:
@@ -121,7 +137,10 @@ def _sent(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
             continue
         name = "" if len(runs) == 1 else run.name
         series.append(Series(name or "sent", sent, colour=colour))
-        expected = [(run.seconds_at(step) / size, data_parallel_bytes(run, step) or math.nan) for step, _ in run.curve(SENT)]
+        expected = [
+            (run.seconds_at(step) / size, data_parallel_bytes(run, step) or math.nan)
+            for step, _ in run.curve(SENT)
+        ]
         if any(math.isfinite(value) for _, value in expected):
             compared = True
             named = "" if name else "data parallelism would send"
@@ -129,21 +148,44 @@ def _sent(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
             series.append(Series(named, expected, colour=colour, dash=True, hint=hint))
     if not series:
         return None
-    scene = line_chart(series, title="Bytes sent by each worker", x_label=unit, y_label="bytes since the start", y_log=compared)
-    dashed = " Dashed: what data parallelism sends for as many steps (bf16 gradients, ring). Logarithmic." if compared else ""
-    return Figure(scene, f"What one worker has sent to others so far, counted in the buffers, mean over workers.{dashed}")
+    scene = line_chart(
+        series,
+        title="Bytes sent by each worker",
+        x_label=unit,
+        y_label="bytes since the start",
+        y_log=compared,
+    )
+    dashed = (
+        " Dashed: what data parallelism sends for as many steps (bf16 gradients, ring). Logarithmic."
+        if compared
+        else ""
+    )
+    return Figure(
+        scene,
+        f"What one worker has sent to others so far, counted in the buffers, mean over workers.{dashed}",
+    )
 
 
 def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
     series: list[Series] = []
     for colour, run in enumerate(runs):
         curves = (_used(run), run.curve(BANDWIDTH_PEAK))
-        used, peak = ([(run.seconds_at(step) / size, value) for step, value in curve] for curve in curves)
+        used, peak = (
+            [(run.seconds_at(step) / size, value) for step, value in curve] for curve in curves
+        )
         name = "" if len(runs) == 1 else run.name
         if used:
             series.append(Series(name or "used", used, colour=colour, hint=f"{name} used".strip()))
         if peak:
-            series.append(Series("" if name else "peak", peak, dash=True, colour=colour, hint=f"{name} peak".strip()))
+            series.append(
+                Series(
+                    "" if name else "peak",
+                    peak,
+                    dash=True,
+                    colour=colour,
+                    hint=f"{name} peak".strip(),
+                )
+            )
     if not series:
         return None
     rates = sorted(rate for one in series for _, rate in one.points if 0 < rate < math.inf)
@@ -156,8 +198,14 @@ def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
         y_log=apart,
         y_range=(None if apart else 0.0, None),
     )
-    caption = "Bytes sent in an interval over its length, mean over workers: what the link must carry."
-    caption += " Dashed: the highest rate of one worker while it was sending." if any(one.dash for one in series) else ""
+    caption = (
+        "Bytes sent in an interval over its length, mean over workers: what the link must carry."
+    )
+    caption += (
+        " Dashed: the highest rate of one worker while it was sending."
+        if any(one.dash for one in series)
+        else ""
+    )
     return Figure(scene, f"{caption} Logarithmic." if apart else caption)
 
 
@@ -181,15 +229,22 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
     for run in (run for run in runs if run.rounds):
         of = f", {run.name}" if len(runs) > 1 else ""
         shown = min(LAST_ROUNDS, len(run.rounds))
-        wide = timeline_chart(run.rounds, last=shown, width=WIDE, title=f"The last {shown} exchanges{of}")
+        wide = timeline_chart(
+            run.rounds, last=shown, width=WIDE, title=f"The last {shown} exchanges{of}"
+        )
         fewer = min(LAST_ROUNDS_NARROW, shown)
-        narrow = timeline_chart(run.rounds, last=fewer, width=NARROW, title=f"The last {fewer} exchanges{of}")
+        narrow = timeline_chart(
+            run.rounds, last=fewer, width=NARROW, title=f"The last {fewer} exchanges{of}"
+        )
         caption = (
             "Above, a worker's training thread: where it is not taking, waiting or merging, it computes. Below, its exchanges "
             "in the background. Numbers are fragments; the workers' clocks are aligned at the moment when all had been heard."
         )
         found.append(Figure(wide, caption, narrow))
-        closer = [timeline_chart(run.rounds, last=1, width=width, title=f"The last exchange{of}") for width in (WIDE, NARROW)]
+        closer = [
+            timeline_chart(run.rounds, last=1, width=width, title=f"The last exchange{of}")
+            for width in (WIDE, NARROW)
+        ]
         found.append(Figure(closer[0], "The same for the last one alone.", closer[1]))
     return found
 
@@ -198,12 +253,18 @@ def _time_shares(runs: Sequence[Run]) -> Figure | None:
     bars = []
     for run in runs:
         shares = {name: mean_share(run, key) for name, key in SHARES.items()}
-        parts = [Part(name, share, SHARE_ROLES[name]) for name, share in shares.items() if share is not None]
+        parts = [
+            Part(name, share, SHARE_ROLES[name])
+            for name, share in shares.items()
+            if share is not None
+        ]
         if parts:
             bars.append(Bar(run.name, parts))
     if not bars:
         return None
-    wide, narrow = (stacked_bars(bars, title="Where the time went", width=width) for width in (WIDE, NARROW))
+    wide, narrow = (
+        stacked_bars(bars, title="Where the time went", width=width) for width in (WIDE, NARROW)
+    )
     caption = "Shares of the training thread's time, mean over ranks and over the run. Exposed is what training did not hide."
     if any("exposed communication" not in [part.name for part in bar.parts] for bar in bars):
         caption += " In data parallelism communication is part of compute."
@@ -213,7 +274,11 @@ def _time_shares(runs: Sequence[Run]) -> Figure | None:
 
 
 def _rounds_chart(
-    runs: Sequence[Run], title: str, y_label: str, value: Callable[[Record], float | None], meaning: str
+    runs: Sequence[Run],
+    title: str,
+    y_label: str,
+    value: Callable[[Record], float | None],
+    meaning: str,
 ) -> Figure | None:
     series: list[Series] = []
     for run in runs:
@@ -228,7 +293,9 @@ def _rounds_chart(
     over = "Mean over workers and the fragments of a cycle."
     if len(runs) == 1:
         over = f"Mean over workers, a curve for each {'of the first fragments' if len(series) == MOST_CURVES else 'fragment'}."
-    return Figure(line_chart(series, title=title, x_label="step", y_label=y_label), f"{meaning} {over}")
+    return Figure(
+        line_chart(series, title=title, x_label="step", y_label=y_label), f"{meaning} {over}"
+    )
 
 
 def _by_fragment(known: Sequence[tuple[Record, float]]) -> list[Series]:
@@ -239,7 +306,9 @@ def _by_fragment(known: Sequence[tuple[Record, float]]) -> list[Series]:
         curves[fragment].append((float(record["step"]), value))
         names[fragment] = f"{fragment}: {record.get('fragment_name') or 'fragment'}"
     return [
-        Series(names[fragment], curves[fragment], dash=number >= SERIES)  # where the colours begin again
+        Series(
+            names[fragment], curves[fragment], dash=number >= SERIES
+        )  # where the colours begin again
         for number, fragment in enumerate(sorted(curves)[:MOST_CURVES])
     ]
 
@@ -261,6 +330,8 @@ def _drift(record: Record) -> float | None:
 
 
 def _mean_over_workers(record: Record, key: str) -> float | None:
-    values = [number(told.get(key)) for told in record.get("workers") or [] if isinstance(told, dict)]
+    values = [
+        number(told.get(key)) for told in record.get("workers") or [] if isinstance(told, dict)
+    ]
     known = [value for value in values if value is not None and math.isfinite(value)]
     return fmean(known) if known else None

@@ -11,9 +11,15 @@ def notes(runs: Sequence[Run]) -> list[str]:
         if not run.steps:
             found.append(f"{run.name} has not logged a step yet.")
         if run.unreadable:
-            found.append(f"{run.name}: {run.unreadable} line(s) of metrics.jsonl could not be read and are left out.")
+            found.append(
+                f"{run.name}: {run.unreadable} line(s) of metrics.jsonl could not be read and are left out."
+            )
         if not run.settings:
-            found.append(f"{run.name} has no config.toml that can be read: its settings are not known.")
+            found.append(
+                f"{run.name} has no config.toml that can be read: its settings are not known."
+            )
     if not any(run.rounds for run in runs):
-        found.append("No exchange of fragments was recorded: there is no timeline, cosine or drift to show.")
+        found.append(
+            "No exchange of fragments was recorded: there is no timeline, cosine or drift to show."
+        )
     return found

@@ -8,7 +8,14 @@ from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.notes import notes
 from torchtitan_diloco.report.run_records import Run
 from torchtitan_diloco.report.style import STYLE
-from torchtitan_diloco.report.tables import Cell, Table, differences_table, facts_table, links_table, workers_table
+from torchtitan_diloco.report.tables import (
+    Cell,
+    Table,
+    differences_table,
+    facts_table,
+    links_table,
+    workers_table,
+)
 
 
 def html_page(runs: Sequence[Run]) -> str:
@@ -30,7 +37,11 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    words = [description(run) for run in runs] if len(runs) == 1 else [f"{run.name}: {description(run)}" for run in runs]
+    words = (
+        [description(run) for run in runs]
+        if len(runs) == 1
+        else [f"{run.name}: {description(run)}" for run in runs]
+    )
     return "".join(f"<p>{_text(line)}</p>" for line in words if line)
 
 
@@ -38,7 +49,9 @@ def description(run: Run) -> str:
     """What somebody wrote about the run, and how its workers were kept together."""
     told = run.settings.get("run.description", '""')[1:-1].replace('\\"', '"').replace("\\\\", "\\")
     workers = "" if run.workers is None else f"{run.workers} worker{'s' if run.workers > 1 else ''}"
-    method = {'"streaming"': "Streaming DiLoCo", '"none"': "data parallelism"}.get(run.settings.get("diloco.method", ""), "")
+    method = {'"streaming"': "Streaming DiLoCo", '"none"': "data parallelism"}.get(
+        run.settings.get("diloco.method", ""), ""
+    )
     return "; ".join(filter(None, [told, ", ".join(filter(None, [workers, method]))]))
 
 
@@ -48,7 +61,9 @@ def _figure(figure: Figure) -> str:
         kind = "figure"
     else:
         kind = 'figure class="wide"'
-        picture = f'<div class="broad">{picture}</div><div class="narrow">{to_svg(figure.narrow)}</div>'
+        picture = (
+            f'<div class="broad">{picture}</div><div class="narrow">{to_svg(figure.narrow)}</div>'
+        )
     return f"<{kind}>{picture}<figcaption>{_text(figure.caption)}</figcaption></figure>"
 
 

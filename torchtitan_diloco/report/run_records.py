@@ -62,7 +62,9 @@ class Run:
     @property
     def parameters(self) -> float | None:
         """Of the model: the sum over its fragments, once all have been exchanged."""
-        by_fragment = {record.get("fragment"): number(record.get("parameters")) for record in self.rounds}
+        by_fragment = {
+            record.get("fragment"): number(record.get("parameters")) for record in self.rounds
+        }
         cycle_is_whole = len(self.rounds) > len(by_fragment)
         sizes = [size for size in by_fragment.values() if size is not None]
         return sum(sizes) if cycle_is_whole and len(sizes) == len(by_fragment) else None
@@ -101,11 +103,19 @@ def _metrics_file(path: Path) -> Path:
     if file.is_file():
         return file
     what = f"has no {METRICS}" if path.is_dir() else "is no folder"
-    folders = sorted({found.parent for place in (Path("outputs"), path.parent) for found in place.glob(f"*/{METRICS}")})
+    folders = sorted(
+        {
+            found.parent
+            for place in (Path("outputs"), path.parent)
+            for found in place.glob(f"*/{METRICS}")
+        }
+    )
     by_name = {folder.name: folder for folder in reversed(folders)}
     nearest = difflib.get_close_matches(path.name, by_name, n=3, cutoff=0.2)
     hint = f"; nearest: {', '.join(str(by_name[name]) for name in nearest)}" if nearest else ""
-    raise ValueError(f"RUN = {path} {what}: give the folder that a run writes, which is outputs/NAME-DATE-TIME{hint}")
+    raise ValueError(
+        f"RUN = {path} {what}: give the folder that a run writes, which is outputs/NAME-DATE-TIME{hint}"
+    )
 
 
 def _names(files: Sequence[Path]) -> list[str]:
@@ -118,7 +128,10 @@ def _names(files: Sequence[Path]) -> list[str]:
         if any(other != folder and other.name == folder.name for other in others):
             name = f"{folder.parent.name}/{name}"
         names.append(name)
-    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    return [
+        name if names.count(name) == 1 else f"{name} ({number})"
+        for number, name in enumerate(names, start=1)
+    ]
 
 
 def _read_run(file: Path, name: str) -> Run:
@@ -136,11 +149,21 @@ def _read_run(file: Path, name: str) -> Run:
         elif "kind" not in record:
             steps.setdefault(record["step"], {}).update(record)
     if unreadable and not (steps or rounds or summary):
-        raise ValueError(f"RUN = {file} has no line that is a record of a run: give the {METRICS} of a run, or its folder")
+        raise ValueError(
+            f"RUN = {file} has no line that is a record of a run: give the {METRICS} of a run, or its folder"
+        )
     ordered = [steps[step] for step in sorted(steps)]
     if steps and (number(summary.get("step")) or 0) < max(steps):
         summary = {}
-    return Run(name, file.parent, ordered, rounds, summary, _settings(file.parent / "config.toml"), unreadable)
+    return Run(
+        name,
+        file.parent,
+        ordered,
+        rounds,
+        summary,
+        _settings(file.parent / "config.toml"),
+        unreadable,
+    )
 
 
 def _settings(path: Path) -> dict[str, str]:

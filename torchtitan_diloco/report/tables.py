@@ -45,18 +45,28 @@ def facts_table(runs: Sequence[Run]) -> Table:
         ("loss of the shared model", _validated),
         ("training loss", _trained),
         ("tokens, all workers", _tokens),
-        ("time", lambda run: told(duration(_value(run, "time/elapsed_seconds")), "days, h:mm:ss, with validations")),
+        (
+            "time",
+            lambda run: told(
+                duration(_value(run, "time/elapsed_seconds")), "days, h:mm:ss, with validations"
+            ),
+        ),
         ("tokens/s, all workers", _pace),
         ("sent by each worker", _sent),
         ("data parallelism would send", _data_parallel),
         ("communication hidden", _hidden),
-        ("exposed communication", lambda run: told(percent(exposed_percent(run)), "of the time of training")),
+        (
+            "exposed communication",
+            lambda run: told(percent(exposed_percent(run)), "of the time of training"),
+        ),
         ("utilisation", _utilisation),
         ("last to arrive", _last_to_arrive),
         ("slowest link", _slowest_link),
     ]
     cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
-    told_of_some = [[Cell(name), *facts] for name, facts in cells if any(fact != Cell(ABSENT) for fact in facts)]
+    told_of_some = [
+        [Cell(name), *facts] for name, facts in cells if any(fact != Cell(ABSENT) for fact in facts)
+    ]
     return Table(["", *(run.name for run in runs)], told_of_some)
 
 
@@ -113,7 +123,11 @@ def _validated(run: Run) -> Cell:
 
 def _trained(run: Run) -> Cell:
     last = run.last("train/loss_nats_per_token_global")
-    return Cell(ABSENT) if last is None else Cell(f"{last[1]:.4f}", f"nats per token, all workers, step {last[0]:,}")
+    return (
+        Cell(ABSENT)
+        if last is None
+        else Cell(f"{last[1]:.4f}", f"nats per token, all workers, step {last[0]:,}")
+    )
 
 
 def _tokens(run: Run) -> Cell:
@@ -122,7 +136,9 @@ def _tokens(run: Run) -> Cell:
 
 
 def _pace(run: Run) -> Cell:
-    rates = [value for _, value in run.curve("speed/tokens_per_second_global") if math.isfinite(value)]
+    rates = [
+        value for _, value in run.curve("speed/tokens_per_second_global") if math.isfinite(value)
+    ]
     return Cell(count(median(rates)), "median") if rates else Cell(ABSENT)
 
 
@@ -133,7 +149,10 @@ def _sent(run: Run) -> Cell:
     if run.settings.get("diloco.method") != '"none"':
         return Cell(ABSENT)
     expected = data_parallel_bytes(run)
-    return Cell(quantity(expected, "B") if expected else ABSENT, "gradients at every step, in bf16; not counted")
+    return Cell(
+        quantity(expected, "B") if expected else ABSENT,
+        "gradients at every step, in bf16; not counted",
+    )
 
 
 def _data_parallel(run: Run) -> Cell:
@@ -150,7 +169,9 @@ def _hidden(run: Run) -> Cell:
 
 def _utilisation(run: Run) -> Cell:
     """Measured beside predicted."""
-    measured, predicted = (number(run.summary.get(f"{kind}_utilisation_percent")) for kind in ("measured", "predicted"))
+    measured, predicted = (
+        number(run.summary.get(f"{kind}_utilisation_percent")) for kind in ("measured", "predicted")
+    )
     if not run.summary:
         return Cell(ABSENT, "not recorded: the run has not ended, or is an old one")
     if measured is None and predicted is None:
@@ -165,7 +186,9 @@ def _last_to_arrive(run: Run) -> Cell:
         return Cell(ABSENT)
     slowest = facts[0]
     late = "" if slowest.median_late is None else f", by {seconds(slowest.median_late)} (median)"
-    return Cell(f"worker {slowest.worker}", f"in {slowest.last_in:,} of {slowest.rounds:,} rounds{late}")
+    return Cell(
+        f"worker {slowest.worker}", f"in {slowest.last_in:,} of {slowest.rounds:,} rounds{late}"
+    )
 
 
 def _slowest_link(run: Run) -> Cell:
@@ -173,4 +196,7 @@ def _slowest_link(run: Run) -> Cell:
     if not facts:
         return Cell(ABSENT)
     rate = quantity(facts[0].median_bits_per_second, "bit/s")
-    return Cell(rate, f"worker {facts[0].sender} to worker {facts[0].receiver}, median of {facts[0].rounds:,} rounds")
+    return Cell(
+        rate,
+        f"worker {facts[0].sender} to worker {facts[0].receiver}, median of {facts[0].rounds:,} rounds",
+    )

@@ -14,9 +14,17 @@ def quantity(value: float | None, unit: str) -> str:
     """`1.23 GB`: three digits and the unit."""
     if value is None or not math.isfinite(value):
         return ABSENT if value is None else f"{value} {unit}"
-    scale, prefix = next(((scale, prefix) for scale, prefix in PREFIXES if abs(value) >= scale), (1.0, ""))
+    scale, prefix = next(
+        ((scale, prefix) for scale, prefix in PREFIXES if abs(value) >= scale), (1.0, "")
+    )
     value /= scale
-    digits = 0 if abs(value) >= 100 or (scale == 1 and value == int(value)) else 1 if abs(value) >= 10 else 2
+    digits = (
+        0
+        if abs(value) >= 100 or (scale == 1 and value == int(value))
+        else 1
+        if abs(value) >= 10
+        else 2
+    )
     return f"{value:,.{digits}f} {prefix}{unit}"
 
 
@@ -43,4 +51,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
         return ""
     chosen = [finite[round(place * (len(finite) - 1) / (width - 1))] for place in range(width)]
     low, high = min(chosen), max(chosen)
-    return "".join(SPARKS[round((value - low) / ((high - low) or 1.0) * (len(SPARKS) - 1))] for value in chosen)
+    return "".join(
+        SPARKS[round((value - low) / ((high - low) or 1.0) * (len(SPARKS) - 1))] for value in chosen
+    )

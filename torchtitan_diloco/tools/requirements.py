@@ -43,7 +43,9 @@ def fits(version: str, specifiers: str) -> bool:
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         match = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([0-9.]+)", specifier)
         if match is None:
-            raise ValueError(f"cannot read the version specifier {specifier!r}; use one of {' '.join(OPERATORS)}")
+            raise ValueError(
+                f"cannot read the version specifier {specifier!r}; use one of {' '.join(OPERATORS)}"
+            )
         if not OPERATORS[match[1]](_numbers(version), _numbers(match[2])):
             return False
     return True
@@ -59,7 +61,9 @@ def requirements(project: dict[str, Any], extras: Collection[str]) -> dict[str, 
         line = waiting.pop()
         match = re.fullmatch(r"([\w.-]+)\s*(?:\[([\w\s,-]+)\])?\s*([^;]*?)\s*(?:;(.*))?", line)
         if match is None:
-            raise ValueError(f"cannot read the requirement {line!r} of pyproject.toml; use NAME[EXTRAS]SPECIFIERS")
+            raise ValueError(
+                f"cannot read the requirement {line!r} of pyproject.toml; use NAME[EXTRAS]SPECIFIERS"
+            )
         name, inner_extras, specifiers, condition = match.groups()
         if condition and not holds(condition):
             continue
@@ -77,7 +81,9 @@ def holds(condition: str) -> bool:
     for part in condition.split(" and "):
         match = re.fullmatch(r"\s*(\w+)\s*==\s*'([^']*)'\s*", part)
         if match is None or match[1] not in known:
-            raise ValueError(f"cannot read the condition {condition.strip()!r}; use {' and '.join(known)} with == 'VALUE'")
+            raise ValueError(
+                f"cannot read the condition {condition.strip()!r}; use {' and '.join(known)} with == 'VALUE'"
+            )
         if known[match[1]] != match[2]:
             return False
     return True
@@ -114,7 +120,11 @@ def is_current(venv: Path, asked: set[str], print_of_files: str) -> bool:
 
 
 def main(words: list[str]) -> int:
-    command, venv, extras = words[0], Path(words[1]), {extra for extra in words[2].split(",") if extra}
+    command, venv, extras = (
+        words[0],
+        Path(words[1]),
+        {extra for extra in words[2].split(",") if extra},
+    )
     if command == "extras":
         stamp = _read_stamp(venv)
         print(",".join(sorted(extras | stamp[1] if stamp else extras)))

@@ -8,7 +8,16 @@ from torchtitan_diloco.diloco.codecs.integer import Int8Codec
 from torchtitan_diloco.diloco.codecs.minifloat import MiniFloatCodec
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
 
-__all__ = ["CODECS", "UNIT", "Codec", "Place", "bits_per_parameter", "build_codec", "build_gather_codec", "describe"]
+__all__ = [
+    "CODECS",
+    "UNIT",
+    "Codec",
+    "Place",
+    "bits_per_parameter",
+    "build_codec",
+    "build_gather_codec",
+    "describe",
+]
 
 _MINIFLOATS = {
     "fp8_e4m3": (4, 3, 7, 448.0),
@@ -60,5 +69,11 @@ def _build(name: str, config: Quantization) -> Codec:
         return Int8Codec(name, config.block_size, stochastic=stochastic)
     exponent, mantissa, bias, top = _MINIFLOATS[name]
     return MiniFloatCodec(
-        name, config.block_size, exponent=exponent, mantissa=mantissa, bias=bias, top=top, stochastic=stochastic
+        name,
+        config.block_size,
+        exponent=exponent,
+        mantissa=mantissa,
+        bias=bias,
+        top=top,
+        stochastic=stochastic,
     )

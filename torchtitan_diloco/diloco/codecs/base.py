@@ -55,7 +55,9 @@ class Codec(Protocol):
         """uint8 [wire_bytes(n)] -> fp32 [n]."""
         ...
 
-    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START) -> None:
+    def encode_with_feedback(
+        self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START
+    ) -> None:
         """Encodes values + residual; the residual becomes what was lost on the way. `values` is overwritten."""
         ...
 
@@ -78,7 +80,9 @@ class PlainTorch(ABC):
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor) -> None: ...
 
-    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START) -> None:
+    def encode_with_feedback(
+        self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START
+    ) -> None:
         values.add_(residual)
         self.encode(values, payload, place)
         self.decode(payload, residual)
@@ -86,11 +90,17 @@ class PlainTorch(ABC):
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
         """A running mean: one pass over memory for each worker after the first. `out` is written last."""
-        running, decoded = (self._room.floats(name, out.numel(), out.device) for name in ("running", "decoded"))
+        running, decoded = (
+            self._room.floats(name, out.numel(), out.device) for name in ("running", "decoded")
+        )
         mean, total = self._values(payloads[0], running), weights[0]
-        for number, (weight, payload) in enumerate(zip(weights[1:], payloads[1:], strict=True), start=2):
+        for number, (weight, payload) in enumerate(
+            zip(weights[1:], payloads[1:], strict=True), start=2
+        ):
             values, total = self._values(payload, decoded), total + weight
-            mean = torch.lerp(mean, values, weight / total, out=out if number == len(payloads) else running)
+            mean = torch.lerp(
+                mean, values, weight / total, out=out if number == len(payloads) else running
+            )
         if len(payloads) == 1:
             out.copy_(mean)
 

@@ -68,13 +68,19 @@ class BlockCodec(PlainTorch):
             codes, scales = units.split([self._code_bytes(UNIT), UNIT // self._block], dim=1)
             self._encode_blocks(values[:whole], codes, scales, place)
         rest = values.numel() - whole
-        if rest:  # filled up with zeros to whole blocks, of which only the codes of real values are sent
+        if (
+            rest
+        ):  # filled up with zeros to whole blocks, of which only the codes of real values are sent
             padded = self._room.floats("rest", -(-rest // self._block) * self._block, values.device)
             padded[:rest].copy_(values[whole:])
             padded[rest:].zero_()
-            codes = self._room.octets("rest's codes", self._code_bytes(padded.numel()), values.device)
+            codes = self._room.octets(
+                "rest's codes", self._code_bytes(padded.numel()), values.device
+            )
             tail = payload[self.wire_bytes(whole) :]
-            self._encode_blocks(padded, codes[None], tail[self._code_bytes(rest) :][None], place.after(whole))
+            self._encode_blocks(
+                padded, codes[None], tail[self._code_bytes(rest) :][None], place.after(whole)
+            )
             tail[: self._code_bytes(rest)].copy_(codes[: self._code_bytes(rest)])
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
@@ -89,13 +95,17 @@ class BlockCodec(PlainTorch):
         rest = values.numel() - whole
         if rest:
             padded = self._room.floats("rest", -(-rest // self._block) * self._block, values.device)
-            codes = self._room.octets("rest's codes", self._code_bytes(padded.numel()), values.device).zero_()
+            codes = self._room.octets(
+                "rest's codes", self._code_bytes(padded.numel()), values.device
+            ).zero_()
             tail = payload[self.wire_bytes(whole) :]
             codes[: self._code_bytes(rest)].copy_(tail[: self._code_bytes(rest)])
             self._decode_blocks(codes[None], tail[self._code_bytes(rest) :][None], padded)
             values[whole:].copy_(padded[:rest])
 
-    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START) -> None:
+    def encode_with_feedback(
+        self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START
+    ) -> None:
         if self._is_fused(values):
             fused.encode(values, residual, payload, self._format, self._rounding, place)
         else:
@@ -117,23 +127,35 @@ class BlockCodec(PlainTorch):
     @cached_property
     def _rounding(self) -> fused.Rounding:
         most_steps = self.top / 2**self.unit_exponent
-        return fused.Rounding(self._stochastic, self._exponent_of_top, self._carry, self._highest, most_steps)
+        return fused.Rounding(
+            self._stochastic, self._exponent_of_top, self._carry, self._highest, most_steps
+        )
 
     def _encode_blocks(self, values: Tensor, codes: Tensor, scales: Tensor, place: Place) -> None:
         """fp32 [n], whole blocks of it -> uint8 [rows, n * bits / 8 / rows], uint8 [rows, n / block / rows]."""
-        magnitudes = torch.abs(values, out=self._room.floats("magnitudes", values.numel(), values.device))
+        magnitudes = torch.abs(
+            values, out=self._room.floats("magnitudes", values.numel(), values.device)
+        )
         blocks = magnitudes.view(-1, self._block)
         largest = blocks.amax(dim=1)
         scale = self._scale_bytes(largest)
         scales.copy_(scale.view(scales.shape))
-        in_steps = (2 * BIAS - self.unit_exponent - scale).bitwise_left_shift_(23).view(torch.float32)
+        in_steps = (
+            (2 * BIAS - self.unit_exponent - scale).bitwise_left_shift_(23).view(torch.float32)
+        )
         blocks.mul_(in_steps[:, None])
-        magnitudes.clamp_(max=self.top / 2**self.unit_exponent)  # only where the scale has reached its own top
+        magnitudes.clamp_(
+            max=self.top / 2**self.unit_exponent
+        )  # only where the scale has reached its own top
         self._pack(values, magnitudes, codes, place)
 
     def _scale_bytes(self, largest: Tensor) -> Tensor:
         """int32: the exponent of the smallest power of two that brings a block's largest value onto the grid."""
-        exponent = (largest.view(torch.int32) + self._carry).bitwise_right_shift_(23).sub_(self._exponent_of_top)
+        exponent = (
+            (largest.view(torch.int32) + self._carry)
+            .bitwise_right_shift_(23)
+            .sub_(self._exponent_of_top)
+        )
         exponent.clamp_(LOWEST, self._highest)
         return exponent.masked_fill_(~torch.isfinite(largest), NOT_FINITE)
 

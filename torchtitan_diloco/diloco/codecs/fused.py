@@ -40,13 +40,19 @@ class Rounding(NamedTuple):
 
 def fused_available(device: torch.device) -> bool:
     """TRITON_INTERPRET=1, set before Triton is imported, lets tests run the kernels on a CPU, slowly."""
-    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and _kernels() is not None
+    return (
+        device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    ) and _kernels() is not None
 
 
 def kernels_name() -> str:
     """Of what encodes and decodes on this machine's GPUs. Means can differ in their last bit between one and another."""
     kernels = _kernels()
-    return "torch" if kernels is None else "triton " + ".".join(kernels.triton.__version__.split(".")[:2])
+    return (
+        "torch"
+        if kernels is None
+        else "triton " + ".".join(kernels.triton.__version__.split(".")[:2])
+    )
 
 
 @cache
@@ -54,12 +60,21 @@ def _kernels() -> ModuleType | None:
     try:
         from torchtitan_diloco.diloco.codecs import triton_kernels
     except ImportError as error:
-        logger.info(f"compressed deltas are encoded on the GPU by plain torch, as Triton cannot be imported: {error}")
+        logger.info(
+            f"compressed deltas are encoded on the GPU by plain torch, as Triton cannot be imported: {error}"
+        )
         return None
     return triton_kernels
 
 
-def encode(values: Tensor, residual: Tensor | None, payload: Tensor, form: Format, rounding: Rounding, place: Place) -> None:
+def encode(
+    values: Tensor,
+    residual: Tensor | None,
+    payload: Tensor,
+    form: Format,
+    rounding: Rounding,
+    place: Place,
+) -> None:
     """With a residual, values + residual is encoded, and the residual becomes what was lost. `values` stays as it was."""
     kernels = _kernels()
     assert kernels is not None
@@ -83,7 +98,9 @@ def encode(values: Tensor, residual: Tensor | None, payload: Tensor, form: Forma
         )
 
 
-def average(payloads: Sequence[Tensor], weights: Sequence[float], out: Tensor, form: Format) -> None:
+def average(
+    payloads: Sequence[Tensor], weights: Sequence[float], out: Tensor, form: Format
+) -> None:
     """The running mean, in the order given; of one payload: what it decodes to. No payload may overlap `out`."""
     kernels = _kernels()
     assert kernels is not None

@@ -17,7 +17,9 @@ class Int8Codec(BlockCodec):
             magnitudes.add_(noise, alpha=2.0**-BITS).floor_()
         else:
             magnitudes.round_()  # ties to even
-        magnitudes.nan_to_num_(0.0, 0.0, 0.0)  # a cast of what is not finite gives other bits on other processors
+        magnitudes.nan_to_num_(
+            0.0, 0.0, 0.0
+        )  # a cast of what is not finite gives other bits on other processors
         codes.view(torch.int8).copy_(magnitudes.copysign_(values).view(codes.shape))
 
     def _unpack(self, codes: Tensor, of_steps: Tensor, blocks: Tensor) -> None:

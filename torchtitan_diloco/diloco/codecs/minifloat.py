@@ -21,7 +21,15 @@ _ENTRIES = {8: torch.float32, 4: torch.int64, 2: torch.complex128}
 
 class MiniFloatCodec(BlockCodec):
     def __init__(
-        self, name: str, block: int, *, exponent: int, mantissa: int, bias: int, top: float, stochastic: bool = False
+        self,
+        name: str,
+        block: int,
+        *,
+        exponent: int,
+        mantissa: int,
+        bias: int,
+        top: float,
+        stochastic: bool = False,
     ) -> None:
         self.bits = 1 + exponent + mantissa
         self.unit_exponent, self.top = 1 - bias - mantissa, top
@@ -37,7 +45,9 @@ class MiniFloatCodec(BlockCodec):
         codes = torch.arange(2 ** (self.bits - 1))
         exponents, mantissas = codes >> self._mantissa, codes % 2**self._mantissa
         subnormal = exponents == 0
-        steps = torch.where(subnormal, mantissas, (mantissas + 2**self._mantissa) << (exponents - 1).clamp(min=0))
+        steps = torch.where(
+            subnormal, mantissas, (mantissas + 2**self._mantissa) << (exponents - 1).clamp(min=0)
+        )
         values = torch.ldexp(steps.float(), torch.tensor(self.unit_exponent))
         return torch.cat((values, -values))
 
@@ -50,7 +60,9 @@ class MiniFloatCodec(BlockCodec):
     def _pack(self, values: Tensor, magnitudes: Tensor, codes: Tensor, place: Place) -> None:
         # Half of the normal numbers' steps below 2**M are wider than wanted: steps of 1 reach down to 0 there. So what is
         # smaller is moved to where fp32 has such steps: y -> (y + 2**M) / 2, which is larger exactly when y < 2**M.
-        moved = torch.mul(magnitudes, 0.5, out=self._room.floats("moved", values.numel(), values.device))
+        moved = torch.mul(
+            magnitudes, 0.5, out=self._room.floats("moved", values.numel(), values.device)
+        )
         moved.add_(2.0 ** (self._mantissa - 1))
         word = torch.maximum(magnitudes, moved, out=moved).view(torch.int32)
         if self._stochastic:  # what is cut off decides by chance, with the right odds, as the steps are even in between
@@ -59,7 +71,9 @@ class MiniFloatCodec(BlockCodec):
         else:
             word.add_((1 << (self._cut - 1)) - self._zero)  # ties away from zero
         word.bitwise_right_shift_(self._cut)
-        signs = torch.bitwise_right_shift(values.view(torch.int32), 31, out=magnitudes.view(torch.int32))  # -1 or 0
+        signs = torch.bitwise_right_shift(
+            values.view(torch.int32), 31, out=magnitudes.view(torch.int32)
+        )  # -1 or 0
         word.sub_(signs, alpha=2 ** (self.bits - 1))
         octets = self._room.octets("codes", values.numel(), values.device).copy_(word)
         words = octets.view(_WORDS[self.bits])

@@ -24,12 +24,16 @@ class Scratch:
         """int32 0, 1, 2, ..."""
         known = self._buffers.get(("counter", device))
         if known is None or known.numel() < values:
-            known = self._buffers["counter", device] = torch.arange(values, dtype=torch.int32, device=device)
+            known = self._buffers["counter", device] = torch.arange(
+                values, dtype=torch.int32, device=device
+            )
         return known[:values]
 
     def _bytes(self, name: str, size: int, device: torch.device) -> Tensor:
         known = self._buffers.get((name, device))
         if known is None or known.numel() < size:
             room = -(-size // 64) * 64
-            known = self._buffers[name, device] = torch.empty(room, dtype=torch.uint8, device=device)
+            known = self._buffers[name, device] = torch.empty(
+                room, dtype=torch.uint8, device=device
+            )
         return known[:size]

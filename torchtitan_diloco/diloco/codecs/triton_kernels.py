@@ -18,7 +18,9 @@ from torchtitan_diloco.diloco.codecs import blocks, dither
 from torchtitan_diloco.diloco.codecs.base import UNIT as _UNIT
 
 UNIT = tl.constexpr(_UNIT)
-BIAS, LOWEST, NOT_FINITE = (tl.constexpr(number) for number in (blocks.BIAS, blocks.LOWEST, blocks.NOT_FINITE))
+BIAS, LOWEST, NOT_FINITE = (
+    tl.constexpr(number) for number in (blocks.BIAS, blocks.LOWEST, blocks.NOT_FINITE)
+)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 STRIDE = tl.constexpr(dither._STRIDE % 2**32)
@@ -144,7 +146,13 @@ def _shifts(BITS: tl.constexpr):
 
 @triton.jit
 def _decoded(
-    payload, n, all_octets, BLOCK: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, UNIT_EXPONENT: tl.constexpr
+    payload,
+    n,
+    all_octets,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    UNIT_EXPONENT: tl.constexpr,
 ):
     """fp32 [blocks, BLOCK]: the values of a unit."""
     octets, sent, scales, scaled = _layout(payload, n, all_octets, BLOCK, BITS)
@@ -163,14 +171,18 @@ def _of_steps(scale, UNIT_EXPONENT: tl.constexpr):
 @triton.jit
 def _whole_code(magnitude, word, noise, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
-        number = (magnitude + noise.to(tl.float32) * PART).to(tl.int32)  # of a number that is not negative: the floor
+        number = (magnitude + noise.to(tl.float32) * PART).to(
+            tl.int32
+        )  # of a number that is not negative: the floor
     else:  # numbers have steps of 1 from 2**23 on, so the sum is rounded to a whole one, ties to even
         number = (magnitude + TWO_TO_23).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(word < 0, -number, number) & 0xFF
 
 
 @triton.jit
-def _float_code(magnitude, word, noise, STOCHASTIC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+def _float_code(
+    magnitude, word, noise, STOCHASTIC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr
+):
     CUT: tl.constexpr = 23 - MANTISSA
     moved = magnitude * 0.5 + 2.0 ** (MANTISSA - 1)
     number = tl.maximum(magnitude, moved).to(tl.int32, bitcast=True)

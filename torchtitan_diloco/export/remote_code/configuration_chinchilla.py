@@ -50,4 +50,6 @@ class ChinchillaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers 
         }
         for key, values in known.items():
             if getattr(self, key) not in values:
-                raise ValueError(f"{key} = {getattr(self, key)!r} is not one of {', '.join(map(repr, values))}")
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} is not one of {', '.join(map(repr, values))}"
+                )

@@ -18,12 +18,18 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def build_norm(kind: str, width: int) -> nn.Module:
-    return nn.RMSNorm(width, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(width, eps=1e-6, bias=False)
+    return (
+        nn.RMSNorm(width, eps=1e-6)
+        if kind == "rmsnorm"
+        else nn.LayerNorm(width, eps=1e-6, bias=False)
+    )
 
 
 def rotary_angles(position_ids: Tensor, head_dim: int, base: float) -> Rotary:
     """Cosine and sine of each position's angles, [batch, 1, length, head_dim], in fp32."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim)
+    frequencies = base ** (
+        -torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
+    )
     angles = position_ids[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -36,7 +42,9 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-def attention_pattern(attention_mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor | None:
+def attention_pattern(
+    attention_mask: Tensor | None, past: int, length: int, device: torch.device
+) -> Tensor | None:
     """Which of the past + length keys each of the `length` queries sees, [batch or 1, 1, length, past + length]; None
     where plain causal attention, or a single query that sees everything, says the same."""
     padded = attention_mask is not None and not bool(attention_mask.all())
@@ -105,7 +113,9 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config.norm, config.hidden_size)
         self.attention = Attention(config, layer)
         self.feed_forward_norm = build_norm(config.norm, config.hidden_size)
-        self.feed_forward = GeluFeedForward(config) if config.activation == "gelu" else SwigluFeedForward(config)
+        self.feed_forward = (
+            GeluFeedForward(config) if config.activation == "gelu" else SwigluFeedForward(config)
+        )
 
     def forward(self, x: Tensor, rotary: Rotary | None, seen: Tensor | None, cache: Any) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary, seen, cache)
@@ -125,8 +135,12 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        )
+        self.blocks = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = build_norm(config.norm, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -167,7 +181,9 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             past_key_values = DynamicCache()
         length = x.shape[1]
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] != past + length):
+        if attention_mask is not None and (
+            attention_mask.dim() != 2 or attention_mask.shape[1] != past + length
+        ):
             raise ValueError(
                 f"attention_mask has the shape {tuple(attention_mask.shape)}; give [batch, {past + length}]: {past} places "
                 f"in the cache and {length} new ones"
@@ -185,12 +201,16 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         for block in self.blocks:
             x = block(x, rotary, seen, past_key_values)
             hidden_states.append(x)
-        hidden_states[-1] = x = self.norm(x)  # as in transformers' own models, the last one is what the head reads
+        hidden_states[-1] = x = self.norm(
+            x
+        )  # as in transformers' own models, the last one is what the head reads
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs
+            )
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -200,7 +220,9 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         return output.to_tuple() if return_dict is False else output
 
     @staticmethod
-    def _count_positions(attention_mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    def _count_positions(
+        attention_mask: Tensor | None, past: int, length: int, device: torch.device
+    ) -> Tensor:
         """Padding does not count: the first real token is at position 0 wherever it stands."""
         if attention_mask is None:
             return torch.arange(past, past + length, device=device)[None]

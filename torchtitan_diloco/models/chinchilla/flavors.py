@@ -41,7 +41,11 @@ FLAVORS: dict[str, Shape] = {
 def resolve_shape(model: Model) -> Shape:
     """The flavor, with what the config sets instead."""
     flavor = FLAVORS[model.flavor]
-    overrides = {name: getattr(model, name) for name in Shape.__dataclass_fields__ if getattr(model, name, None) is not None}
+    overrides = {
+        name: getattr(model, name)
+        for name in Shape.__dataclass_fields__
+        if getattr(model, name, None) is not None
+    }
     shape = replace(flavor, **overrides)
     if model.positions == "rotary" and shape.head_dim % 2:
         raise ValueError(

@@ -20,12 +20,18 @@ EMBEDDING_STD = 0.02
 
 
 def build_norm(kind: str, width: int) -> nn.Module:
-    return nn.RMSNorm(width, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(width, eps=1e-6, bias=False)
+    return (
+        nn.RMSNorm(width, eps=1e-6)
+        if kind == "rmsnorm"
+        else nn.LayerNorm(width, eps=1e-6, bias=False)
+    )
 
 
 def rotary_table(length: int, head_dim: int, base: float, device: torch.device) -> Rotary:
     """Cosine and sine of every position's angles, [length, head_dim], in fp32."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequencies = base ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -89,7 +95,9 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config.norm, shape.width)
         self.attention = Attention(shape, config)
         self.feed_forward_norm = build_norm(config.norm, shape.width)
-        self.feed_forward = GeluFeedForward(shape) if config.activation == "gelu" else SwigluFeedForward(shape)
+        self.feed_forward = (
+            GeluFeedForward(shape) if config.activation == "gelu" else SwigluFeedForward(shape)
+        )
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)
@@ -105,7 +113,11 @@ class Decoder(nn.Module):
         self.config, self.shape = config, resolve_shape(config)
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.embedding = nn.Embedding(vocab_size, self.shape.width)
-        self.positions = nn.Embedding(sequence_length, self.shape.width) if config.positions == "learned" else None
+        self.positions = (
+            nn.Embedding(sequence_length, self.shape.width)
+            if config.positions == "learned"
+            else None
+        )
         self.blocks = nn.ModuleList(Block(self.shape, config) for _ in range(self.shape.layers))
         self.norm = build_norm(config.norm, self.shape.width)
         self._rotary: Rotary | None = None
@@ -124,14 +136,22 @@ class Decoder(nn.Module):
         if self.config.positions != "rotary":
             return None
         length = tokens.shape[1]
-        if self._rotary is None or self._rotary[0].shape[0] < length or self._rotary[0].device != tokens.device:
+        if (
+            self._rotary is None
+            or self._rotary[0].shape[0] < length
+            or self._rotary[0].device != tokens.device
+        ):
             with torch.inference_mode(False):
-                self._rotary = rotary_table(length, self.shape.head_dim, self.config.rotary_base, tokens.device)
+                self._rotary = rotary_table(
+                    length, self.shape.head_dim, self.config.rotary_base, tokens.device
+                )
         cos, sin = self._rotary
         return cos[:length], sin[:length]
 
     @torch.no_grad()
-    def init_weights(self, seed: int, write: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
+    def init_weights(
+        self, seed: int, write: Callable[[Tensor, Tensor], Any] = Tensor.copy_
+    ) -> None:
         """Initial values, a function of the seed and the parameter's name alone: not of the order of the parameters
         and not of how they are sharded. `write(parameter, value)` stores a value."""
         for name, parameter in self.named_parameters():
@@ -140,9 +160,14 @@ class Decoder(nn.Module):
                 write(parameter, torch.ones(parameter.shape, device=device))
             else:
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                generator = torch.Generator(device).manual_seed(
+                    int.from_bytes(digest[:8], "little") >> 1
+                )
                 value = torch.empty(parameter.shape, device=device)
-                write(parameter, value.normal_(0.0, self._init_std(name, parameter), generator=generator))
+                write(
+                    parameter,
+                    value.normal_(0.0, self._init_std(name, parameter), generator=generator),
+                )
 
     def _init_std(self, name: str, parameter: Tensor) -> float:
         if name.startswith(("embedding", "positions")):
@@ -154,12 +179,17 @@ class Decoder(nn.Module):
     def parameter_counts(self) -> dict[str, int]:
         """Parameters in all, and those of the embeddings (the tied output matrix is counted once)."""
         total = sum(parameter.numel() for parameter in self.parameters())
-        return {"total": total, "embedding": self.embedding.weight.numel() + self._position_parameters()}
+        return {
+            "total": total,
+            "embedding": self.embedding.weight.numel() + self._position_parameters(),
+        }
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of one token's forward and backward pass: 6 a weight in a matrix product, and
         12 x layers x heads x head_dim x length for attention, as PaLM counts (the causal mask saves nothing)."""
-        weights = sum(parameter.numel() for parameter in self.parameters()) - self._position_parameters()
+        weights = (
+            sum(parameter.numel() for parameter in self.parameters()) - self._position_parameters()
+        )
         shape = self.shape
         return 6 * weights + 12 * shape.layers * shape.heads * shape.head_dim * length
 

@@ -52,9 +52,13 @@ def _replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> No
     module.forward = forward
 
 
-def apply_fsdp(model: Decoder, mesh: DeviceMesh, parallel: Parallel, compute_dtype: torch.dtype) -> None:
+def apply_fsdp(
+    model: Decoder, mesh: DeviceMesh, parallel: Parallel, compute_dtype: torch.dtype
+) -> None:
     several_ranks = mesh.size(-1) > 1
-    reshard = {"always": True, "never": False, "auto": several_ranks}[parallel.reshard_after_forward]
+    reshard = {"always": True, "never": False, "auto": several_ranks}[
+        parallel.reshard_after_forward
+    ]
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
@@ -76,5 +80,7 @@ def materialize(model: Decoder, device: torch.device, seed: int) -> None:
 def _write_shard(parameter: Tensor, value: Tensor) -> None:
     """Each rank has made the same full value and keeps its own part of it: nothing is sent."""
     if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        value = distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(value)
