@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from benchmarks.arguments import codec_names, positive
 from benchmarks.table import print_table, summary
-from torchtitan_diloco.config.diloco_schema import Fragments, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
+from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.exchange import CODED_PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.tools.device import describe_device
+from torchtitan_diloco.utils import describe_device
 
 HEADER = [
     "format",

@@ -32,22 +32,22 @@ from benchmarks.arguments import codec_names, config_of, positive, positive_numb
 from benchmarks.table import print_table, summary
 from benchmarks.train_step import own_loop, turn
 from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.config.diloco_schema import (
+from torchtitan_diloco.diloco.background_round import BackgroundRound
+from torchtitan_diloco.diloco.chunks import CHUNK
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import (
     CodecName,
     Fragments,
     OuterOptimizer,
     Quantization,
 )
-from torchtitan_diloco.diloco.background_round import BackgroundRound
-from torchtitan_diloco.diloco.chunks import CHUNK
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.exchange import CODED_PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.header import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.tools.device import describe_device
+from torchtitan_diloco.utils import describe_device
 
 Count = Callable[[], int]
 """Exchanges done so far."""

@@ -43,8 +43,8 @@ from benchmarks.slow_link_runs import (
     measure,
 )
 from benchmarks.table import print_table, summary
-from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
+from torchtitan_diloco.diloco.config import Quantization
 from torchtitan_diloco.pictures.files import write_picture
 from torchtitan_diloco.pictures.line_chart import Series, line_chart
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import link
-from torchtitan_diloco.config.diloco_schema import Link, Quantization
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
@@ -19,6 +18,7 @@ from torchtitan_diloco.diloco import (
     Overlap,
     StreamingDiLoCo,
 )
+from torchtitan_diloco.diloco.config import Link, Quantization
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 
 WORKERS = 2

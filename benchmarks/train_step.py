@@ -30,9 +30,8 @@ from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
-from torchtitan_diloco.tools.device import GIB, describe_device, peak_flops
-from torchtitan_diloco.tools.logging import logger
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.utils import GIB, describe_device, logger, peak_flops
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 OUTER_STEPS = 1000

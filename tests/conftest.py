@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 settings.register_profile("deterministic", derandomize=True, deadline=None)

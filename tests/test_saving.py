@@ -23,11 +23,11 @@ from torchtitan_diloco.components.checkpoint_folder import (
     prune,
     step_of,
 )
+from torchtitan_diloco.components.run_folder import hold_run_folder
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.run_folder import hold_run_folder
 from torchtitan_diloco.trainer import Trainer
 
 

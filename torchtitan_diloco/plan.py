@@ -302,7 +302,7 @@ def _step_times(options: argparse.Namespace, workload: "Workload") -> tuple[tupl
                 "--step-time and --mfu both say how long a step takes: give one of them"
             )
         return parse_step_times(options.step_time, workload.workers), "given"
-    from torchtitan_diloco.tools.device import PEAK_BF16_FLOPS
+    from torchtitan_diloco.utils import PEAK_BF16_FLOPS
 
     seconds, origin = step_seconds_from_flops(
         workload.flops_per_step,

@@ -13,8 +13,8 @@ from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.distributed.roll_call import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
-from torchtitan_diloco.tools.logging import start_logging
 from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.utils import start_logging
 
 USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""

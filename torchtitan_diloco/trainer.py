@@ -26,7 +26,6 @@ from torchtitan_diloco.components.resume import agree_on_start, changed_settings
 from torchtitan_diloco.components.run_claim import claim_run_folder
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.step_time import TimedIterator
-from torchtitan_diloco.components.summary import log_summary, outer_line, summary_record, wire_line
 from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.schema import Config
@@ -42,15 +41,13 @@ from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.advice import advice
 from torchtitan_diloco.diloco.data_parallel import DataParallel
-from torchtitan_diloco.distributed.agreement import assert_agreement, code_fingerprint
+from torchtitan_diloco.distributed.agreement import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.initial_weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
-from torchtitan_diloco.tools.device import GIB
-from torchtitan_diloco.tools.durations import clock
-from torchtitan_diloco.tools.garbage import GarbageControl
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.planner.summary import log_summary, outer_line, summary_record, wire_line
+from torchtitan_diloco.utils import GIB, GarbageControl, clock, code_fingerprint, logger
 
 STEPS_APART = 6
 """Workers that train on their own are not held together to print a number or to ask whether to stop: what they say is read so

@@ -11,7 +11,7 @@ import torch
 from benchmarks import slow_link
 from benchmarks.arguments import config_of, further_settings, positive, positive_number
 from benchmarks.contention import Work, a_thread, beside
-from torchtitan_diloco.config.diloco_schema import CodecName
+from torchtitan_diloco.diloco.config import CodecName
 
 
 @pytest.mark.parametrize(

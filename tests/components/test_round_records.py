@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torchtitan_diloco.components.reports import peak_bits_per_second
 from torchtitan_diloco.components.round_records import ahead_of_last
 from torchtitan_diloco.components.step_time import SHARES, TimedIterator, time_shares
-from torchtitan_diloco.components.utilisation import Observed, measured_utilisation, worker_key
-from torchtitan_diloco.config.diloco_schema import DiLoCo, Overlap
+from torchtitan_diloco.diloco.config import DiLoCo, Overlap
 from torchtitan_diloco.diloco.round import Traffic
+from torchtitan_diloco.planner.utilisation import Observed, measured_utilisation, worker_key
 
 SECONDS = st.floats(0, 100)
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from benchmarks import link
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.diloco_schema import CodecName, Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.config import CodecName, Link
 from torchtitan_diloco.distributed.world import WORKER, join_world
 
 NO_NETWORK = 3

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from torchtitan_diloco.components.round_records import PendingRounds
-from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.world import WORKER, join_world
 
 WORKERS = 3

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.diloco_schema import CodecName, Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
@@ -22,6 +21,7 @@ from torchtitan_diloco.diloco import (
 )
 from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.config import CodecName, Link
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values
 from torchtitan_diloco.diloco.schedule import Schedule

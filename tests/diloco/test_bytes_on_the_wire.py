@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.diloco.bytes_on_the_wire import CASES, NO_NETWORK, VALUES
-from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import Quantization
 from torchtitan_diloco.diloco.header import HEADER_BYTES
 
 

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchtitan_diloco.config.checks import BLOCK_SIZES
-from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco.codecs import (
     CODECS,
     UNIT,
@@ -20,6 +18,7 @@ from torchtitan_diloco.diloco.codecs import (
     build_codec,
     build_gather_codec,
 )
+from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
 BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]
 EXAMPLES = settings(max_examples=40, deadline=None)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.diloco.test_streaming import join
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
 from torchtitan_diloco.diloco import chunks
 from torchtitan_diloco.diloco.chunks import Task, programme
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
+from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.header import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.diloco.test_against_reference import Net, config, inner_step
 from tests.processes import DIED, ProcessPool
-from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header
 from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.distributed.world import WORKER, World, join_world

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan_diloco.config.diloco_schema import Fragments
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import (
     Fragment,
     build_fragments,

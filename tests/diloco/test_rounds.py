@@ -13,7 +13,6 @@ from tests.diloco.test_against_reference import Net, full, inner_step
 from tests.diloco.test_streaming import join, sgd
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.round_records import PendingRounds
-from torchtitan_diloco.config.diloco_schema import CodecName
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
     Fragments,
@@ -22,6 +21,7 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
+from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.distributed.world import FSDP, WORKER
 
 LATE_WORKER, LATE_SECONDS = 1, 0.3

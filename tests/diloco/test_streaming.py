@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.diloco.test_against_reference import Case, Net, Wire, batch, config, full, inner_step
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
@@ -24,6 +23,7 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.header import HEADER_BYTES

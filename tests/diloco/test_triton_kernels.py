@@ -19,11 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.config.checks import BLOCK_SIZES
-from torchtitan_diloco.config.diloco_schema import Quantization
 from torchtitan_diloco.diloco import codecs
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Place, build_codec, fused
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
+from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
 BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]
 PLACE = Place(key=0x9234567812345678, start=7 * UNIT)

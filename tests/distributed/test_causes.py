@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_diloco.distributed.causes import cause_of
+from torchtitan_diloco.utils import cause_of
 
 
 @pytest.mark.parametrize(

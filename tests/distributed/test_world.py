@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import DIED, ProcessPool
-from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.agreement import (
     assert_agreement,
     broadcast_text,
@@ -29,7 +29,7 @@ from torchtitan_diloco.distributed.world import (
     leave_world,
     split_world,
 )
-from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS
 
 
 def join(workers: int, **timeouts: int) -> World:

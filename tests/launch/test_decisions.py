@@ -16,7 +16,7 @@ from torchtitan_diloco.launch.torchrun import (
     settings_for_processes,
     torchrun_arguments,
 )
-from torchtitan_diloco.tools.cores import available_cores
+from torchtitan_diloco.utils import available_cores
 
 
 @pytest.mark.parametrize(

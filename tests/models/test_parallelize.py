@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.gradients import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import (
     ActivationCheckpoint,
     Compile,
@@ -18,6 +17,7 @@ from torchtitan_diloco.config.schema import (
     Model,
     Parallel,
 )
+from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.world import FSDP, join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.models.chinchilla.parallelize import materialize, parallelize

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
-from torchtitan_diloco.config.diloco_schema import (
+from torchtitan_diloco.config.loader import load_config
+from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.diloco.config import (
     DiLoCo,
     Fragments,
     OuterOptimizer,
     Overlap,
     Quantization,
+    diloco_mistakes,
+    quantization_mistakes,
 )
-from torchtitan_diloco.config.loader import load_config
-from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.planner.choice import candidates, choose
 from torchtitan_diloco.planner.conditions import Conditions, Links, even_links

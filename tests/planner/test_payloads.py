@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
 from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
+from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header
 from torchtitan_diloco.planner.outer_loop import payloads_of

@@ -38,7 +38,7 @@ from torchtitan_diloco.diloco.data_parallel import DataParallel
 from torchtitan_diloco.diloco.meter import total
 from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import logger
 
 LAST_SECONDS = 20.0
 """That a save under way is given when a run ends with an error."""

@@ -11,10 +11,9 @@ from typing import Any, Self, TextIO
 
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.components.round_trace import RoundTrace
+from torchtitan_diloco.components.run_folder import hold_run_folder
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.tools.durations import clock
-from torchtitan_diloco.tools.logging import logger
-from torchtitan_diloco.tools.run_folder import hold_run_folder
+from torchtitan_diloco.utils import clock, logger
 
 Record = dict[str, float | None]
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.config.schema import Profiling
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import logger
 
 
 class Profiler(Protocol):

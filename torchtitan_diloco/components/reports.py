@@ -11,11 +11,11 @@ from torchtitan_diloco.components.metrics import MetricsWriter, Record, StepTime
 from torchtitan_diloco.components.round_records import PendingRounds, RoundRecord
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.step_time import time_shares
-from torchtitan_diloco.components.utilisation import Observed, worker_key
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.distributed.reductions import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.device import GIB, peak_flops, peak_memory_bytes
+from torchtitan_diloco.planner.utilisation import Observed, worker_key
+from torchtitan_diloco.utils import GIB, peak_flops, peak_memory_bytes
 
 
 class StepResult(NamedTuple):

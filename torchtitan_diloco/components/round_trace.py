@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.pictures.phases import phases
 from torchtitan_diloco.pictures.trace_events import chrome_trace_events
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import logger
 
 KEPT = 1000
 """Rounds in the file; metrics.jsonl has all of them."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan_diloco.components.resume import Start, find_start
+from torchtitan_diloco.components.run_folder import create_run_folder, hold_run_folder, lock_text
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.distributed.agreement import broadcast_text, gather_texts
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.run_folder import create_run_folder, hold_run_folder, lock_text
 
 SEEN_WITHIN_SECONDS = 10.0
 """Some network file systems show a new file a little later."""

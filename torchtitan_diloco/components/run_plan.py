@@ -10,8 +10,7 @@ from torchtitan_diloco import __version__
 from torchtitan_diloco.config.schema import Model, Training
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.planner.memory import INNER_BYTES
-from torchtitan_diloco.tools.device import GIB, describe_device
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import GIB, describe_device, logger
 
 
 @dataclass(frozen=True)

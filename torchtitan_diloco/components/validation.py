@@ -15,7 +15,7 @@ from torchtitan_diloco.config.schema import Validation
 from torchtitan_diloco.diloco.shared_model import drop_gathered
 from torchtitan_diloco.distributed.reductions import sum_over_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import logger
 
 
 class ValidationResult(NamedTuple):

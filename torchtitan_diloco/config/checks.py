@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-from torchtitan_diloco.config.diloco_schema import DiLoCo, Quantization
 from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.diloco.config import diloco_mistakes, quantization_mistakes
 
 HORIZON = ("training.steps", "training.tokens", "training.tokens_per_parameter")
-BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Values that may share a scale: what divides the unit of the wire formats."""
 ALTERNATIVES = (HORIZON,)
 """Groups of keys of which exactly one is set (not 0)."""
 
@@ -35,62 +33,6 @@ def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
             "profiling.every",
             f"must be above profiling.steps = {config.profiling.steps}, as a step of warm-up comes before each trace, or 0 for "
             "one trace",
-        )
-
-
-def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
-    explicit = diloco.fragments.pattern == "explicit"
-    if explicit != bool(diloco.fragments.modules):
-        yield (
-            "diloco.fragments.modules",
-            'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
-        )
-    if diloco.overlap.delay >= diloco.sync_every:
-        yield (
-            "diloco.overlap.delay",
-            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be back before it is sent again",
-        )
-    outer = diloco.outer_optimizer
-    if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
-        yield (
-            "diloco.outer_optimizer.decay_rounds",
-            f'must be larger than diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds} with decay = "{outer.decay}"',
-        )
-
-
-def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[str, str]]:
-    """Formats that do nothing, or nothing that was asked for. `workers` is how many there really are."""
-    if chosen.block_size not in BLOCK_SIZES:
-        nearest = min(BLOCK_SIZES, key=lambda size: abs(size - chosen.block_size))
-        yield (
-            "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and the formats have blocks of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
-        )
-    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {
-        "fp32",
-        "bf16",
-        "same",
-    }:
-        yield (
-            "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a format of 8 bits or fewer",
-        )
-    if chosen.gather_codec != "same" and workers <= 2:
-        yield (
-            "diloco.quantization.gather_codec",
-            f"is the format of the means that go back when there are more than two workers, and there are {workers}: leave it "
-            "out",
-        )
-    rounded = [name for name in (chosen.codec, chosen.gather_codec) if name not in ("fp32", "same")]
-    if chosen.rounding == "stochastic" and not rounded:
-        yield (
-            "diloco.quantization.rounding",
-            'is "stochastic", and fp32 is not rounded: leave it out, or choose another diloco.quantization.codec',
-        )
-    if chosen.error_feedback and chosen.codec == "fp32":
-        yield (
-            "diloco.quantization.error_feedback",
-            "has nothing to feed back, as fp32 loses nothing: leave it out, or choose another diloco.quantization.codec",
         )
 
 

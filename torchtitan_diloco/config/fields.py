@@ -8,40 +8,23 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from msgspec import Meta
+
 from torchtitan_diloco.config.mistakes import InvalidValueError
 
 
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number, used as `Annotated[int, Range(min=1)]`."""
-
-    min: float | None = None
-    """Smallest value allowed."""
-    max: float | None = None
-    """Largest value allowed."""
-    above: float | None = None
-    """The value must be strictly larger than this."""
-    below: float | None = None
-    """The value must be strictly smaller than this."""
-
-    def contains(self, value: float) -> bool:
-        return (
-            (self.min is None or value >= self.min)
-            and (self.max is None or value <= self.max)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        bounds = {">=": self.min, ">": self.above, "<=": self.max, "<": self.below}
-        return " and ".join(
-            f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None
-        )
+def fits(rule: Meta, value: float) -> bool:
+    return (
+        (rule.ge is None or value >= rule.ge)
+        and (rule.le is None or value <= rule.le)
+        and (rule.gt is None or value > rule.gt)
+        and (rule.lt is None or value < rule.lt)
+    )
 
 
-Positive = Annotated[int, Range(min=1)]
-NotNegative = Annotated[int, Range(min=0)]
-Fraction = Annotated[float, Range(min=0.0, max=1.0)]
+def bounds(rule: Meta) -> str:
+    signs = {">=": rule.ge, ">": rule.gt, "<=": rule.le, "<": rule.lt}
+    return " and ".join(f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None)
 
 
 @dataclass(frozen=True)
@@ -91,7 +74,7 @@ def describe(annotation: Any) -> str:
     """The values a field takes, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return " ".join([describe(arguments[0]), *(str(rule) for rule in arguments[1:])])
+        return " ".join([describe(arguments[0]), *(bounds(rule) for rule in arguments[1:])])
     if origin is Literal:
         return " | ".join(arguments)
     if origin in (Union, types.UnionType):
@@ -113,8 +96,8 @@ def convert(value: Any, annotation: Any) -> Any:
     if origin is Annotated:
         converted = convert(value, arguments[0])
         for rule in arguments[1:]:
-            if not rule.contains(converted):
-                raise InvalidValueError(f"must be {rule}")
+            if not fits(rule, converted):
+                raise InvalidValueError(f"must be {bounds(rule)}")
         return converted
     if origin is Literal:
         return _convert_choice(value, arguments)

@@ -6,8 +6,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_diloco.config.diloco_schema import DiLoCo
-from torchtitan_diloco.config.fields import Fraction, NotNegative, Positive, Range
+from msgspec import Meta
+
+from torchtitan_diloco.diloco.config import DiLoCo, Fraction, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Model:
     """Normalise queries and keys (per head) before attention."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary positions, or a learned embedding per position (a table of `training.sequence_length` rows)."""
-    rotary_base: Annotated[float, Range(above=1.0)] = 10_000.0
+    rotary_base: Annotated[float, Meta(gt=1)] = 10_000.0
     """Base of the rotary frequencies."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     """Feed-forward layer: GELU without a gate, or SwiGLU (three matrices)."""
@@ -96,7 +97,7 @@ class Data:
     """`bytes` (one token a byte), a `.tiktoken` rank file, or a named tiktoken encoding such as `gpt2`."""
     validation_corpus: str = ""
     """A corpus of its own for validation. Empty: the held-out part of `corpus`."""
-    validation_fraction: Annotated[float, Range(min=0.0, max=0.5)] = 0.02
+    validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02
     """Share of the documents held out for validation when a text corpus is tokenised (shard folders carry the split
     they were prepared with)."""
     cache_folder: str = ".cache/corpora"
@@ -125,16 +126,16 @@ class Training:
     """Length of the run in steps. Exactly one of `steps`, `tokens` and `tokens_per_parameter` is set."""
     tokens: NotNegative = 0
     """Length of the run in tokens of all workers together."""
-    tokens_per_parameter: Annotated[float, Range(min=0.0)] = 0.0
+    tokens_per_parameter: Annotated[float, Meta(ge=0)] = 0.0
     """Length of the run in tokens per model parameter; 20 is Chinchilla's."""
     stop_after: NotNegative = 0
     """Step after which this start saves and ends, while the rest of the run, and of its learning rates, is still to come: for a
     beginning in one place, or for short jobs. 0: trains to the end."""
-    max_gradient_norm: Annotated[float, Range(min=0.0)] = 1.0
+    max_gradient_norm: Annotated[float, Meta(ge=0)] = 1.0
     """Gradients are scaled down to this global norm. 0 turns clipping off."""
     max_skipped_steps: NotNegative = 10
     """A step whose gradients are not finite is skipped; more than this many in a row end the run."""
-    z_loss: Annotated[float, Range(min=0.0)] = 1e-4
+    z_loss: Annotated[float, Meta(ge=0)] = 1e-4
     """Weight of the square of the logits' log-partition, which keeps the logits from drifting."""
     loss_chunk_tokens: Positive = 2048
     """Tokens whose fp32 logits exist at once while the loss is computed."""
@@ -144,15 +145,15 @@ class Training:
 class Optimizer:
     """The inner optimizer, AdamW."""
 
-    lr: Annotated[float, Range(above=0.0)] = 4e-4
+    lr: Annotated[float, Meta(gt=0)] = 4e-4
     """Peak learning rate."""
-    beta1: Annotated[float, Range(min=0.0, below=1.0)] = 0.9
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[float, Range(min=0.0, below=1.0)] = 0.99
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
     """Decay of the second moment."""
-    epsilon: Annotated[float, Range(above=0.0)] = 1e-8
+    epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Range(min=0.0)] | Literal["1/steps"] = 0.1
+    weight_decay: Annotated[float, Meta(ge=0)] | Literal["1/steps"] = 0.1
     """Decoupled weight decay of the matrices (norms have none); `1/steps` is the scaling-law papers' choice."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.data.text_files import PIECE_CHARACTERS, Piece, split_into_pieces
-from torchtitan_diloco.tools.extras import install_command
+from torchtitan_diloco.utils import install_command
 
 _SAVED_MARKS = ("dataset_dict.json", "state.json")  # what Dataset.save_to_disk leaves in its folder
 

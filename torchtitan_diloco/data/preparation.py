@@ -29,7 +29,7 @@ from torchtitan_diloco.data.shards import (
 )
 from torchtitan_diloco.data.text_files import PIECE_CHARACTERS, Piece
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.tools.cores import available_cores
+from torchtitan_diloco.utils import available_cores
 
 STARTED_NAME = "prepare.json"
 """Settings of a preparation that has not ended. Gone once `corpus.json` is there."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torchtitan_diloco.tools.extras import install_command
+from torchtitan_diloco.utils import install_command
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 COMPRESSED_SUFFIXES = (".gz", ".zst")

@@ -15,7 +15,7 @@ from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.data.progress import Progress
 from torchtitan_diloco.data.quantities import parse_quantity
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, build_tokenizer, format_ranks
-from torchtitan_diloco.tools.extras import install_command
+from torchtitan_diloco.utils import install_command
 
 DEFAULT_MAX_BYTES = 10**9
 SMALLEST_VOCABULARY = 257  # every byte, and the end-of-document token

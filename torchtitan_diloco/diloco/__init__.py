@@ -1,14 +1,18 @@
 """Streaming DiLoCo for any training loop."""
 
-from torchtitan_diloco.config.diloco_schema import DiLoCo as DiLoCoConfig
-from torchtitan_diloco.config.diloco_schema import (
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_diloco.diloco.config import DiLoCo as DiLoCoConfig
+from torchtitan_diloco.diloco.config import (
     Fragments,
     Link,
     OuterOptimizer,
     Overlap,
     Quantization,
 )
-from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 
 __all__ = [
     "DiLoCoConfig",
@@ -19,3 +23,12 @@ __all__ = [
     "Quantization",
     "StreamingDiLoCo",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import StreamingDiLoCo on first use: reading a configuration must not import torch."""
+    if name == "StreamingDiLoCo":
+        from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+
+        return StreamingDiLoCo
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Settings that are allowed and known to go wrong, told at start. The measurements behind them: docs/algorithm.md."""
 
-from torchtitan_diloco.config.diloco_schema import DiLoCo
+from torchtitan_diloco.diloco.config import DiLoCo
 
 FEW_ROUNDS = 100
 

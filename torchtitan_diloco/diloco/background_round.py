@@ -13,8 +13,7 @@ from torchtitan_diloco.diloco.header import NOT_FINITE, Header
 from torchtitan_diloco.diloco.messages import WorkerLostError
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.causes import cause_of
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import cause_of, logger
 
 
 @dataclass(frozen=True)

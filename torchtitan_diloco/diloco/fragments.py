@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.config.diloco_schema import Fragments
+from torchtitan_diloco.diloco.config import Fragments
 
 REST = "embedding, head and norms"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import Traffic
-from torchtitan_diloco.distributed.causes import cause_of
-from torchtitan_diloco.distributed.transport import transports
+from torchtitan_diloco.diloco.transport import transports
+from torchtitan_diloco.utils import cause_of
 
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, what it gets, or where what it sends goes)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.config.diloco_schema import OuterOptimizer
+from torchtitan_diloco.diloco.config import OuterOptimizer
 
 BLOCK = 32_768
 """Elements worked on at once on the CPU: small enough that the passes of one step stay in cache, and that torch keeps to

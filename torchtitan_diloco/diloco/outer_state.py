@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.config.diloco_schema import OuterOptimizer
 from torchtitan_diloco.diloco.checksum import checksum
+from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS, outer_update
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.config.diloco_schema import OuterOptimizer
+from torchtitan_diloco.diloco.config import OuterOptimizer
 
 Fragment = list[str]
 """Names of parameters."""

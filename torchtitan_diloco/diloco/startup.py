@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.config.checks import diloco_mistakes, quantization_mistakes
-from torchtitan_diloco.config.diloco_schema import DiLoCo, Link
 from torchtitan_diloco.config.fields import flat_settings, section_mistakes
 from torchtitan_diloco.diloco.codecs.fused import kernels_name
+from torchtitan_diloco.diloco.config import DiLoCo, Link, diloco_mistakes, quantization_mistakes
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.distributed.agreement import code_fingerprint, find_differences
-from torchtitan_diloco.distributed.transport import transports
+from torchtitan_diloco.diloco.transport import transports
+from torchtitan_diloco.utils import code_fingerprint, find_differences
 
 PER_WORKER = {"diloco.link.interface", "diloco.link.outer_state"}
 """Settings in which workers may differ."""

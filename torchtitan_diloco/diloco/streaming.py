@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.config.diloco_schema import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.background_round import BackgroundRound, Outcome
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
+from torchtitan_diloco.diloco.config import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.drops import is_dropped
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table

@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchtitan_diloco.distributed.causes import cause_of
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.utils import cause_of
 
 ANSWER_SECONDS = 5.0
 

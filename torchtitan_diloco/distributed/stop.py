@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.tools.logging import logger
-from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS, logger
 
 SAME_REQUEST_SECONDS = 1.0
 """Schedulers and launchers pass a signal on, so one request may arrive more than once."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.config.diloco_schema import Link
 from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.diloco.config import Link
 
 WORKER, FSDP = "worker", "fsdp"
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

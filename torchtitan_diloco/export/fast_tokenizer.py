@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from torchtitan_diloco.data.train_tokenizer import byte_characters
-from torchtitan_diloco.tools.extras import install_command
+from torchtitan_diloco.utils import install_command
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"

@@ -14,7 +14,7 @@ import time
 from types import FrameType
 
 from torchtitan_diloco.launch.stop import exit_code_of
-from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS
 
 LOOK_AFTER_SECONDS = 0.2
 

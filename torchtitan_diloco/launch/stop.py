@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from torchtitan_diloco.launch.mistakes import LaunchError
-from torchtitan_diloco.tools.stop_signals import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS
 
 DEFAULT_GRACE_SECONDS = 120.0
 SAME_SIGNAL_SECONDS = 0.5

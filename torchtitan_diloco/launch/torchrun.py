@@ -8,7 +8,7 @@ import uuid
 
 from torchtitan_diloco.launch.place import Place
 from torchtitan_diloco.launch.stop import StopSignals, exit_code_of
-from torchtitan_diloco.tools.cores import available_cores
+from torchtitan_diloco.utils import available_cores
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

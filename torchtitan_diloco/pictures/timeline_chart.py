@@ -16,7 +16,7 @@ from torchtitan_diloco.pictures.scene import (
     legend,
     text_width,
 )
-from torchtitan_diloco.tools.durations import brief
+from torchtitan_diloco.utils import brief
 
 WIDTH = 980.0
 PHASE_ROLES = {

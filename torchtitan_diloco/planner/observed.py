@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.planner.conditions import Conditions, Links
-from torchtitan_diloco.tools.json_lines import read_json_lines
+from torchtitan_diloco.utils import read_json_lines
 
 PROBE_SYNC_EVERY = 4
 PROBE_STEPS = 5 * PROBE_SYNC_EVERY

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 
-from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
+from torchtitan_diloco.diloco.config import DiLoCo
 from torchtitan_diloco.planner.choice import Option, Plan
 from torchtitan_diloco.planner.scenario import Scenario
 from torchtitan_diloco.planner.units import format_bandwidth, format_bytes, format_duration
 from torchtitan_diloco.planner.workload import model_facts
-from torchtitan_diloco.tools.device import GIB
+from torchtitan_diloco.utils import GIB
 
 
 def plan_text(name: str, scenario: Scenario, plan: Plan, step_time_origin: str) -> str:

@@ -5,8 +5,8 @@ from functools import cache
 
 import torch
 
-from torchtitan_diloco.config.diloco_schema import Fragments
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.models.chinchilla.model import Decoder

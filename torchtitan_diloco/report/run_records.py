@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.config.toml_writer import format_value
-from torchtitan_diloco.tools.json_lines import read_json_lines
+from torchtitan_diloco.utils import read_json_lines
 
 METRICS = "metrics.jsonl"
 Record = Mapping[str, Any]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from torchtitan_diloco.tools.durations import brief, clock
+from torchtitan_diloco.utils import brief, clock
 
 ABSENT = "–"  # noqa: RUF001 - the dash of a cell in which nothing stands
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -2,11 +2,11 @@
 
 from typing import get_args
 
-from torchtitan_diloco.config.diloco_schema import CodecName, Quantization
 from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Place
 from torchtitan_diloco.diloco.codecs.integer import Int8Codec
 from torchtitan_diloco.diloco.codecs.minifloat import MiniFloatCodec
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
+from torchtitan_diloco.diloco.config import CodecName, Quantization
 
 __all__ = [
     "CODECS",

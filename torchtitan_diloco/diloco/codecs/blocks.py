@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.config.checks import BLOCK_SIZES
 from torchtitan_diloco.diloco.codecs import fused
 from torchtitan_diloco.diloco.codecs.base import START, UNIT, Place, PlainTorch
+from torchtitan_diloco.diloco.config import BLOCK_SIZES
 
 BIAS = 127
 LOWEST = BIAS - 100

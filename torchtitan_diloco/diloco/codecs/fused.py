@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs.base import UNIT, Place
 from torchtitan_diloco.diloco.codecs.dither import signed
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.utils import logger
 
 
 class Format(NamedTuple):

@@ -1,9 +1,14 @@
 """The settings of the outer loop: the `[diloco]` section and those inside it. All that `torchtitan_diloco.diloco` is told."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_diloco.config.fields import Fraction, NotNegative, Positive, Range
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,13 @@ class OuterOptimizer:
 
     name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
     """`sgd` with lr 1 is plain averaging (FedAvg, Local SGD); `sign_momentum` moves by the sign of the momentum."""
-    lr: Annotated[float, Range(above=0.0)] = 0.4
+    lr: Annotated[float, Meta(gt=0)] = 0.4
     """Peak outer learning rate."""
-    momentum: Annotated[float, Range(min=0.0, below=1.0)] = 0.9
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay of the momentum; of the first moment with `adam`."""
-    beta2: Annotated[float, Range(min=0.0, below=1.0)] = 0.99
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
     """Decay of the second moment with `adam`."""
-    epsilon: Annotated[float, Range(above=0.0)] = 1e-8
+    epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Added to the root of the second moment with `adam`."""
     warmup_rounds: NotNegative = 0
     """Outer rounds of linear warm-up."""
@@ -90,7 +95,7 @@ class Link:
     """Network interface that gloo and NCCL use, such as `eth0`. Empty: what they find."""
     timeout_seconds: Positive = 600
     """A worker that is silent for longer ends the run on all workers."""
-    drop_probability: Annotated[float, Range(min=0.0, below=1.0)] = 0.0
+    drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Chance that a worker is left out of the mean of a round, to study lossy links: it keeps its own parameters."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
     """Where shared parameters and outer momentum live: host memory (pinned under CUDA) or the accelerator's. `auto` is
@@ -113,3 +118,63 @@ class DiLoCo:
     overlap: Overlap = field(default_factory=Overlap)
     quantization: Quantization = field(default_factory=Quantization)
     link: Link = field(default_factory=Link)
+
+
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+"""Values that may share a scale: what divides the unit of the wire formats."""
+
+
+def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
+    explicit = diloco.fragments.pattern == "explicit"
+    if explicit != bool(diloco.fragments.modules):
+        yield (
+            "diloco.fragments.modules",
+            'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
+        )
+    if diloco.overlap.delay >= diloco.sync_every:
+        yield (
+            "diloco.overlap.delay",
+            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be back before it is sent again",
+        )
+    outer = diloco.outer_optimizer
+    if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
+        yield (
+            "diloco.outer_optimizer.decay_rounds",
+            f'must be larger than diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds} with decay = "{outer.decay}"',
+        )
+
+
+def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[str, str]]:
+    """Formats that do nothing, or nothing that was asked for. `workers` is how many there really are."""
+    if chosen.block_size not in BLOCK_SIZES:
+        nearest = min(BLOCK_SIZES, key=lambda size: abs(size - chosen.block_size))
+        yield (
+            "diloco.quantization.block_size",
+            f"is {chosen.block_size}, and the formats have blocks of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
+        )
+    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {
+        "fp32",
+        "bf16",
+        "same",
+    }:
+        yield (
+            "diloco.quantization.block_size",
+            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a format of 8 bits or fewer",
+        )
+    if chosen.gather_codec != "same" and workers <= 2:
+        yield (
+            "diloco.quantization.gather_codec",
+            f"is the format of the means that go back when there are more than two workers, and there are {workers}: leave it "
+            "out",
+        )
+    rounded = [name for name in (chosen.codec, chosen.gather_codec) if name not in ("fp32", "same")]
+    if chosen.rounding == "stochastic" and not rounded:
+        yield (
+            "diloco.quantization.rounding",
+            'is "stochastic", and fp32 is not rounded: leave it out, or choose another diloco.quantization.codec',
+        )
+    if chosen.error_feedback and chosen.codec == "fp32":
+        yield (
+            "diloco.quantization.error_feedback",
+            "has nothing to feed back, as fp32 loses nothing: leave it out, or choose another diloco.quantization.codec",
+        )

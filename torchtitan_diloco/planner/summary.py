@@ -4,12 +4,12 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.utilisation import Observed, measured_utilisation
-from torchtitan_diloco.config.diloco_schema import DiLoCo
 from torchtitan_diloco.diloco.codecs import describe
+from torchtitan_diloco.diloco.config import DiLoCo
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.planner.prediction import all_reduce_bytes
-from torchtitan_diloco.tools.logging import logger
+from torchtitan_diloco.planner.utilisation import Observed, measured_utilisation
+from torchtitan_diloco.utils import logger
 
 
 def outer_line(config: DiLoCo) -> str:

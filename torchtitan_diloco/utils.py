@@ -1,0 +1,184 @@
+"""Small tools that know nothing of training: logging, devices, durations, fingerprints."""
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("torchtitan_diloco")
+
+
+def start_logging(rank: int, size: int) -> None:
+    handler = logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)
+    handler.setFormatter(_RankFormatter(rank, size))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+class _RankFormatter(logging.Formatter):
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self._prefix = f"[rank {rank}] " if size > 1 else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        if record.levelno >= logging.WARNING:
+            return f"{self._prefix}{record.levelname.lower()}: {message}"
+        return message
+
+
+GIB = 2**30
+
+# Dense bf16 matrix throughput from the vendors' data sheets, in FLOP/s. A longer name stands before one it contains.
+PEAK_BF16_FLOPS = {
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
+}
+
+
+def peak_flops(device: "torch.device") -> float | None:
+    """The device's bf16 peak, or None where it is not known: utilisation is then not shown, never guessed."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
+def describe_device(device: "torch.device") -> str:
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"
+    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a process"
+
+
+def peak_memory_bytes(device: "torch.device") -> int:
+    """Most memory in use so far: by tensors on a GPU, by the process on the CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+def available_cores() -> int:
+    """Those it may use; a job system often grants fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def clock(seconds: float) -> str:
+    """`2d 3:04:05`."""
+    days, rest = divmod(round(seconds), 86_400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def brief(seconds: float) -> str:
+    """`1.23 s` or `45.6 ms`."""
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def install_command(extra: str) -> str:
+    """With the Python that runs, from the checkout it runs from."""
+    return f"{sys.executable} -m pip install -e '{REPOSITORY}[{extra}]'"
+
+
+class GarbageControl:
+    def __init__(self, every: int) -> None:
+        self._every = every
+        if every:
+            gc.disable()
+            gc.collect()
+
+    def after_step(self, step: int) -> None:
+        if self._every and step % self._every == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        if self._every:
+            gc.enable()
+
+
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects, and how many lines are none; a last line that is still being written is not counted."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.split("\n") if line.strip()]
+    found, unreadable = [], 0
+    for place, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            found.append(record)
+        else:
+            unreadable += place < len(lines) or text.endswith("\n")
+    return found, unreadable
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+PLACE_IN_GLOO = re.compile(r"^\[[^]]*:\d+\]\s*")
+
+
+def cause_of(error: Exception) -> str:
+    """The first line. Gloo puts the place in its source before it, and greetings behind."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    words, found = PLACE_IN_GLOO.subn("", line)
+    return words.partition(". ")[0] if found else line
+
+
+@cache
+def code_fingerprint() -> str:
+    """Identifies the source of this package: two nodes with different checkouts must not train together."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def find_differences(gathered: Sequence[Mapping[str, str]], member: str) -> list[str]:
+    """What differs from the first member's facts, in words, the first eight of it."""
+    differences = [
+        f"{key}: {_shorten(gathered[0].get(key))} on {member} 0, {_shorten(theirs.get(key))} on {member} {number}"
+        for number, theirs in enumerate(gathered)
+        for key in sorted({*gathered[0], *theirs})
+        if theirs.get(key) != gathered[0].get(key)
+    ]
+    more = [f"and {len(differences) - 8} more"] if len(differences) > 8 else []
+    return differences[:8] + more
+
+
+def _shorten(value: str | None) -> str:
+    return "nothing" if value is None else value if len(value) <= 60 else value[:57] + "..."
