@@ -1,0 +1,152 @@
+"""Draw the pictures of the documentation: python docs/images/draw.py
+
+The picture of the losses reads its numbers from the table in docs/algorithm.md.
+"""
+
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+
+HERE = Path(__file__).parent
+INK, GREY, PAPER = "#1f2933", "#9aa5b1", "#ffffff"
+TRAIN = "#dde4ec"
+FRAGMENTS = ("#2f6fb3", "#d9822b", "#2e8b6f")
+plt.rcParams.update(
+    {
+        "font.family": ["DejaVu Sans", "sans-serif"],
+        "font.size": 10,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "torchtitan_diloco",
+        "text.color": INK,
+        "axes.edgecolor": GREY,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+    }
+)
+
+
+def bar(axes: Axes, x: float, y: float, width: float, colour: str, text: str = "") -> None:
+    style = "round,pad=0,rounding_size=0.04"
+    box = FancyBboxPatch((x, y), width, 0.5, style, mutation_aspect=0.3, color=colour, lw=0)
+    axes.add_patch(box)
+    light = colour == TRAIN
+    axes.text(
+        x + width / 2, y + 0.24, text, ha="center", va="center", color=INK if light else PAPER
+    )
+
+
+def bare_axes(width: float, height: float) -> Axes:
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    axes.set_yticks([])
+    for side in ("left", "right", "top", "bottom"):
+        axes.spines[side].set_visible(False)
+    figure.set_constrained_layout_pads(w_pad=0.1, h_pad=0.08)
+    return axes
+
+
+def save(axes: Axes, name: str) -> None:
+    figure = axes.figure
+    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None})
+    plt.close("all")
+
+
+def draw_turns() -> None:
+    """Two cycles of H steps in which three fragments take turns."""
+    axes = bare_axes(9.2, 3.1)
+    cycle, delay = 6.0, 1.4
+    for worker, base in ((0, 2.6), (1, 0.2)):
+        axes.text(-0.15, base + 1.02, f"worker {worker}", ha="right", weight="bold")
+        axes.text(-0.15, base + 0.75, "trains (FSDP2)", ha="right", color=GREY)
+        axes.text(-0.15, base + 0.12, "exchanges", ha="right", color=GREY)
+        bar(axes, 0, base + 0.75, 2.2 * cycle, TRAIN, "inner steps, never stopped")
+        for turn in range(6):
+            sent = 0.6 + turn * cycle / 3
+            fragment = turn % 3
+            bar(axes, sent, base, delay, FRAGMENTS[fragment], f"{fragment + 1}")
+            for x, start, end in (
+                (sent, base + 0.73, base + 0.5),
+                (sent + delay, base + 0.5, base + 0.73),
+            ):
+                arrow = {"arrowstyle": "-|>", "color": FRAGMENTS[fragment], "lw": 1.4}
+                axes.annotate("", (x, end), (x, start), arrowprops=arrow)
+            if worker == 0:
+                axes.plot(
+                    [sent + delay / 2] * 2, [1.47, 2.58], ":", color=FRAGMENTS[fragment], lw=1.2
+                )
+    link = "slow link: one fragment at a time, 4 bits a parameter"
+    axes.text(6.6, 2.02, link, ha="center", va="center", backgroundcolor=PAPER)
+    span = {"arrowstyle": "<->", "color": INK, "lw": 0.9}
+    axes.annotate("", (0.6, 4.05), (0.6 + cycle, 4.05), arrowprops=span)
+    axes.text(0.6 + cycle / 2, 4.12, "H steps between two exchanges of a fragment", ha="center")
+    axes.annotate("", (0.6 + cycle, 4.05), (0.6 + cycle + delay, 4.05), arrowprops=span)
+    axes.text(0.6 + cycle + delay / 2, 4.12, "τ", ha="center")
+    axes.set(xlim=(-2.3, 13.3), ylim=(0, 4.45), xticks=[])
+    save(axes, "turns")
+
+
+def draw_exchange() -> None:
+    """One exchange of a fragment in four chunks, between two workers."""
+    axes = bare_axes(9.2, 2.9)
+    lanes = {
+        "training thread": 3,
+        "exchange: encode": 2.25,
+        "on the wire": 1.5,
+        "decode, mean in fp32": 0.75,
+        "outer step": 0,
+    }
+    for name, y in lanes.items():
+        axes.text(-0.15, y + 0.17, name, ha="right")
+    blue, orange, green = FRAGMENTS
+    bar(axes, 0, 3, 0.9, blue, "delta")
+    bar(axes, 0.9, 3, 9.0, TRAIN, "τ inner steps")
+    bar(axes, 9.9, 3, 0.9, blue, "apply")
+    bar(axes, 10.8, 3, 1.0, TRAIN)
+    bar(axes, 0.95, 1.5, 0.5, GREY)
+    axes.annotate(
+        "header: 64 bytes", (1.2, 1.5), (0.3, 0.55), color=INK, arrowprops={"arrowstyle": "-"}
+    )
+    for chunk in range(4):
+        bar(axes, 1.5 + 0.8 * chunk, 2.25, 0.7, orange, f"{chunk + 1}")
+        bar(axes, 2.3 + 1.4 * chunk, 1.5, 1.3, green, f"chunk {chunk + 1}")
+        bar(axes, 3.7 + 1.4 * chunk, 0.75, 0.6, orange, f"{chunk + 1}")
+    bar(axes, 8.55, 0, 1.2, blue, "Nesterov")
+    axes.set(xlim=(-2.6, 11.9), ylim=(-0.1, 3.6), xticks=[])
+    save(axes, "exchange")
+
+
+def draw_losses() -> None:
+    """The table "At 300 rounds" of docs/algorithm.md, against data parallelism."""
+    page = (HERE.parent / "algorithm.md").read_text(encoding="utf-8")
+    table = page[page.index("| run | rounds | loss, n = 3 |") :]
+    pattern = r"^\| ([^|]+?) \|[^|]*\|[^|]*\| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\) %"
+    rows = re.findall(pattern, table[: table.index("\n\n")], re.M)[::-1]
+    figure, axes = plt.subplots(figsize=(9.2, 3.2), layout="constrained")
+    for y, (name, mean, least, greatest) in enumerate(rows):
+        middle, low, high = float(mean), float(least), float(greatest)
+        axes.plot([low, high], [y, y], color=FRAGMENTS[0], lw=5, alpha=0.35, solid_capstyle="round")
+        axes.plot(middle, y, "o", color=FRAGMENTS[0])
+        axes.text(high + 0.12, y, f"{middle:+.2f} %", va="center")
+        axes.text(-0.75, y, name, ha="right", va="center")
+    axes.axvline(0, color=GREY, lw=1)
+    axes.set(yticks=[], xlim=(-0.7, 4.9), ylim=(-0.6, len(rows) - 0.4))
+    axes.set_xlabel("loss against data parallelism, % (mean and range of three seeds)", x=0.4)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(HERE / "losses.svg", metadata={"Date": None})
+    plt.close("all")
+
+
+if __name__ == "__main__":
+    draw_turns()
+    draw_exchange()
+    draw_losses()
