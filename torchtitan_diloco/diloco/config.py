@@ -1,9 +1,14 @@
-"""The settings of the outer loop: the `[diloco]` section and those inside it. All that `torchtitan_diloco.diloco` is told."""
+"""Settings of the outer loop (`[diloco]` and its subsections), and validation of settings."""
 
+import difflib
+import math
+import re
+import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -13,52 +18,56 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Fragments:
-    """How the model is cut into the fragments that take turns."""
+    """Partition of the model into fragments, which synchronise in turn."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
-    """`strided`: fragment p holds blocks p, p + P, p + 2P ...; `sequential`: consecutive blocks; `balanced`: blocks and
-    rows of large matrices packed so that all fragments have about the same bytes; `explicit`: see `modules`."""
+    """Blocks of each of P fragments. `strided`: fragment p holds blocks p, p + P, p + 2P, ...
+    `sequential`: consecutive blocks. `balanced`: blocks, and rows of large matrices, such that all
+    fragments have about the same size. `explicit`: as listed in `modules`."""
     layers_per_fragment: NotNegative = 3
-    """Blocks in one fragment; what is outside the blocks (embedding, head, final norm) is a fragment of its own.
-    0: the whole model is one fragment, which is DiLoCo without streaming."""
+    """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
+    fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
     blocks: str = ""
     """Name of the module that holds the blocks. Empty: the longest ModuleList."""
     modules: tuple[tuple[str, ...], ...] = ()
-    """With `explicit`: for each fragment the names of its modules or parameters."""
+    """For `explicit`: the names of the modules or parameters of each fragment."""
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """What turns the workers' mean change into the next shared parameters."""
+    """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
-    """`sgd` with lr 1 is plain averaging (FedAvg, Local SGD); `sign_momentum` moves by the sign of the momentum."""
+    """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD). `sign_momentum` steps by
+    the sign of the momentum."""
     lr: Annotated[float, Meta(gt=0)] = 0.4
     """Peak outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    """Decay of the momentum; of the first moment with `adam`."""
+    """Decay rate of the momentum, or of the first moment with `adam`."""
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
-    """Decay of the second moment with `adam`."""
+    """Decay rate of the second moment. Only for `adam`."""
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
-    """Added to the root of the second moment with `adam`."""
+    """Term added to the square root of the second moment. Only for `adam`."""
     warmup_rounds: NotNegative = 0
     """Outer rounds of linear warm-up."""
     decay: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the outer learning rate after the warm-up."""
     decay_rounds: NotNegative = 0
-    """Outer rounds after which `cosine` and `linear` have reached the floor, warm-up included."""
+    """Outer rounds, warm-up included, until `cosine` and `linear` reach the floor."""
     floor: Fraction = 0.0
-    """Outer learning rate at the end of the decay, as a share of the peak."""
+    """Outer learning rate at the end of the decay, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Training goes on while a fragment is under way."""
+    """Overlap of training and communication."""
 
     delay: NotNegative = 1
-    """Steps between sending a fragment and applying what came back (tau). 0 waits for it at once."""
+    """Inner steps between sending a fragment and applying the result (tau). 0: wait for the result
+    at once."""
     mixing: Fraction = 0.5
-    """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1 keeps the local."""
+    """Weight of the local parameters when a result is applied (alpha). 0: take the shared
+    parameters. 1: keep the local ones."""
 
 
 CodecName = Literal[
@@ -68,51 +77,60 @@ CodecName = Literal[
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a fragment looks like on the wire. Sums are always fp32."""
+    """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
-    """Format of what every worker sends of its own. `fp4_e3m0` is the paper's; docs/wire-formats.md defines all of them."""
+    """Format of the deltas that workers send (docs/wire-formats.md). The paper uses `fp4_e3m0`."""
     gather_codec: Literal["same", CodecName] = "same"
-    """Format of the means that go back to all when there are more than two workers. `same`: that of `codec`."""
+    """Format of the means that come back. Only for more than two workers. `same`: as `codec`."""
     block_size: Positive = 64
-    """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or 1024. A scale is 8 bits."""
+    """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
+    bits or fewer."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down by chance, so that the mean of many is right; runs with the same seed draw the same
-    numbers."""
+    """`stochastic` rounds up or down at random, without bias. The random numbers depend on
+    `run.seed`."""
     error_feedback: bool = False
-    """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
+    """Add the encoding error of a fragment to the delta that is sent next. Takes 4 bytes per
+    parameter."""
     threads: Positive = 1
-    """CPU threads that encode and decode. More of them take cores from training. Outer state on a GPU is encoded there."""
+    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
+    GPU is encoded on the GPU."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The links between workers."""
+    """Communication between workers."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of the group between workers: `auto` is NCCL where every process has a GPU of its own, else gloo."""
+    """Backend of the process group between workers. `auto`: NCCL if every process has its own GPU,
+    else gloo."""
     interface: str = ""
-    """Network interface that gloo and NCCL use, such as `eth0`. Empty: what they find."""
+    """Network interface for gloo and NCCL, such as `eth0`. Empty: they choose one."""
     timeout_seconds: Positive = 600
-    """A worker that is silent for longer ends the run on all workers."""
+    """Seconds without an answer from a worker after which the run ends on all workers."""
     drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Chance that a worker is left out of the mean of a round, to study lossy links: it keeps its own parameters."""
+    """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
+    links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Where shared parameters and outer momentum live: host memory (pinned under CUDA) or the accelerator's. `auto` is
-    host memory with gloo, the accelerator's with NCCL."""
+    """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
+    is a GPU. `device`: GPU memory. `auto`: `cpu` with gloo, `device` with NCCL."""
 
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """How workers are kept together."""
+    """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
-    """`streaming`: workers train on their own and exchange fragments (Streaming DiLoCo; DiLoCo and Local SGD are
-    settings of it). `none`: data parallelism, gradients are averaged over all workers at every step (HSDP)."""
+    """`streaming`: workers train independently and exchange fragments (Streaming DiLoCo; DiLoCo
+    and Local SGD are special cases). `none`: data parallelism, which averages gradients over all
+    workers in every step (HSDP)."""
     workers: Positive = 1
-    """Number of workers (islands)."""
+    """Number of workers. A worker is a group of devices with fast links between them."""
     sync_every: Positive = 100
     """Inner steps between two exchanges of the same fragment (H)."""
+    measure_every: NotNegative = 10
+    """Outer rounds of a fragment between two in which norms, cosines and drift are measured.
+    0: never."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
@@ -120,61 +138,137 @@ class DiLoCo:
     link: Link = field(default_factory=Link)
 
 
+def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of each setting of a dataclass by dotted key, nested sections included."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(section, include_extras=True).items():
+        if is_dataclass(kind):
+            found |= setting_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            found[prefix + name] = kind
+    return found
+
+
+def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of each setting of a dataclass by dotted key, nested sections included."""
+    found: dict[str, Any] = {}
+    for entry in fields(section):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            found |= flat_settings(value, f"{prefix}{entry.name}.")
+        else:
+            found[prefix + entry.name] = value
+    return found
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """Return `value` as the type of a setting, or raise a ValueError that says what is allowed.
+
+    Integers may be written as floats, such as 25e9. NaN, infinity and integers of more than 64 bits
+    are refused.
+    """
+    candidates = [value]
+    if isinstance(value, float):
+        candidates = [float(value)] if math.isfinite(value) else []
+        candidates += [int(value)] if value.is_integer() else []
+    for candidate in candidates:
+        try:
+            converted = msgspec.convert(candidate, kind)
+        except msgspec.ValidationError:
+            continue
+        if isinstance(converted, int) and converted >= 2**63:
+            raise ValueError("is too large: it must fit in 64 bits")
+        return converted
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    nearest = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ", in quotes" if kind is str else ""
+    raise ValueError(f"must be {describe(kind)}{hint}")
+
+
+def describe(kind: Any) -> str:
+    """Describe the values that a setting of this type takes, such as "an integer >= 1"."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        rule = arguments[1]
+        signs = {">=": rule.ge, ">": rule.gt, "<=": rule.le, "<": rule.lt}
+        bounds = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
+        return f"{describe(arguments[0])} {' and '.join(bounds)}"
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(member) for member in arguments if member is not type(None))
+    if origin is tuple:
+        return "a list of " + re.sub(r"^an? (\w+)", r"\1s", describe(arguments[0]))
+    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
+
+
+def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
+    """Check the values of a section that was made in Python. Return (key, reason) pairs."""
+    kinds, found = setting_types(type(section)), []
+    for key, value in flat_settings(section).items():
+        try:
+            convert(value, kinds[key])
+        except KeyError:
+            found.append((f"{prefix}.{key}", f"is {value!r}: must be a section"))
+        except ValueError as error:
+            found.append((f"{prefix}.{key}", f"is {value!r}: {error}"))
+    return found
+
+
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Values that may share a scale: what divides the unit of the wire formats."""
+"""Block sizes that divide the unit of the wire formats."""
 
 
 def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
-    explicit = diloco.fragments.pattern == "explicit"
-    if explicit != bool(diloco.fragments.modules):
+    """Check settings of the outer loop against each other. Yield (key, reason) pairs."""
+    if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         yield (
             "diloco.fragments.modules",
-            'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
+            'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither',
         )
     if diloco.overlap.delay >= diloco.sync_every:
         yield (
             "diloco.overlap.delay",
-            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be back before it is sent again",
+            f"must be less than diloco.sync_every = {diloco.sync_every}: a fragment must be back "
+            "before it is sent again",
         )
     outer = diloco.outer_optimizer
     if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
         yield (
             "diloco.outer_optimizer.decay_rounds",
-            f'must be larger than diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds} with decay = "{outer.decay}"',
+            "must be greater than diloco.outer_optimizer.warmup_rounds = "
+            f'{outer.warmup_rounds} with decay = "{outer.decay}"',
         )
 
 
 def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[str, str]]:
-    """Formats that do nothing, or nothing that was asked for. `workers` is how many there really are."""
+    """Find settings of the wire format that have no effect. `workers` is their actual number."""
+    codecs = {chosen.codec, chosen.gather_codec} - {"same"}
     if chosen.block_size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda size: abs(size - chosen.block_size))
         yield (
             "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and the formats have blocks of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
+            f"is {chosen.block_size}, but must be one of {', '.join(map(str, BLOCK_SIZES))} "
+            f"(the nearest is {nearest})",
         )
-    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {
-        "fp32",
-        "bf16",
-        "same",
-    }:
+    elif chosen.block_size != Quantization.block_size and codecs <= {"fp32", "bf16"}:
         yield (
             "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a format of 8 bits or fewer",
+            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a "
+            "codec of 8 bits or fewer",
         )
     if chosen.gather_codec != "same" and workers <= 2:
         yield (
             "diloco.quantization.gather_codec",
-            f"is the format of the means that go back when there are more than two workers, and there are {workers}: leave it "
-            "out",
+            f"is only used with more than two workers, and there are {workers}: leave it out",
         )
-    rounded = [name for name in (chosen.codec, chosen.gather_codec) if name not in ("fp32", "same")]
-    if chosen.rounding == "stochastic" and not rounded:
+    if chosen.rounding == "stochastic" and codecs == {"fp32"}:
         yield (
             "diloco.quantization.rounding",
-            'is "stochastic", and fp32 is not rounded: leave it out, or choose another diloco.quantization.codec',
+            'is "stochastic", but fp32 is not rounded: leave it out, or choose another codec',
         )
     if chosen.error_feedback and chosen.codec == "fp32":
         yield (
             "diloco.quantization.error_feedback",
-            "has nothing to feed back, as fp32 loses nothing: leave it out, or choose another diloco.quantization.codec",
+            "has no effect, because fp32 loses nothing: leave it out, or choose another codec",
         )
