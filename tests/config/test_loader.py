@@ -16,7 +16,8 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
-from torchtitan_diloco.diloco.config import DiLoCo, Overlap, field_mistakes
+from torchtitan_diloco.diloco.config import DiLoCo, Overlap
+from torchtitan_diloco.diloco.fields import field_mistakes
 
 
 def write(folder: Path, name: str, text: str) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.diloco.config import setting_types
+from torchtitan_diloco.diloco.fields import setting_types
 from torchtitan_diloco.models.chinchilla.flavors import FLAVORS
 from torchtitan_diloco.models.chinchilla.model import Decoder
 

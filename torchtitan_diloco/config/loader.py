@@ -5,6 +5,7 @@ Precedence: command line > TOML file > the files that it extends > defaults.
 
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -14,7 +15,7 @@ import tomli_w
 
 from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
-from torchtitan_diloco.diloco.config import convert, setting_types
+from torchtitan_diloco.diloco.fields import convert, setting_types
 
 CONFIGS_FOLDER = Path(__file__).parents[2] / "train_configs"
 DEFAULT_CONFIG = "debug"
@@ -45,9 +46,9 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
     below = _read_file(path, mistakes)
     words = {key: _parse_word(text, TYPES.get(key)) for key, text in (overrides or {}).items()}
     settings = _overlay(below, _valid_settings(words, COMMAND_LINE, mistakes))
-    values = {key: setting.value for key, setting in settings.items()}
-    values["run.name"] = values.get("run.name") or path.stem
-    config = msgspec.convert(_nested(values), Config)
+    if "run.name" not in settings or not settings["run.name"].value:
+        settings["run.name"] = Setting(path.stem, "default")
+    config = _build(settings)
     if not mistakes:  # a wrong value was replaced by the default, which could be a second mistake
         for key, reason in config_mistakes(config):
             origin = settings[key].origin if key in settings else "default"
@@ -65,19 +66,18 @@ def parse_config(toml_text: str, origin: str) -> Config:
     settings = _valid_settings(table, origin, mistakes, unknown)
     if mistakes:
         raise ConfigError(mistakes)
-    return msgspec.convert(
-        _nested({key: setting.value for key, setting in settings.items()}), Config
-    )
+    return _build(settings)
 
 
 def to_toml(config: Config) -> str:
     """Return all settings as TOML, defaults included. Settings that are not set are left out."""
-    values = {key: value for key, value in flat_settings(config).items() if value is not None}
-    return tomli_w.dumps(_nested(values))
+    return tomli_w.dumps(
+        asdict(config, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
+    )
 
 
 def from_command_line(words: list[str]) -> Config | None:
-    """Load the configuration of a command line. Return None if it was only asked to print."""
+    """Load the configuration of a command line, or print what was asked for and return None."""
     flags = {"--help", "-h", "--print-config"}.intersection(words)
     if flags & {"--help", "-h"}:
         from torchtitan_diloco.config.reference import help_text  # not needed to train
@@ -184,7 +184,7 @@ def _valid_settings(
 ) -> dict[str, Setting]:
     """Return the valid settings of a table, and add what is wrong with others to `mistakes`."""
     settings: dict[str, Setting] = {}
-    for key, value in _flatten(table):
+    for key, value in flatten(table):
         try:
             if key not in TYPES:
                 raise ValueError(unknown or _why_unknown(key))
@@ -194,25 +194,25 @@ def _valid_settings(
     return settings
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each setting. Unknown sections are values."""
     for name, value in table.items():
         if isinstance(value, dict) and prefix + name in SECTIONS:
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
 
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys into nested tables."""
-    root: dict[str, Any] = {}
-    for key, value in settings.items():
+def _build(settings: Mapping[str, Setting]) -> Config:
+    """Create the Config of valid settings. The others have their defaults."""
+    tables: dict[str, Any] = {}
+    for key, setting in settings.items():
         *sections, name = key.split(".")
-        table = root
+        table = tables
         for section in sections:
             table = table.setdefault(section, {})
-        table[name] = value
-    return root
+        table[name] = setting.value
+    return msgspec.convert(tables, Config)
 
 
 def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:

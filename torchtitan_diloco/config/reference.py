@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from operator import attrgetter
 
 from torchtitan_diloco.config.schema import Config, format_value
-from torchtitan_diloco.diloco.config import describe, setting_types
+from torchtitan_diloco.diloco.fields import describe, setting_types
 
 Row = tuple[str, str, str, str]
 """Key, values, default and text of a setting."""
@@ -69,16 +69,14 @@ def markdown() -> str:
     lines = [INTRODUCTION]
     for name, summary, rows in sections():
         lines += [
-            f"## [{name}]",
-            "",
-            summary,
-            "",
+            f"## [{name}]\n",
+            f"{summary}\n",
             "| key | values | default | |",
             "|---|---|---|---|",
         ]
-        lines += [
-            f"| `{key}` | {values} | `{default}` | {text} |" for key, values, default, text in rows
-        ]
+        for key, values, default, text in rows:
+            code = default if default == "not set" else f"`{default}`"
+            lines.append(f"| `{key}` | {values} | {code} | {text} |")
         lines.append("")
     return "\n".join(lines)
 

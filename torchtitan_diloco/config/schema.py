@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import DiLoCo, Fraction, NotNegative, Positive
-from torchtitan_diloco.diloco.config import flat_settings as flat_settings
+from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ PaperFlavor = Literal["diloco-60m", "diloco-150m", "diloco-400m"]
 
 @dataclass(frozen=True)
 class Model:
-    """Model: a named shape, and changes to it."""
+    """Model architecture: a named shape, and changes to it."""
 
     name: Literal["chinchilla"] = "chinchilla"
     """Model family."""
     flavor: Literal["debug", ScalingFlavor, PaperFlavor] = "debug"
-    """Named shape: from the Streaming DiLoCo and scaling-law papers, or the DiLoCo paper."""
+    """Named shape. `35m` to `10b`: Streaming DiLoCo and its scaling laws. `diloco-...`: DiLoCo."""
     weights: str = ""
     """Initial weights of a new run: an exported safetensors file, or its folder. Empty: random."""
     layers: Positive | None = None
@@ -111,8 +111,7 @@ class Training:
     batch_size: Positive = 8
     """Sequences per rank and forward pass."""
     global_batch_size: Positive | None = None
-    """Sequences per step over all workers, reached by gradient accumulation. Not set: workers x
-    ranks x `batch_size`, without accumulation."""
+    """Sequences per step over all workers, by gradient accumulation. Not set: no accumulation."""
     steps: NotNegative = 0
     """Length of the run in steps. Set one of `steps`, `tokens` and `tokens_per_parameter`."""
     tokens: NotNegative = 0
@@ -127,7 +126,7 @@ class Training:
     max_skipped_steps: NotNegative = 10
     """Steps with non-finite gradients are skipped. More than this many in a row end the run."""
     z_loss: Annotated[float, Meta(ge=0)] = 1e-4
-    """Weight of the z-loss, which keeps logits from drifting (their log-partition, squared)."""
+    """Weight of the z-loss (squared log-partition of the logits, which keeps them small)."""
     loss_chunk_tokens: Positive = 2048
     """Tokens whose fp32 logits are in memory at once while the loss is computed."""
 
@@ -145,8 +144,8 @@ class Optimizer:
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Term added to the square root of the second moment."""
     weight_decay: Annotated[float, Meta(ge=0)] | Literal["1/steps"] = 0.1
-    """Decoupled weight decay of the matrices; norms have none. `1/steps`: one divided by the length
-    of the run, as in the scaling-law papers."""
+    """Decoupled weight decay of the matrices; norms have none. `1/steps`: one divided by the steps
+    of the run, as in the scaling-law paper."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,8 @@ class Checkpoint:
     """`auto`: resume from the latest checkpoint in `run.folder`, if any. `never`: start a new run.
     A run folder: resume that run there. A checkpoint folder: start a new run from it."""
     new_workers: Literal["fresh", "copy"] = "fresh"
-    """Optimizer state of workers that the saved run did not have: `fresh`, or a `copy` of another
-    worker's. They start from the shared parameters."""
+    """Inner optimizer state of workers that the saved run did not have: `fresh`, or a `copy` of
+    another worker's. Their parameters are the shared ones."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,9 @@
-"""Settings of the outer loop (`[diloco]` and its subsections), and validation of settings."""
+"""Settings of the outer loop: the `[diloco]` section and its subsections, and their checks."""
 
-import difflib
-import math
-import re
-import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -138,137 +133,66 @@ class DiLoCo:
     link: Link = field(default_factory=Link)
 
 
-def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of each setting of a dataclass by dotted key, nested sections included."""
-    found: dict[str, Any] = {}
-    for name, kind in get_type_hints(section, include_extras=True).items():
-        if is_dataclass(kind):
-            found |= setting_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            found[prefix + name] = kind
-    return found
-
-
-def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the value of each setting of a dataclass by dotted key, nested sections included."""
-    found: dict[str, Any] = {}
-    for entry in fields(section):
-        value = getattr(section, entry.name)
-        if is_dataclass(value):
-            found |= flat_settings(value, f"{prefix}{entry.name}.")
-        else:
-            found[prefix + entry.name] = value
-    return found
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """Return `value` as the type of a setting, or raise a ValueError that says what is allowed.
-
-    Integers may be written as floats, such as 25e9. NaN, infinity and integers of more than 64 bits
-    are refused.
-    """
-    candidates = [value]
-    if isinstance(value, float):
-        candidates = [float(value)] if math.isfinite(value) else []
-        candidates += [int(value)] if value.is_integer() else []
-    for candidate in candidates:
-        try:
-            converted = msgspec.convert(candidate, kind)
-        except msgspec.ValidationError:
-            continue
-        if isinstance(converted, int) and converted >= 2**63:
-            raise ValueError("is too large: it must fit in 64 bits")
-        return converted
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
-    nearest = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    hint = f" (did you mean {nearest[0]}?)" if nearest else ", in quotes" if kind is str else ""
-    raise ValueError(f"must be {describe(kind)}{hint}")
-
-
-def describe(kind: Any) -> str:
-    """Describe the values that a setting of this type takes, such as "an integer >= 1"."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        rule = arguments[1]
-        signs = {">=": rule.ge, ">": rule.gt, "<=": rule.le, "<": rule.lt}
-        bounds = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
-        return f"{describe(arguments[0])} {' and '.join(bounds)}"
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(member) for member in arguments if member is not type(None))
-    if origin is tuple:
-        return "a list of " + re.sub(r"^an? (\w+)", r"\1s", describe(arguments[0]))
-    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
-
-
-def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
-    """Check the values of a section that was made in Python. Return (key, reason) pairs."""
-    kinds, found = setting_types(type(section)), []
-    for key, value in flat_settings(section).items():
-        try:
-            convert(value, kinds[key])
-        except KeyError:
-            found.append((f"{prefix}.{key}", f"is {value!r}: must be a section"))
-        except ValueError as error:
-            found.append((f"{prefix}.{key}", f"is {value!r}: {error}"))
-    return found
-
-
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Block sizes that divide the unit of the wire formats."""
+"""Numbers of values that may share a scale: the divisors of the wire formats' unit."""
+
+Mistakes = Iterator[tuple[str, str]]
+"""Dotted keys of settings, each with what is wrong about it."""
 
 
-def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
-    """Check settings of the outer loop against each other. Yield (key, reason) pairs."""
+def diloco_mistakes(diloco: DiLoCo) -> Mistakes:
+    """Check settings of the outer loop that depend on each other."""
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         yield (
             "diloco.fragments.modules",
-            'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither',
+            'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
         )
     if diloco.overlap.delay >= diloco.sync_every:
         yield (
             "diloco.overlap.delay",
-            f"must be less than diloco.sync_every = {diloco.sync_every}: a fragment must be back "
-            "before it is sent again",
+            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be "
+            "back before it is sent again",
         )
     outer = diloco.outer_optimizer
     if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
         yield (
             "diloco.outer_optimizer.decay_rounds",
-            "must be greater than diloco.outer_optimizer.warmup_rounds = "
+            "must be larger than diloco.outer_optimizer.warmup_rounds = "
             f'{outer.warmup_rounds} with decay = "{outer.decay}"',
         )
 
 
-def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[str, str]]:
-    """Find settings of the wire format that have no effect. `workers` is their actual number."""
+def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
+    """Check for formats that would have no effect. `workers`: how many there really are."""
     codecs = {chosen.codec, chosen.gather_codec} - {"same"}
     if chosen.block_size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda size: abs(size - chosen.block_size))
         yield (
             "diloco.quantization.block_size",
-            f"is {chosen.block_size}, but must be one of {', '.join(map(str, BLOCK_SIZES))} "
-            f"(the nearest is {nearest})",
+            f"is {chosen.block_size}, and the formats have blocks of "
+            f"{', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
         )
     elif chosen.block_size != Quantization.block_size and codecs <= {"fp32", "bf16"}:
         yield (
             "diloco.quantization.block_size",
             f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a "
-            "codec of 8 bits or fewer",
+            "format of 8 bits or fewer",
         )
     if chosen.gather_codec != "same" and workers <= 2:
         yield (
             "diloco.quantization.gather_codec",
-            f"is only used with more than two workers, and there are {workers}: leave it out",
+            "is the format of the means that go back when there are more than two workers, and "
+            f"there are {workers}: leave it out",
         )
     if chosen.rounding == "stochastic" and codecs == {"fp32"}:
         yield (
             "diloco.quantization.rounding",
-            'is "stochastic", but fp32 is not rounded: leave it out, or choose another codec',
+            'is "stochastic", and fp32 is not rounded: leave it out, or choose another '
+            "diloco.quantization.codec",
         )
     if chosen.error_feedback and chosen.codec == "fp32":
         yield (
             "diloco.quantization.error_feedback",
-            "has no effect, because fp32 loses nothing: leave it out, or choose another codec",
+            "has no effect, as fp32 loses nothing: leave it out, or choose another "
+            "diloco.quantization.codec",
         )

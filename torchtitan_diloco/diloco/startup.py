@@ -14,10 +14,9 @@ from torchtitan_diloco.diloco.config import (
     DiLoCo,
     Link,
     diloco_mistakes,
-    field_mistakes,
-    flat_settings,
     quantization_mistakes,
 )
+from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.transport import transports
 from torchtitan_diloco.utils import code_fingerprint, find_differences
