@@ -26,7 +26,7 @@ from benchmarks.arguments import further_settings, positive
 from benchmarks.parity_tables import SET_BY_THE_TABLE, TABLES, Settings, Table
 from benchmarks.table import print_table
 from torchtitan_diloco.config import from_command_line
-from torchtitan_diloco.config.fields import flat_settings
+from torchtitan_diloco.config.schema import flat_settings
 
 LOSS = "validation/loss_nats_per_token_global"
 

@@ -27,10 +27,9 @@ from torchtitan_diloco.components.run_claim import claim_run_folder
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.step_time import TimedIterator
 from torchtitan_diloco.components.validation import Validator
-from torchtitan_diloco.config.fields import flat_settings
-from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.config.toml_writer import to_toml
-from torchtitan_diloco.config.unused import unused_settings
+from torchtitan_diloco.config.checks import unused_settings
+from torchtitan_diloco.config.loader import to_toml
+from torchtitan_diloco.config.schema import Config, flat_settings
 from torchtitan_diloco.data.loader import (
     build_train_loader,
     build_validation_batches,

@@ -20,8 +20,8 @@ from tests.test_trainer import curve, join, records
 from torchtitan_diloco import generate, validate
 from torchtitan_diloco.components.checkpoint_folder import fingerprint, read_manifest
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.loader import config_from_text
+from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.tokenizer import build_tokenizer, format_ranks
 from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.dense import load_safetensors

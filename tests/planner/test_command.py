@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.loader import load_config, shipped_configs
+from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner.paper_table import paper_table
 

@@ -1,84 +1,96 @@
-"""Settings that are fine alone and wrong together. Each check yields (key, what is wrong and the remedy)."""
+"""Checks across settings: values that contradict each other, and values that have no effect."""
 
 from collections.abc import Iterator
 
-from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.config import diloco_mistakes, quantization_mistakes
 
-HORIZON = ("training.steps", "training.tokens", "training.tokens_per_parameter")
-ALTERNATIVES = (HORIZON,)
-"""Groups of keys of which exactly one is set (not 0)."""
+RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
+"""Alternatives: exactly one of these settings is not 0."""
+
+PARTS = ("strided", "sequential", "balanced")
+MOMENTUM = ("nesterov", "momentum", "adam", "sign_momentum")
+READ_WITH = {
+    "lr_schedule.decay_fraction": ("lr_schedule.decay", ("wsd",)),
+    "lr_schedule.floor": ("lr_schedule.decay", ("cosine", "linear", "wsd")),
+    "model.rotary_base": ("model.positions", ("rotary",)),
+    "activation_checkpoint.every": ("activation_checkpoint.mode", ("every_nth",)),
+    "diloco.fragments.layers_per_fragment": ("diloco.fragments.pattern", PARTS),
+    "diloco.fragments.blocks": ("diloco.fragments.pattern", PARTS),
+    "diloco.outer_optimizer.momentum": ("diloco.outer_optimizer.name", MOMENTUM),
+    "diloco.outer_optimizer.beta2": ("diloco.outer_optimizer.name", ("adam",)),
+    "diloco.outer_optimizer.epsilon": ("diloco.outer_optimizer.name", ("adam",)),
+    "diloco.outer_optimizer.decay_rounds": ("diloco.outer_optimizer.decay", ("cosine", "linear")),
+    "diloco.outer_optimizer.floor": ("diloco.outer_optimizer.decay", ("cosine", "linear")),
+}
+"""Setting -> the setting that decides whether it is read, and the values with which it is read."""
 
 
-def cross_field_mistakes(config: Config) -> Iterator[tuple[str, str]]:
-    yield from _run(config)
-    yield from _horizon(config)
-    yield from _batch(config)
-    yield from _worker_shards(config)
-    if config.diloco.method != "none":  # which reads none of this
+def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    """Check settings against each other. Yield (key, reason and remedy) pairs."""
+    yield from _training_mistakes(config)
+    if config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco)
         yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
-    if config.optimizer.beta1 >= config.optimizer.beta2:
+    if "/" in config.run.name or "\\" in config.run.name:
+        yield "run.name", "must not contain slashes: set run.folder to choose another folder"
+    if config.data.shard_by != "none" and (
+        config.diloco.workers == 1 or config.diloco.method == "none"
+    ):
         yield (
-            "optimizer.beta1",
-            f"must be below optimizer.beta2 = {config.optimizer.beta2:g}, as the first moment has the shorter memory",
+            "data.shard_by",
+            "needs several workers that train independently "
+            '(diloco.workers > 1, diloco.method = "streaming"): leave it out',
         )
+    if config.optimizer.beta1 >= config.optimizer.beta2:
+        yield "optimizer.beta1", f"must be less than optimizer.beta2 = {config.optimizer.beta2:g}"
     if config.run.device == "cpu" and config.parallel.compute_dtype == "bfloat16":
         yield (
             "parallel.compute_dtype",
-            'bfloat16 needs run.device = "cuda"; use "auto" or "float32" on the CPU',
+            'needs run.device = "cuda": use "auto" or "float32" on the CPU',
         )
     if config.profiling.every and config.profiling.every <= config.profiling.steps:
         yield (
             "profiling.every",
-            f"must be above profiling.steps = {config.profiling.steps}, as a step of warm-up comes before each trace, or 0 for "
-            "one trace",
+            f"must be greater than profiling.steps = {config.profiling.steps}, because one warm-up "
+            "step precedes each trace; or 0 for one trace",
         )
 
 
-def _run(config: Config) -> Iterator[tuple[str, str]]:
-    if "/" in config.run.name or "\\" in config.run.name:
-        yield (
-            "run.name",
-            "names a folder below outputs/, so it has no slashes; set run.folder for another place",
-        )
-
-
-def _horizon(config: Config) -> Iterator[tuple[str, str]]:
-    chosen = [key for key in HORIZON if getattr(config.training, key.removeprefix("training."))]
-    if not chosen:
-        yield HORIZON[0], "the run has no length; set one of " + ", ".join(HORIZON)
-    elif len(chosen) > 1:
-        yield (
-            chosen[1],
-            f"the length of the run is already given by {chosen[0]}; set one of them to 0",
-        )
-
-
-def _batch(config: Config) -> Iterator[tuple[str, str]]:
-    total = config.training.global_batch_size
-    if total is None:
-        return
-    ranks = config.diloco.workers * max(1, config.parallel.fsdp)
-    share = ranks * config.training.batch_size
-    if total % share:
+def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    training = config.training
+    lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
+    if not lengths:
+        yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
+    elif len(lengths) > 1:
+        yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    workers, ranks = config.diloco.workers, max(1, config.parallel.fsdp)
+    smallest = workers * ranks * training.batch_size
+    if training.global_batch_size is not None and training.global_batch_size % smallest:
         yield (
             "training.global_batch_size",
-            f"must be a multiple of workers x ranks x training.batch_size = {config.diloco.workers} x "
-            f"{max(1, config.parallel.fsdp)} x {config.training.batch_size} = {share}",
+            "must be a multiple of workers x ranks x training.batch_size = "
+            f"{workers} x {ranks} x {training.batch_size} = {smallest}",
         )
 
 
-def _worker_shards(config: Config) -> Iterator[tuple[str, str]]:
-    if config.data.shard_by != "none" and (
-        config.diloco.method == "none" or config.diloco.workers == 1
-    ):
-        reason = (
-            'diloco.method = "none" averages gradients'
-            if config.diloco.workers > 1
-            else "there is one worker"
-        )
+def unused_settings(config: Config) -> Iterator[str]:
+    """Yield one line for each changed setting that has no effect beside the others."""
+    defaults, chosen = flat_settings(Config()), flat_settings(config)
+    streaming = config.diloco.method != "none"
+    for key, (decider, values) in READ_WITH.items():
+        if key.startswith("diloco.") and not streaming:
+            continue
+        if chosen[key] != defaults[key] and chosen[decider] not in values:
+            yield (
+                f"{key} = {format_value(chosen[key])} has no effect with "
+                f"{decider} = {format_value(chosen[decider])}: it is for "
+                + " and ".join(map(format_value, values))
+            )
+    fragments = config.diloco.fragments
+    whole = streaming and fragments.layers_per_fragment == 0
+    if whole and fragments.pattern in ("sequential", "balanced"):
         yield (
-            "data.shard_by",
-            f"gives workers that train apart documents of their own, and {reason}: leave it out",
+            f'diloco.fragments.pattern = "{fragments.pattern}" has no effect with '
+            "diloco.fragments.layers_per_fragment = 0: the whole model is one fragment"
         )

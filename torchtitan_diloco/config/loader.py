@@ -1,248 +1,251 @@
-"""TOML files and command-line settings -> one checked Config.
+"""TOML files and command line to Config, and back to TOML.
 
-Precedence: command line > TOML > what the TOML extends > default.
+Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
-import ast
-import dataclasses
 import difflib
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from torchtitan_diloco.config.checks import ALTERNATIVES, cross_field_mistakes
-from torchtitan_diloco.config.fields import FieldSpec, convert, field_specs, parse_text
-from torchtitan_diloco.config.mistakes import ConfigError, InvalidValueError, Mistake
-from torchtitan_diloco.config.schema import Config
+import msgspec
+import tomli
+import tomli_w
+
+from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
+from torchtitan_diloco.config.schema import Config, flat_settings, format_value
+from torchtitan_diloco.diloco.fields import convert, setting_types
 
 CONFIGS_FOLDER = Path(__file__).parents[2] / "train_configs"
-SPECS: dict[str, FieldSpec] = {spec.key: spec for spec in field_specs(Config)}
+DEFAULT_CONFIG = "debug"
 COMMAND_LINE = "command line"
+TYPES = setting_types(Config)
+SECTIONS = {key.rpartition(".")[0] for key in TYPES}
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A value somebody gave, and where."""
+class ConfigError(ValueError):
+    """Error that lists all mistakes in a configuration."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        super().__init__("\n  ".join([f"{count} in the configuration:", *mistakes]))
+
+
+class Setting(NamedTuple):
+    """Valid value of a setting, and where it was given."""
 
     value: Any
     origin: str
 
 
 def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Config:
-    """The config of a TOML (a bare name is found in train_configs/) with command-line settings on top."""
-    mistakes: list[Mistake] = []
+    """Load a TOML file (a path, or a name in train_configs/) with command-line settings on top."""
+    mistakes: list[str] = []
     path = find_config(name_or_path)
-    settings = _overlay(_read_toml(path, mistakes), _from_words(overrides or {}, mistakes))
-
-    values: dict[str, Any] = {}
-    for key, setting in settings.items():
-        if key not in SPECS:
-            mistakes.append(Mistake(setting.origin, key, setting.value, _unknown_key(key)))
-            continue
-        try:
-            values[key] = convert(setting.value, SPECS[key].annotation)
-        except InvalidValueError as error:
-            mistakes.append(Mistake(setting.origin, key, setting.value, str(error)))
-    values.setdefault("run.name", path.stem)
-
-    config: Config = _build(Config, values, prefix="")
-    if (
-        not mistakes
-    ):  # a value that was refused would show up a second time as a cross-field mistake
-        for key, reason in cross_field_mistakes(config):
+    below = _read_file(path, mistakes)
+    words = {key: _parse_word(text, TYPES.get(key)) for key, text in (overrides or {}).items()}
+    settings = _overlay(below, _valid_settings(words, COMMAND_LINE, mistakes))
+    if "run.name" not in settings or not settings["run.name"].value:
+        settings["run.name"] = Setting(path.stem, "default")
+    config = _build(settings)
+    if not mistakes:  # a wrong value was replaced by the default, which could be a second mistake
+        for key, reason in config_mistakes(config):
             origin = settings[key].origin if key in settings else "default"
-            mistakes.append(Mistake(origin, key, values.get(key, SPECS[key].default), reason))
+            mistakes.append(_mistake(origin, key, flat_settings(config)[key], reason))
     if mistakes:
         raise ConfigError(mistakes)
     return config
 
 
-def config_from_text(texts: Mapping[str, str], origin: str) -> Config:
-    """The config whose flat settings, each as `str()` writes it, were saved in `origin`. Keys that are not there, because
-    they are newer, have their defaults."""
-    mistakes: list[Mistake] = []
-    values: dict[str, Any] = {}
-    for key, text in texts.items():
-        if key not in SPECS:
-            reason = "is a setting that this program does not have: use the one that saved it"
-            mistakes.append(Mistake(origin, key, text, reason))
-            continue
-        try:
-            values[key] = convert(
-                _written_by_str(text, SPECS[key].annotation), SPECS[key].annotation
-            )
-        except InvalidValueError as error:
-            mistakes.append(Mistake(origin, key, text, f"{error}: is the file damaged?"))
+def parse_config(toml_text: str, origin: str) -> Config:
+    """Parse what `to_toml` wrote. Missing settings, which are newer, have their defaults."""
+    mistakes: list[str] = []
+    table = _parse_toml(toml_text, origin)
+    unknown = "is a setting that this version does not have: use the version that saved it"
+    settings = _valid_settings(table, origin, mistakes, unknown)
     if mistakes:
         raise ConfigError(mistakes)
-    config: Config = _build(Config, values, prefix="")
-    return config
+    return _build(settings)
 
 
-def _written_by_str(text: str, annotation: Any) -> Any:
-    if annotation is str or get_origin(annotation) is Literal:
-        return text
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text  # one of the words that a field takes beside numbers
-
-
-def find_config(name_or_path: str) -> Path:
-    """The file meant by a path, or by a bare name (`1b`, `1b.toml`) in train_configs/."""
-    given = Path(name_or_path).expanduser()
-    candidates = [given]
-    if len(given.parts) == 1:
-        candidates += [CONFIGS_FOLDER / given, CONFIGS_FOLDER / f"{given}.toml"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    names = shipped_configs()
-    nearest = difflib.get_close_matches(given.name.removesuffix(".toml"), names, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    reason = f"no such file; {hint}train_configs/ has {', '.join(names) or 'nothing here: it is in the repository'}"
-    raise ConfigError([Mistake(COMMAND_LINE, "--config", name_or_path, reason)])
-
-
-def shipped_configs() -> list[str]:
-    return sorted(path.stem for path in CONFIGS_FOLDER.glob("*.toml"))
-
-
-def _read_toml(
-    path: Path, mistakes: list[Mistake], children: tuple[Path, ...] = ()
-) -> dict[str, Setting]:
-    """All settings of a TOML, those it inherits through `extends` included."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [Mistake(str(path), "(file)", path.name, f"is not valid TOML: {error}")]
-        ) from None
-    settings: dict[str, Setting] = {}
-    parent = table.pop("extends", None)
-    if parent is not None:
-        parent_path = _find_parent(parent, path)
-        if parent_path.resolve() in [child.resolve() for child in (*children, path)]:
-            raise ConfigError(
-                [
-                    Mistake(
-                        str(path),
-                        "extends",
-                        parent,
-                        "extends itself; remove one link of the circle",
-                    )
-                ]
-            )
-        settings.update(_read_toml(parent_path, mistakes, (*children, path)))
-    own: dict[str, Setting] = {}
-    _flatten(table, "", str(path), own, mistakes)
-    return _overlay(settings, own)
-
-
-def _from_words(words: Mapping[str, str], mistakes: list[Mistake]) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {}
-    for key, text in words.items():
-        if _is_section(key):
-            mistakes.append(
-                Mistake(
-                    COMMAND_LINE, key, text, f"is a section; set one of its keys: {_keys_of(key)}"
-                )
-            )
-        else:
-            value = parse_text(text, SPECS[key].annotation) if key in SPECS else text
-            settings[key] = Setting(value, COMMAND_LINE)
-    return settings
-
-
-def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
-    """`above` goes first. Of keys that exclude each other, one given above takes back the others given below, so that
-    `--training.steps 100` is enough to shorten a preset that counts its length in tokens."""
-    taken_back = {
-        other
-        for group in ALTERNATIVES
-        for key in group
-        if key in above and above[key].value
-        for other in group
-    }
-    return {key: setting for key, setting in below.items() if key not in taken_back} | above
-
-
-def _find_parent(parent: Any, child: Path) -> Path:
-    if not isinstance(parent, str):
-        raise ConfigError(
-            [Mistake(str(child), "extends", parent, 'must name one TOML file, "like-this.toml"')]
-        )
-    beside = child.parent / parent
-    if beside.is_file():
-        return beside
-    try:
-        return find_config(parent)
-    except ConfigError:
-        reason = (
-            f"no such file beside {child} or in train_configs/ ({', '.join(shipped_configs())})"
-        )
-        raise ConfigError([Mistake(str(child), "extends", parent, reason)]) from None
-
-
-def _flatten(
-    table: dict[str, Any],
-    prefix: str,
-    origin: str,
-    settings: dict[str, Setting],
-    mistakes: list[Mistake],
-) -> None:
-    for name, value in table.items():
-        key = prefix + name
-        is_section = _is_section(key)
-        if isinstance(value, dict) and (is_section or value):
-            _flatten(value, f"{key}.", origin, settings, mistakes)
-        elif is_section:
-            reason = f"is a section; write it as [{key}] with keys below it: {_keys_of(key)}"
-            mistakes.append(Mistake(origin, key, value, reason))
-        elif not isinstance(value, dict) or key in SPECS:
-            settings[key] = Setting(value, origin)
-        else:
-            mistakes.append(Mistake(origin, f"[{key}]", value, _unknown_key(key)))
-
-
-def _is_section(key: str) -> bool:
-    return any(known.startswith(f"{key}.") for known in SPECS)
-
-
-def _keys_of(section: str) -> str:
-    return ", ".join(
-        key.removeprefix(f"{section}.") for key in SPECS if key.startswith(f"{section}.")
+def to_toml(config: Config) -> str:
+    """Return all settings as TOML, defaults included. Settings that are not set are left out."""
+    return tomli_w.dumps(
+        asdict(config, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
     )
 
 
-def _unknown_key(key: str) -> str:
-    """Names the key that was probably meant: in the same section first, then of the same name elsewhere, then alike."""
-    section, _, leaf = key.rpartition(".")
-    siblings = [known for known in SPECS if known.rpartition(".")[0] == section]
-    leaves = {known.rpartition(".")[2]: known for known in siblings}
-    near_leaves = difflib.get_close_matches(leaf, leaves, n=1)
-    same_leaf = [known for known in SPECS if known.rpartition(".")[2] == leaf]
-    if near_leaves:
-        meant = leaves[near_leaves[0]]
-    elif same_leaf:
-        meant = same_leaf[0]
-    elif siblings:
-        return f"unknown key; [{section}] has {', '.join(leaves)}"
-    else:
-        near_keys = difflib.get_close_matches(key, SPECS, n=1, cutoff=0.5)
-        meant = near_keys[0] if near_keys else ""
-    hint = f"did you mean {meant}?" if meant else "`./run_train.sh --help` lists all keys"
-    return f"unknown {'key' if siblings else 'section or key'}; {hint}"
+def from_command_line(words: list[str]) -> Config | None:
+    """Load the configuration of a command line, or print what was asked for and return None."""
+    flags = {"--help", "-h", "--print-config"}.intersection(words)
+    if flags & {"--help", "-h"}:
+        from torchtitan_diloco.config.reference import help_text  # not needed to train
+
+        print(help_text(shipped_configs()))
+        return None
+    settings: dict[str, str] = {}
+    mistakes: list[str] = []
+    remaining = [word for word in words if word not in flags]
+    while remaining:
+        word = remaining.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key:
+            mistakes.append(f"{COMMAND_LINE}: {word}: settings look like --section.key VALUE")
+        elif equals:
+            settings[key] = value
+        elif remaining and not remaining[0].startswith("--"):
+            settings[key] = remaining.pop(0)
+        else:
+            mistakes.append(f"{COMMAND_LINE}: {word}: needs a value: {word} VALUE")
+    if mistakes:
+        raise ConfigError(mistakes)
+    config = load_config(settings.pop("config", DEFAULT_CONFIG), settings)
+    if flags:
+        print(to_toml(config), end="")
+        return None
+    return config
 
 
-def _build(section: type, values: Mapping[str, Any], prefix: str) -> Any:
-    arguments: dict[str, Any] = {}
-    hints = get_type_hints(section)
-    for field in dataclasses.fields(section):
-        key = prefix + field.name
-        if dataclasses.is_dataclass(hints[field.name]):
-            arguments[field.name] = _build(hints[field.name], values, f"{key}.")
-        elif key in values:
-            arguments[field.name] = values[key]
-    return section(**arguments)
+def find_config(name_or_path: str, child: Path | None = None) -> Path:
+    """Return the file of a path, or of a name in train_configs/ (`1b`, `1b.toml`).
+
+    If it is extended by `child`, the path is relative to the folder of `child`.
+    """
+    try:
+        given = Path(name_or_path).expanduser()
+        candidates = [given if child is None else child.parent / given]
+        if len(given.parts) == 1:
+            candidates += [CONFIGS_FOLDER / given, CONFIGS_FOLDER / f"{given}.toml"]
+        for candidate in candidates:
+            if candidate.is_file():
+                return candidate
+        reason = "is not a regular file" if candidates[0].exists() else "no such file"
+    except (OSError, RuntimeError):  # such as a name that is too long, or the home of nobody
+        reason = "cannot be opened"
+    names = shipped_configs()
+    nearest = difflib.get_close_matches(Path(name_or_path).stem, names, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    reason = f"{reason}; {hint}train_configs/ has {', '.join(names) or 'no files'}"
+    origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
+    raise ConfigError([_mistake(origin, key, name_or_path, reason)])
+
+
+def shipped_configs() -> list[str]:
+    """Return the names of the files in train_configs/."""
+    return sorted(path.stem for path in CONFIGS_FOLDER.glob("*.toml"))
+
+
+def _read_file(
+    path: Path, mistakes: list[str], children: tuple[Path, ...] = ()
+) -> dict[str, Setting]:
+    """Read the settings of a TOML file, including those that it inherits through `extends`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    table = _parse_toml(text, str(path))
+    parent = table.pop("extends", None)
+    settings = _valid_settings(table, str(path), mistakes)
+    if parent is None:
+        return settings
+    reason = "must be the name of one TOML file, in quotes"
+    if isinstance(parent, str):
+        parent_path, children = find_config(parent, path), (*children, path.resolve())
+        if parent_path.resolve() not in children:
+            return _overlay(_read_file(parent_path, mistakes, children), settings)
+        reason = "extends itself: remove one of the files from the circle"
+    raise ConfigError([_mistake(str(path), "extends", parent, reason)])
+
+
+def _parse_toml(text: str, origin: str) -> dict[str, Any]:
+    try:
+        return tomli.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{origin}: is not valid TOML: {error}"]) from None
+
+
+def _parse_word(text: str, kind: Any) -> Any:
+    """Return the value that a word of the command line stands for: text, `none`, `0,1` or TOML."""
+    if kind in (None, str) or get_origin(kind) is Literal:
+        return text
+    if text == "none" and type(None) in get_args(kind):
+        return None
+    is_bare_list = get_origin(kind) is tuple and not text.startswith("[")
+    try:
+        table = tomli.loads(f"value = [{text}]" if is_bare_list else f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def _valid_settings(
+    table: Mapping[str, Any], origin: str, mistakes: list[str], unknown: str = ""
+) -> dict[str, Setting]:
+    """Return the valid settings of a table, and add what is wrong with others to `mistakes`."""
+    settings: dict[str, Setting] = {}
+    for key, value in flatten(table):
+        try:
+            if key not in TYPES:
+                raise ValueError(unknown or _why_unknown(key))
+            settings[key] = Setting(convert(value, TYPES[key]), origin)
+        except ValueError as error:
+            mistakes.append(_mistake(origin, key, value, str(error)))
+    return settings
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting. Unknown sections are values."""
+    for name, value in table.items():
+        if isinstance(value, dict) and prefix + name in SECTIONS:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _build(settings: Mapping[str, Setting]) -> Config:
+    """Create the Config of valid settings. The others have their defaults."""
+    tables: dict[str, Any] = {}
+    for key, setting in settings.items():
+        *sections, name = key.split(".")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = setting.value
+    return msgspec.convert(tables, Config)
+
+
+def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
+    """Merge settings; `above` takes precedence.
+
+    A length of the run in `above` replaces every length in `below`, so that `--training.steps 100`
+    is enough to shorten any run.
+    """
+    if any(key in above and above[key].value for key in RUN_LENGTH):
+        below = {key: setting for key, setting in below.items() if key not in RUN_LENGTH}
+    return below | above
+
+
+def _why_unknown(key: str) -> str:
+    """Suggest a key that is spelled alike or has the same name, or list the keys of the section."""
+    section = key if key in SECTIONS else key.rpartition(".")[0]
+    if section != key:
+        same_name = [known for known in TYPES if known.endswith(f".{key.rpartition('.')[2]}")]
+        candidates = TYPES if section in SECTIONS else [*TYPES, *SECTIONS]
+        meant = difflib.get_close_matches(key, candidates, n=1, cutoff=0.8)
+        meant = meant or difflib.get_close_matches(key, same_name, n=1, cutoff=0)
+        if meant:
+            return f"unknown key; did you mean {meant[0]}?"
+    names = [known.rpartition(".")[2] for known in TYPES if known.rpartition(".")[0] == section]
+    if names:
+        return f"is not a setting; [{section}] has {', '.join(names)}"
+    return "unknown section or key; `./run_train.sh --help` lists all keys"
+
+
+def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
+    """Describe a mistake, with the value shortened to 80 characters. Tables are not shown."""
+    try:
+        shown = "" if value is None or isinstance(value, dict) else f" = {format_value(value)}"
+    except ValueError:  # Python does not print integers of more than 4300 digits
+        shown = ""
+    return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"

@@ -1,4 +1,4 @@
-"""The settings of the outer loop: the `[diloco]` section and those inside it. All that `torchtitan_diloco.diloco` is told."""
+"""Settings of the outer loop: the `[diloco]` section and its subsections, and their checks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,52 +13,56 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Fragments:
-    """How the model is cut into the fragments that take turns."""
+    """Partition of the model into fragments, which synchronise in turn."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
-    """`strided`: fragment p holds blocks p, p + P, p + 2P ...; `sequential`: consecutive blocks; `balanced`: blocks and
-    rows of large matrices packed so that all fragments have about the same bytes; `explicit`: see `modules`."""
+    """Blocks of each of P fragments. `strided`: fragment p holds blocks p, p + P, p + 2P, ...
+    `sequential`: consecutive blocks. `balanced`: blocks, and rows of large matrices, such that all
+    fragments have about the same size. `explicit`: as listed in `modules`."""
     layers_per_fragment: NotNegative = 3
-    """Blocks in one fragment; what is outside the blocks (embedding, head, final norm) is a fragment of its own.
-    0: the whole model is one fragment, which is DiLoCo without streaming."""
+    """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
+    fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
     blocks: str = ""
     """Name of the module that holds the blocks. Empty: the longest ModuleList."""
     modules: tuple[tuple[str, ...], ...] = ()
-    """With `explicit`: for each fragment the names of its modules or parameters."""
+    """For `explicit`: the names of the modules or parameters of each fragment."""
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """What turns the workers' mean change into the next shared parameters."""
+    """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
-    """`sgd` with lr 1 is plain averaging (FedAvg, Local SGD); `sign_momentum` moves by the sign of the momentum."""
+    """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD). `sign_momentum` steps by
+    the sign of the momentum."""
     lr: Annotated[float, Meta(gt=0)] = 0.4
     """Peak outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    """Decay of the momentum; of the first moment with `adam`."""
+    """Decay rate of the momentum, or of the first moment with `adam`."""
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
-    """Decay of the second moment with `adam`."""
+    """Decay rate of the second moment. Only for `adam`."""
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
-    """Added to the root of the second moment with `adam`."""
+    """Term added to the square root of the second moment. Only for `adam`."""
     warmup_rounds: NotNegative = 0
     """Outer rounds of linear warm-up."""
     decay: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the outer learning rate after the warm-up."""
     decay_rounds: NotNegative = 0
-    """Outer rounds after which `cosine` and `linear` have reached the floor, warm-up included."""
+    """Outer rounds, warm-up included, until `cosine` and `linear` reach the floor."""
     floor: Fraction = 0.0
-    """Outer learning rate at the end of the decay, as a share of the peak."""
+    """Outer learning rate at the end of the decay, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Training goes on while a fragment is under way."""
+    """Overlap of training and communication."""
 
     delay: NotNegative = 1
-    """Steps between sending a fragment and applying what came back (tau). 0 waits for it at once."""
+    """Inner steps between sending a fragment and applying the result (tau). 0: wait for the result
+    at once."""
     mixing: Fraction = 0.5
-    """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1 keeps the local."""
+    """Weight of the local parameters when a result is applied (alpha). 0: take the shared
+    parameters. 1: keep the local ones."""
 
 
 CodecName = Literal[
@@ -68,51 +72,60 @@ CodecName = Literal[
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a fragment looks like on the wire. Sums are always fp32."""
+    """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
-    """Format of what every worker sends of its own. `fp4_e3m0` is the paper's; docs/wire-formats.md defines all of them."""
+    """Format of the deltas that workers send (docs/wire-formats.md). The paper uses `fp4_e3m0`."""
     gather_codec: Literal["same", CodecName] = "same"
-    """Format of the means that go back to all when there are more than two workers. `same`: that of `codec`."""
+    """Format of the means that come back. Only for more than two workers. `same`: as `codec`."""
     block_size: Positive = 64
-    """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or 1024. A scale is 8 bits."""
+    """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
+    bits or fewer."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down by chance, so that the mean of many is right; runs with the same seed draw the same
-    numbers."""
+    """`stochastic` rounds up or down at random, without bias. The random numbers depend on
+    `run.seed`."""
     error_feedback: bool = False
-    """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
+    """Add the encoding error of a fragment to the delta that is sent next. Takes 4 bytes per
+    parameter."""
     threads: Positive = 1
-    """CPU threads that encode and decode. More of them take cores from training. Outer state on a GPU is encoded there."""
+    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
+    GPU is encoded on the GPU."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The links between workers."""
+    """Communication between workers."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of the group between workers: `auto` is NCCL where every process has a GPU of its own, else gloo."""
+    """Backend of the process group between workers. `auto`: NCCL if every process has its own GPU,
+    else gloo."""
     interface: str = ""
-    """Network interface that gloo and NCCL use, such as `eth0`. Empty: what they find."""
+    """Network interface for gloo and NCCL, such as `eth0`. Empty: they choose one."""
     timeout_seconds: Positive = 600
-    """A worker that is silent for longer ends the run on all workers."""
+    """Seconds without an answer from a worker after which the run ends on all workers."""
     drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Chance that a worker is left out of the mean of a round, to study lossy links: it keeps its own parameters."""
+    """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
+    links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Where shared parameters and outer momentum live: host memory (pinned under CUDA) or the accelerator's. `auto` is
-    host memory with gloo, the accelerator's with NCCL."""
+    """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
+    is a GPU. `device`: GPU memory. `auto`: `cpu` with gloo, `device` with NCCL."""
 
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """How workers are kept together."""
+    """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
-    """`streaming`: workers train on their own and exchange fragments (Streaming DiLoCo; DiLoCo and Local SGD are
-    settings of it). `none`: data parallelism, gradients are averaged over all workers at every step (HSDP)."""
+    """`streaming`: workers train independently and exchange fragments (Streaming DiLoCo; DiLoCo
+    and Local SGD are special cases). `none`: data parallelism, which averages gradients over all
+    workers in every step (HSDP)."""
     workers: Positive = 1
-    """Number of workers (islands)."""
+    """Number of workers. A worker is a group of devices with fast links between them."""
     sync_every: Positive = 100
     """Inner steps between two exchanges of the same fragment (H)."""
+    measure_every: NotNegative = 10
+    """Outer rounds of a fragment between two in which norms, cosines and drift are measured.
+    0: never."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
@@ -121,12 +134,15 @@ class DiLoCo:
 
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Values that may share a scale: what divides the unit of the wire formats."""
+"""Numbers of values that may share a scale: the divisors of the wire formats' unit."""
+
+Mistakes = Iterator[tuple[str, str]]
+"""Dotted keys of settings, each with what is wrong about it."""
 
 
-def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
-    explicit = diloco.fragments.pattern == "explicit"
-    if explicit != bool(diloco.fragments.modules):
+def diloco_mistakes(diloco: DiLoCo) -> Mistakes:
+    """Check settings of the outer loop that depend on each other."""
+    if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         yield (
             "diloco.fragments.modules",
             'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
@@ -134,47 +150,49 @@ def diloco_mistakes(diloco: DiLoCo) -> Iterator[tuple[str, str]]:
     if diloco.overlap.delay >= diloco.sync_every:
         yield (
             "diloco.overlap.delay",
-            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be back before it is sent again",
+            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be "
+            "back before it is sent again",
         )
     outer = diloco.outer_optimizer
     if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
         yield (
             "diloco.outer_optimizer.decay_rounds",
-            f'must be larger than diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds} with decay = "{outer.decay}"',
+            "must be larger than diloco.outer_optimizer.warmup_rounds = "
+            f'{outer.warmup_rounds} with decay = "{outer.decay}"',
         )
 
 
-def quantization_mistakes(chosen: Quantization, workers: int) -> Iterator[tuple[str, str]]:
-    """Formats that do nothing, or nothing that was asked for. `workers` is how many there really are."""
+def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
+    """Check for formats that would have no effect. `workers`: how many there really are."""
+    codecs = {chosen.codec, chosen.gather_codec} - {"same"}
     if chosen.block_size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda size: abs(size - chosen.block_size))
         yield (
             "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and the formats have blocks of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
+            f"is {chosen.block_size}, and the formats have blocks of "
+            f"{', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
         )
-    elif chosen.block_size != Quantization.block_size and {chosen.codec, chosen.gather_codec} <= {
-        "fp32",
-        "bf16",
-        "same",
-    }:
+    elif chosen.block_size != Quantization.block_size and codecs <= {"fp32", "bf16"}:
         yield (
             "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a format of 8 bits or fewer",
+            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a "
+            "format of 8 bits or fewer",
         )
     if chosen.gather_codec != "same" and workers <= 2:
         yield (
             "diloco.quantization.gather_codec",
-            f"is the format of the means that go back when there are more than two workers, and there are {workers}: leave it "
-            "out",
+            "is the format of the means that go back when there are more than two workers, and "
+            f"there are {workers}: leave it out",
         )
-    rounded = [name for name in (chosen.codec, chosen.gather_codec) if name not in ("fp32", "same")]
-    if chosen.rounding == "stochastic" and not rounded:
+    if chosen.rounding == "stochastic" and codecs == {"fp32"}:
         yield (
             "diloco.quantization.rounding",
-            'is "stochastic", and fp32 is not rounded: leave it out, or choose another diloco.quantization.codec',
+            'is "stochastic", and fp32 is not rounded: leave it out, or choose another '
+            "diloco.quantization.codec",
         )
     if chosen.error_feedback and chosen.codec == "fp32":
         yield (
             "diloco.quantization.error_feedback",
-            "has nothing to feed back, as fp32 loses nothing: leave it out, or choose another diloco.quantization.codec",
+            "has no effect, as fp32 loses nothing: leave it out, or choose another "
+            "diloco.quantization.codec",
         )

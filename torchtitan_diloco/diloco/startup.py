@@ -9,9 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.config.fields import flat_settings, section_mistakes
 from torchtitan_diloco.diloco.codecs.fused import kernels_name
-from torchtitan_diloco.diloco.config import DiLoCo, Link, diloco_mistakes, quantization_mistakes
+from torchtitan_diloco.diloco.config import (
+    DiLoCo,
+    Link,
+    diloco_mistakes,
+    quantization_mistakes,
+)
+from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.transport import transports
 from torchtitan_diloco.utils import code_fingerprint, find_differences
@@ -22,7 +27,7 @@ PER_WORKER = {"diloco.link.interface", "diloco.link.outer_state"}
 
 def check_settings(config: DiLoCo, group: dist.ProcessGroup | None) -> None:
     """What the TOML loader has checked for a run has to be checked for a config that was made in Python."""
-    mistakes = section_mistakes(config, "diloco") or list(diloco_mistakes(config))
+    mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
     workers = 1 if group is None else group.size()
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":

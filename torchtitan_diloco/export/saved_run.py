@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.config.loader import to_toml
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.config.toml_writer import to_toml
 from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.export.dense import check_holds_no_weights, save_safetensors
 from torchtitan_diloco.export.hugging_face import save_hugging_face

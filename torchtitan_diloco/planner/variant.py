@@ -3,10 +3,8 @@
 import os
 from pathlib import Path
 
-from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config, load_config
-from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.config.toml_writer import format_value
+from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 
 
 def check_variant_path(path: Path) -> None:

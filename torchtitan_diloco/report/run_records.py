@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.config.toml_writer import format_value
+from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.utils import read_json_lines
 
 METRICS = "metrics.jsonl"

@@ -1,0 +1,70 @@
+"""Settings that contradict each other are errors; settings that have no effect are pointed out."""
+
+import pytest
+
+from torchtitan_diloco.config import Config, ConfigError, load_config
+from torchtitan_diloco.config.checks import READ_WITH, unused_settings
+from torchtitan_diloco.config.loader import shipped_configs
+from torchtitan_diloco.config.schema import flat_settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"training.steps": "0"}, "training.steps"),
+        ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
+        ({"training.global_batch_size": "17"}, "training.global_batch_size"),
+        ({"run.name": "../elsewhere"}, "run.name"),
+        ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
+        ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
+        ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
+        ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
+        ({"diloco.quantization.gather_codec": "bf16"}, "diloco.quantization.gather_codec"),
+        ({"data.shard_by": "clusters", "diloco.workers": "1"}, "data.shard_by"),
+        ({"data.shard_by": "random", "diloco.method": "none"}, "data.shard_by"),
+        ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
+        ({"run.device": "cpu", "parallel.compute_dtype": "bfloat16"}, "parallel.compute_dtype"),
+        ({"profiling.every": "2", "profiling.steps": "3"}, "profiling.every"),
+    ],
+)
+def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf": {key} = "):
+        load_config("debug", settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"diloco.outer_optimizer.name": "sgd"},
+            'momentum = 0.8 has no effect with diloco.outer_optimizer.name = "sgd"',
+        ),
+        (
+            {"diloco.outer_optimizer.decay_rounds": "9"},
+            'decay_rounds = 9 has no effect with diloco.outer_optimizer.decay = "constant"',
+        ),
+        (
+            {"lr_schedule.decay_fraction": "0.5"},
+            'decay_fraction = 0.5 has no effect with lr_schedule.decay = "cosine": it is for "wsd"',
+        ),
+        (
+            {"diloco.fragments.layers_per_fragment": "0", "diloco.fragments.pattern": "balanced"},
+            "the whole model is one fragment",
+        ),
+        ({"diloco.method": "none", "diloco.outer_optimizer.name": "sgd"}, None),
+    ],
+)
+def test_settings_without_effect_are_named(settings: dict[str, str], line: str | None) -> None:
+    found = list(unused_settings(load_config("debug", settings)))
+    assert len(found) == (line is not None)
+    assert line is None or line in found[0]
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_have_no_unused_settings(name: str) -> None:
+    assert not list(unused_settings(load_config(name)))
+
+
+def test_table_of_unused_settings_has_known_keys() -> None:
+    deciders = {decider for decider, _ in READ_WITH.values()}
+    assert {*READ_WITH, *deciders} <= set(flat_settings(Config()))

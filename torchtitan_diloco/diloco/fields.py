@@ -1,0 +1,87 @@
+"""Fields of config dataclasses: their types and values by dotted key, and validation by msgspec."""
+
+import difflib
+import math
+import re
+import types
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+
+def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of each setting of a dataclass by dotted key, nested sections included."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(section, include_extras=True).items():
+        if is_dataclass(kind):
+            found |= setting_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            found[prefix + name] = kind
+    return found
+
+
+def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of each setting of a dataclass by dotted key, nested sections included."""
+    found: dict[str, Any] = {}
+    for entry in fields(section):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            found |= flat_settings(value, f"{prefix}{entry.name}.")
+        else:
+            found[prefix + entry.name] = value
+    return found
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """Return `value` as the type of a setting, or raise a ValueError that says what is allowed.
+
+    Integers may be written as floats, such as 25e9. NaN, infinity and integers of more than 64 bits
+    are refused.
+    """
+    candidates = [value]
+    if isinstance(value, float):
+        candidates = [float(value)] if math.isfinite(value) else []
+        candidates += [int(value)] if value.is_integer() else []
+    for candidate in candidates:
+        try:
+            converted = msgspec.convert(candidate, kind)
+        except msgspec.ValidationError:
+            continue
+        if isinstance(converted, int) and converted >= 2**63:
+            raise ValueError("is too large: it must fit in 64 bits")
+        return converted
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    nearest = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ", in quotes" if kind is str else ""
+    raise ValueError(f"must be {describe(kind)}{hint}")
+
+
+def describe(kind: Any) -> str:
+    """Describe the values that a setting of this type takes, such as "an integer >= 1"."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        rule = arguments[1]
+        signs = {">=": rule.ge, ">": rule.gt, "<=": rule.le, "<": rule.lt}
+        bounds = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
+        return f"{describe(arguments[0])} {' and '.join(bounds)}"
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(member) for member in arguments if member is not type(None))
+    if origin is tuple:
+        return "a list of " + re.sub(r"^an? (\w+)", r"\1s", describe(arguments[0]))
+    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
+
+
+def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
+    """Check the values of a section that was made in Python. Return (key, reason) pairs."""
+    kinds, found = setting_types(type(section)), []
+    for key, value in flat_settings(section).items():
+        try:
+            convert(value, kinds[key])
+        except KeyError:
+            found.append((f"{prefix}.{key}", f"is {value!r}: must be a section"))
+        except ValueError as error:
+            found.append((f"{prefix}.{key}", f"is {value!r}: {error}"))
+    return found
