@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, load_config, shipped_configs
-from torchtitan_diloco.diloco.advice import advice
+from torchtitan_diloco.diloco.config import advice
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.models import MODELS
 

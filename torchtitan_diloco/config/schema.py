@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import DiLoCo, Fraction, NotNegative, Positive
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     distributed: Distributed = field(default_factory=Distributed)
-    diloco: DiLoCo = field(default_factory=DiLoCo)
+    diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
