@@ -43,7 +43,7 @@ from torchtitan_diloco.diloco.config import (
 )
 from torchtitan_diloco.diloco.exchange import CODED_PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.header import Header
+from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round

@@ -25,8 +25,8 @@ from torchtitan_diloco.components.checkpoint_folder import (
 )
 from torchtitan_diloco.components.run_folder import hold_run_folder
 from torchtitan_diloco.config.schema import Checkpoint
-from torchtitan_diloco.diloco.data_parallel import DataParallel
-from torchtitan_diloco.diloco.messages import WorkerLostError
+from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 

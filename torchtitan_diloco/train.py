@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_diloco.config import ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.diloco.messages import WorkerLostError
+from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.roll_call import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer

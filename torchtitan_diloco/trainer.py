@@ -38,8 +38,8 @@ from torchtitan_diloco.data.loader import (
 )
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.advice import advice
-from torchtitan_diloco.diloco.data_parallel import DataParallel
+from torchtitan_diloco.diloco.config import advice
+from torchtitan_diloco.diloco.outer_loop import DataParallel
 from torchtitan_diloco.distributed.agreement import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World

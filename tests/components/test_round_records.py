@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchtitan_diloco.components.reports import peak_bits_per_second
 from torchtitan_diloco.components.round_records import ahead_of_last
 from torchtitan_diloco.components.step_time import SHARES, TimedIterator, time_shares
-from torchtitan_diloco.diloco.config import DiLoCo, Overlap
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo, Overlap
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.planner.utilisation import Observed, measured_utilisation, worker_key
 

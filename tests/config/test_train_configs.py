@@ -13,7 +13,7 @@ from torchtitan_diloco.config.loader import (
     shipped_configs,
 )
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.diloco.advice import advice
+from torchtitan_diloco.diloco.config import advice
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.models import MODELS
 

@@ -11,7 +11,7 @@ from tests.conftest import REPOSITORY
 from tests.diloco.bytes_on_the_wire import CASES, NO_NETWORK, VALUES
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Quantization
-from torchtitan_diloco.diloco.header import HEADER_BYTES
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
 
 
 def test_the_interface_counts_what_we_count() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.diloco.test_streaming import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import chunks
-from torchtitan_diloco.diloco.chunks import Task, programme
+from torchtitan_diloco.diloco.chunks import Task, pipeline_schedule as programme
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.header import Header
+from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.distributed.world import WORKER
 
@@ -54,7 +54,7 @@ def _exchange(
             weight=weights[world.worker],
             checksum=0,
         )
-        headers, traffic = made.average(delta, header)
+        headers, traffic = made.average(delta, header, measured=True)
         assert [one.weight for one in headers] == weights
         assert sorted(traffic.heard) == [
             worker for worker in range(workers) if worker != world.worker

@@ -9,7 +9,7 @@ from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.header import HEADER_BYTES, Header
+from torchtitan_diloco.diloco.transport import HEADER_BYTES, Header
 from torchtitan_diloco.planner.outer_loop import payloads_of
 
 SIZES = [1, 1023, 5000, 100_001, CHUNK, 2 * CHUNK + 7777]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.diloco.config import CodecName, DiLoCo, Overlap, Quantization
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig as DiLoCo, Overlap, Quantization
 from torchtitan_diloco.planner.conditions import Conditions, Links, even_links
 from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco
 from torchtitan_diloco.planner.prediction import (

@@ -34,8 +34,8 @@ from torchtitan_diloco.components.inner_state import inner_state
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.data_parallel import DataParallel
-from torchtitan_diloco.diloco.meter import total
+from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.diloco.round import total
 from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger

@@ -32,8 +32,8 @@ from torchtitan_diloco.components.inner_state import (
 )
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.data_parallel import DataParallel
-from torchtitan_diloco.diloco.shared_model import shaped_like
+from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.diloco.state_dict import shaped_like
 from torchtitan_diloco.distributed.agreement import broadcast_text, gather_texts
 from torchtitan_diloco.distributed.world import World
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.metrics import MetricsWriter, Record
 from torchtitan_diloco.config.schema import Validation
-from torchtitan_diloco.diloco.shared_model import drop_gathered
+from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.distributed.reductions import sum_over_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger

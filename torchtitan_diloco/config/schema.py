@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import DiLoCo, Fraction, NotNegative, Positive
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
 
 
@@ -282,7 +282,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     distributed: Distributed = field(default_factory=Distributed)
-    diloco: DiLoCo = field(default_factory=DiLoCo)
+    diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

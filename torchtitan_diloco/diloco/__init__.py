@@ -1,9 +1,10 @@
 """Streaming DiLoCo for any training loop."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_diloco.diloco.config import DiLoCo as DiLoCoConfig
 from torchtitan_diloco.diloco.config import (
+    DiLoCoConfig,
     Fragments,
     Link,
     OuterOptimizer,
@@ -13,6 +14,7 @@ from torchtitan_diloco.diloco.config import (
 
 if TYPE_CHECKING:
     from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+    from torchtitan_diloco.diloco.transport import WorkerLostError
 
 __all__ = [
     "DiLoCoConfig",
@@ -22,13 +24,14 @@ __all__ = [
     "Overlap",
     "Quantization",
     "StreamingDiLoCo",
+    "WorkerLostError",
 ]
+
+_NEED_TORCH = {"StreamingDiLoCo": "streaming", "WorkerLostError": "transport"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import StreamingDiLoCo on first use: reading a configuration must not import torch."""
-    if name == "StreamingDiLoCo":
-        from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
-
-        return StreamingDiLoCo
+    """Import what needs torch on first use: reading a configuration must not import torch."""
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""How a delta is cut for its way between workers, and what is done with the pieces in which order: arithmetic only.
+"""How a delta is cut for its way between workers, and in which order the pieces are processed.
 
-The exchange goes by it, and the planner counts by it.
+Arithmetic only: the exchange follows it, and the planner counts bytes with it.
 """
 
 from collections.abc import Iterator
@@ -9,28 +9,31 @@ from enum import Enum
 from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 
-CHUNK = 16 * BLOCK
+CHUNK = 8 * BLOCK
 """Values in one message (2 MB in fp32)."""
 IN_FLIGHT = 2**23
-"""Bytes in chunks under way at once: long links need as many as they carry in a round trip."""
+"""Bytes in chunks in flight at once: long links need as many as they carry in a round trip."""
 
-assert BLOCK % UNIT == 0, "codecs can be fed in blocks"
+assert BLOCK % UNIT == 0, "codecs can be called block by block"
 
 
 def chunk_and_window(largest: int, codec: Codec) -> tuple[int, int]:
-    """Values of a chunk, and chunks under way at once; `largest`: values of a fragment."""
+    """Return values per chunk, and chunks in flight. `largest`: values of the largest fragment."""
     chunk = min(CHUNK, max(1, largest))
     return chunk, max(1, min(-(-largest // chunk), IN_FLIGHT // codec.wire_bytes(chunk)))
 
 
 def slice_size(values: int, workers: int) -> int:
-    """Values of a chunk that one worker averages: all of it with two workers, an equal part in whole units with more, so that a
-    slice's bytes are a stretch of the chunk's."""
+    """Return how many values of a chunk one worker averages.
+
+    With two workers these are all, with more an equal part in whole units, so that the bytes of a
+    slice are contiguous in those of the chunk.
+    """
     return values if workers == 2 else -(-values // (workers * UNIT)) * UNIT
 
 
 def slice_bounds(values: int, workers: int, worker: int) -> tuple[int, int]:
-    """Of the part of a chunk that a worker averages; the last ones may be short or empty."""
+    """Return start and end of the part of a chunk that a worker averages; it may be empty."""
     if workers == 2:
         return 0, values
     size = slice_size(values, workers)
@@ -38,24 +41,26 @@ def slice_bounds(values: int, workers: int, worker: int) -> tuple[int, int]:
 
 
 class Task(Enum):
-    """What is done with a chunk, in this order."""
+    """Stages of a chunk, in this order."""
 
     SEND = "send"
     AVERAGE = "average"
-    """What has come of the first hop; with more than two workers the mean is sent on."""
+    """Average what the first hop brought; with more than two workers also send the mean on."""
     COLLECT = "collect"
-    """The means of the second hop."""
+    """Take the means of the second hop."""
 
 
-def lead_of_sends(window: int, workers: int) -> int:
-    """By how many chunks sending is ahead of averaging. A second hop has the other half of the window."""
+def send_lead(window: int, workers: int) -> int:
+    """Return by how many chunks SEND is ahead of AVERAGE. Two hops share the window."""
     return window - 1 if workers == 2 else window // 2
 
 
-def programme(chunks: int, window: int, workers: int) -> Iterator[tuple[Task, int]]:
-    """Tasks and numbers of chunks, at most `window` of which are under way. Every worker runs the same, so that messages meet
-    their receivers."""
-    last, lead = window - 1, lead_of_sends(window, workers)
+def pipeline_schedule(chunks: int, window: int, workers: int) -> Iterator[tuple[Task, int]]:
+    """Yield tasks and chunk numbers so that at most `window` chunks are in flight.
+
+    The order is the same on every worker, so that every message meets its receiver.
+    """
+    last, lead = window - 1, send_lead(window, workers)
     for step in range(chunks + last):
         if step < chunks:
             yield Task.SEND, step

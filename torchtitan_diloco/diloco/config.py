@@ -1,4 +1,4 @@
-"""Settings of the outer loop: the `[diloco]` section and its subsections, and their checks."""
+"""Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -112,7 +112,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCoConfig:
     """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
@@ -135,12 +135,14 @@ class DiLoCo:
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of values that may share a scale: the divisors of the wire formats' unit."""
+FEW_ROUNDS = 100
+"""Runs with fewer outer rounds than this are known to stay behind data parallelism."""
 
 Mistakes = Iterator[tuple[str, str]]
 """Dotted keys of settings, each with what is wrong about it."""
 
 
-def diloco_mistakes(diloco: DiLoCo) -> Mistakes:
+def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     """Check settings of the outer loop that depend on each other."""
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         yield (
@@ -196,3 +198,39 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
             "has no effect, as fp32 loses nothing: leave it out, or choose another "
             "diloco.quantization.codec",
         )
+
+
+def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
+    """Return warnings about valid settings that are known to train badly (docs/algorithm.md)."""
+    if config.method == "none":
+        return []
+    found = []
+    outer, every, rounds = (
+        config.outer_optimizer,
+        config.sync_every,
+        total_steps // config.sync_every,
+    )
+    if rounds == 0:
+        found.append(
+            f"diloco.sync_every = {every} is longer than the run of {total_steps} steps: nothing "
+            "is ever exchanged and the workers end apart; lower it"
+        )
+    elif rounds < FEW_ROUNDS:
+        found.append(
+            f"the run has {rounds} outer rounds ({total_steps} steps / diloco.sync_every = {every})"
+            f"; with fewer than about {FEW_ROUNDS} the loss stays behind data parallelism: lower "
+            "diloco.sync_every or train longer"
+        )
+    step_size = outer.lr / (1 - outer.momentum * (outer.name in ("nesterov", "momentum")))
+    if every <= 10 and config.overlap.mixing < 0.25 and step_size > 5:
+        found.append(
+            f"diloco.outer_optimizer.lr = {outer.lr:g} with momentum {outer.momentum:g}, "
+            f"diloco.sync_every = {every} and diloco.overlap.mixing = {config.overlap.mixing:g} "
+            "is known to be unstable: set mixing to 0.5, or lower the outer lr"
+        )
+    if config.quantization.error_feedback:
+        found.append(
+            "diloco.quantization.error_feedback cost more than it gave where it was measured "
+            "(docs/algorithm.md): leave it off unless a run of your own shows a gain"
+        )
+    return found

@@ -1,18 +1,20 @@
 """The weighted mean of every worker's delta over the inter-worker group.
 
-Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All workers decode the same bytes,
-their own included, so they end with the same bits. Two ways, by what they cost: with two workers each sends all it has to
-the other (one hop); with more, each worker owns a slice, gets everybody's part of it, and sends the mean of it to all, which
-is encoded a second time.
+Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All
+workers decode the same bytes, their own included, so they end with the same bits. With two workers
+each sends all it has to the other. With more, each worker owns a slice of every chunk: it receives
+the others' values of it, and sends the mean to all, encoded a second time.
 
-Messages go from worker to worker, not through collectives: when one is silent, it is known which. The headers go first,
-then the delta in chunks, several of which are under way while others are encoded and decoded. On a CPU chunks are worked
-on in pieces that stay in cache, and fp32 is sent from where it lies: the passes over memory are what a sync costs.
+Messages go from worker to worker and not through collectives, so that a lost worker is known by
+name. The headers go first, then the delta in chunks: some are in flight while others are encoded
+and decoded. On a CPU chunks are processed in pieces that fit the cache, and fp32 is sent from where
+it lies.
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import torch
@@ -22,27 +24,46 @@ from torch import Tensor
 from torchtitan_diloco.diloco.chunks import (
     Task,
     chunk_and_window,
-    lead_of_sends,
-    programme,
+    pipeline_schedule,
+    send_lead,
     slice_bounds,
     slice_size,
 )
 from torchtitan_diloco.diloco.codecs import Codec, Place
-from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
-from torchtitan_diloco.diloco.messages import Messages, Messenger
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
+from torchtitan_diloco.diloco.transport import (
+    HEADER_BYTES,
+    Header,
+    Messages,
+    Transport,
+    check_headers,
+)
 
-CODED_PIECE = 4 * BLOCK
-"""Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: with smaller ones the time goes into
-calling them, with larger ones into memory."""
+CODED_PIECE = 2 * BLOCK
+"""Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: smaller
+pieces cost calls, larger ones do not fit the cache."""
 
 MEANS = 1
-"""Tag of the second hop's messages: receives of both hops are posted ahead, and each is to meet its own."""
+"""Tag of the second hop: receives of both hops are posted ahead, and must not be confused."""
+
+
+@dataclass
+class Chunk:
+    """A part of the delta on its way, in a slot of the window."""
+
+    slot: int
+    start: int
+    values: Tensor
+    residual: Tensor | None
+    parts: Messages = field(default_factory=Messages)
+    """First hop: everybody's values of this worker's slice."""
+    means: Messages = field(default_factory=Messages)
+    """Second hop."""
 
 
 class Exchange:
-    """One at a time, in the same order on every worker, from one thread."""
+    """Averages one delta at a time, in the same order on every worker, from one thread."""
 
     def __init__(
         self,
@@ -54,45 +75,32 @@ class Exchange:
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
-        """`gather_codec` encodes the means that go back with more than two workers; `largest`: values of a fragment."""
-        self._messenger = Messenger(group, timeout_seconds, device)
-        self.workers, self.me, self._others = (
-            self._messenger.workers,
-            self._messenger.me,
-            self._messenger.others,
-        )
+        """`gather_codec` encodes the means of the second hop; `largest`: values of a fragment."""
+        self._transport = Transport(group, timeout_seconds, device)
+        self.workers, self.me = self._transport.workers, self._transport.me
+        self._others = self._transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
         self._codec, self._gather_codec = codec, gather_codec
         self._chunk, self._window = chunk_and_window(largest, codec)
-        values = min(self._chunk, slice_size(self._chunk, self.workers))
-        pair = self.workers == 2
+        fitting = BLOCK if codec.is_fp32 else CODED_PIECE
+        self._piece = min(fitting, self._chunk) if device.type == "cpu" else self._chunk
+        part = min(self._chunk, slice_size(self._chunk, self.workers))
+        meaning = range(self.workers if self.workers > 2 else 0)
 
-        def buffers(workers: Iterable[int], room: int) -> dict[int, Tensor]:
-            return {
-                worker: torch.zeros(room, dtype=torch.uint8, device=device) for worker in workers
-            }
+        def buffers(workers: Iterable[int], size: int) -> dict[int, Tensor]:
+            return {one: torch.zeros(size, dtype=torch.uint8, device=device) for one in workers}
 
+        window = range(self._window)
         self._headers = buffers(range(self.workers), HEADER_BYTES)
-        # By slot of the window and worker:
-        self._incoming = [
-            buffers(self._others, codec.wire_bytes(values)) for _ in range(self._window)
-        ]
-        means = [] if pair else range(self.workers)
-        self._means = [buffers(means, gather_codec.wire_bytes(values)) for _ in range(self._window)]
-        # By slot of the window:
-        sent = 0 if codec.is_fp32 else codec.wire_bytes(self._chunk)
-        self._outgoing = list(
-            torch.zeros(self._window, sent, dtype=torch.uint8, device=device).unbind()
-        )
-        self._mean = torch.zeros(0 if pair else values, dtype=torch.float32, device=device)
-        self._piece = self._chunk
-        if device.type == "cpu":
-            self._piece = BLOCK if codec.is_fp32 else CODED_PIECE
-        self._before = torch.zeros(
-            min(self._piece, self._chunk), dtype=torch.float32, device=device
-        )
+        self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
+        self._means = [buffers(meaning, gather_codec.wire_bytes(part)) for _ in window]
+        self._outgoing = buffers(window, 0 if codec.is_fp32 else codec.wire_bytes(self._chunk))
+        mean = part if self.workers > 2 else 0
+        self._mean = torch.zeros(mean, dtype=torch.float32, device=device)
+        self._before = torch.zeros(self._piece, dtype=torch.float32, device=device)
         self._dot = torch.zeros((), dtype=torch.float64, device=device)
+        self._is_measured = False
 
     def average(
         self,
@@ -100,90 +108,91 @@ class Exchange:
         header: Header,
         residual: Tensor | None = None,
         keys: tuple[int, int] = (0, 0),
+        *,
+        measured: bool = False,
     ) -> tuple[list[Header], Traffic]:
-        """Turns `delta` into the mean over workers, or into 0 if all weigh 0; returns everybody's header and what it took.
-        After a failure there is no other exchange on this group: messages of the failed one may still be under way.
+        """Replace `delta` by the weighted mean over workers, or by 0 if all weigh 0.
 
-        `residual`: what encoding lost of this fragment so far; it is sent along, and becomes what is lost now. `keys`: of the
-        random numbers that stochastic rounding draws for this delta, and of those for the mean, which are everybody's."""
+        Return all headers and the traffic. After a failure there is no other exchange on this
+        group: messages of the failed one may still be in flight.
+
+        Args:
+            residual: what encoding has lost of this fragment so far; it is sent along, and becomes
+                what is lost now. A worker of weight 0 sends nothing of it.
+            keys: of the random numbers of stochastic rounding, for this delta and for the mean.
+            measured: compute the scalar product of the delta and the mean.
+        """
         if self._failure is not None:
             raise self._failure
-        if not header.weight:
-            residual = None  # nobody takes anything of this delta, so nothing of the residual is sent either
-        self._messenger.begin()
+        self._transport.begin()
+        self._is_measured = measured
         self._dot.zero_()
+        values = delta.split(self._chunk)
+        lost = (
+            repeat(None) if residual is None or not header.weight else residual.split(self._chunk)
+        )
+        chunks = [
+            Chunk(number % self._window, number * self._chunk, *both)
+            for number, both in enumerate(zip(values, lost, strict=False))
+        ]
         try:
-            headers = self._average(delta, header, residual, *keys)
-            self._traffic.dot = self._dot.item()
-            return headers, self._traffic
+            headers = self._run(header, chunks, Place(keys[0]), Place(keys[1]))
         except Exception as error:
             self._failure = error
             raise
+        if measured:
+            self._traffic.dot = self._dot.item()
+        return headers, self._traffic
 
-    def _average(
-        self, delta: Tensor, header: Header, residual: Tensor | None, key: int, mean_key: int
-    ) -> list[Header]:
-        chunks = delta.split(self._chunk)
-        residuals = [None] * len(chunks) if residual is None else residual.split(self._chunk)
-        mine, means = Place(key), Place(mean_key)
-        greetings = self._send_header(header)
+    def _run(self, header: Header, chunks: list[Chunk], mine: Place, mean: Place) -> list[Header]:
+        greeting = self._send_header(header)
+        for chunk in chunks[: self._window]:
+            self._receive_parts(chunk)
+            self._receive_means(chunk)
         headers: list[Header] = []
-        ahead = range(min(self._window, len(chunks)))
-        first_hop = {number: self._expect_parts(number, chunks[number]) for number in ahead}
-        second_hop = {
-            number: self._expect_means(number, chunks[number])
-            for number in ahead
-            if self.workers > 2
-        }
-        lead = lead_of_sends(self._window, self.workers)
-        for task, number in programme(len(chunks), self._window, self.workers):
-            chunk, start, free = chunks[number], number * self._chunk, number + self._window
+        lead = send_lead(self._window, self.workers)
+        for task, number in pipeline_schedule(len(chunks), self._window, self.workers):
+            chunk = chunks[number]
+            next_in_slot = chunks[number + self._window : number + self._window + 1]
             if task is Task.SEND:
-                self._send(number, chunk, residuals[number], mine.after(start), first_hop[number])
+                self._send_parts(chunk, mine.after(chunk.start))
             elif task is Task.AVERAGE:
-                headers = headers or self._read_headers(greetings, header)
-                messages = first_hop.pop(number)
-                moments = self._messenger.wait(messages)
-                if number <= lead:  # later ones wait for what has to be worked on before
-                    self._traffic.note_arrivals(messages.sizes, moments)
+                headers = headers or self._read_headers(greeting, header)
+                moments = self._transport.wait(chunk.parts)
+                if number <= lead:  # later chunks wait for what this worker has to do before
+                    self._traffic.note_arrivals(chunk.parts.sizes, moments)
                 if self.workers == 2:
-                    self._average_slice(number, headers, chunk, out=chunk)
+                    self._average(chunk, headers, out=chunk.values)
                 else:
-                    self._send_mean(number, headers, chunk, means.after(start), second_hop[number])
-                if free < len(chunks):
-                    first_hop[free] = self._expect_parts(free, chunks[free])
+                    self._send_mean(chunk, headers, mean.after(chunk.start))
+                for following in next_in_slot:
+                    self._receive_parts(following)
             else:
-                self._messenger.wait(second_hop.pop(number))
-                self._collect_means(number, chunk)
-                if free < len(chunks):
-                    second_hop[free] = self._expect_means(free, chunks[free])
+                self._transport.wait(chunk.means)
+                self._collect_means(chunk)
+                for following in next_in_slot:
+                    self._receive_means(following)
         return headers
 
     def close(self) -> None:
-        self._messenger.close()
+        self._transport.close()
 
     @property
     def _traffic(self) -> Traffic:
-        return self._messenger.traffic
+        return self._transport.traffic
 
-    # --- headers ---------------------------------------------------------------------------------------------------
+    # --- headers ----------------------------------------------------------------------------------
 
     def _send_header(self, header: Header) -> Messages:
-        mine = self._headers[self.me].copy_(
-            torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        )
+        packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        mine = self._headers[self.me].copy_(packed)
         self._traffic.header_sent = time.perf_counter()
-        messages = self._messenger.expect(
-            [(worker, self._headers[worker]) for worker in self._others]
-        )
-        self._messenger.send(messages, [(worker, mine) for worker in self._others])
-        self._messenger.watch(
-            messages
-        )  # with two workers, too: the moment is to be known while this thread is encoding
+        messages = self._transport.receive([(one, self._headers[one]) for one in self._others])
+        self._transport.send(messages, [(one, mine) for one in self._others], watched=True)
         return messages
 
-    def _read_headers(self, greetings: Messages, header: Header) -> list[Header]:
-        self._traffic.heard = self._messenger.wait(greetings)
+    def _read_headers(self, greeting: Messages, header: Header) -> list[Header]:
+        self._traffic.heard = self._transport.wait(greeting)
         headers = [
             header if worker == self.me else Header.unpack(received.cpu().numpy().tobytes())
             for worker, received in self._headers.items()
@@ -191,142 +200,117 @@ class Exchange:
         check_headers(headers, self.me)
         return headers
 
-    # --- the slices of a chunk, and their bytes ----------------------------------------------------------------------
+    # --- buffers ----------------------------------------------------------------------------------
 
-    def _bounds(self, chunk: Tensor, worker: int) -> tuple[int, int]:
-        return slice_bounds(chunk.numel(), self.workers, worker)
+    def _slice(self, chunk: Chunk, worker: int) -> Tensor:
+        """Return the values of a chunk that a worker averages."""
+        start, end = slice_bounds(chunk.values.numel(), self.workers, worker)
+        return chunk.values[start:end]
 
-    def _slice(self, chunk: Tensor, worker: int) -> Tensor:
-        start, end = self._bounds(chunk, worker)
-        return chunk[start:end]
-
-    def _encoded(self, slot: int, chunk: Tensor) -> Tensor:
-        """Where the bytes of this worker's chunk lie."""
+    def _payload(self, chunk: Chunk) -> Tensor:
+        """Return the buffer of this worker's encoded chunk."""
         if self._codec.is_fp32:
-            return chunk.view(torch.uint8)
-        return self._outgoing[slot][: self._codec.wire_bytes(chunk.numel())]
+            return chunk.values.view(torch.uint8)
+        return self._outgoing[chunk.slot][: self._codec.wire_bytes(chunk.values.numel())]
 
-    def _encoded_slice(self, slot: int, chunk: Tensor, worker: int) -> Tensor:
-        start, end = (self._codec.wire_bytes(bound) for bound in self._bounds(chunk, worker))
-        return self._encoded(slot, chunk)[start:end]
+    def _payload_for(self, chunk: Chunk, worker: int) -> Tensor:
+        """Return the bytes of the slice that a worker averages."""
+        bounds = slice_bounds(chunk.values.numel(), self.workers, worker)
+        start, end = map(self._codec.wire_bytes, bounds)
+        return self._payload(chunk)[start:end]
 
-    def _received(self, slot: int, worker: int, values: int) -> Tensor:
-        """What a worker sends of this worker's slice."""
-        return self._incoming[slot][worker][: self._codec.wire_bytes(values)]
+    def _payload_from(self, chunk: Chunk, worker: int) -> Tensor:
+        """Return the buffer for a worker's values of this worker's slice."""
+        size = self._codec.wire_bytes(self._slice(chunk, self.me).numel())
+        return self._incoming[chunk.slot][worker][:size]
 
-    def _mean_of(self, slot: int, chunk: Tensor, worker: int) -> Tensor:
-        """The bytes of the mean of a worker's slice."""
-        start, end = self._bounds(chunk, worker)
-        return self._means[slot][worker][: self._gather_codec.wire_bytes(end - start)]
+    def _mean_of(self, chunk: Chunk, worker: int) -> Tensor:
+        """Return the buffer for the encoded mean of a worker's slice."""
+        size = self._gather_codec.wire_bytes(self._slice(chunk, worker).numel())
+        return self._means[chunk.slot][worker][:size]
 
-    def _pieces(
-        self, codec: Codec, values: Tensor, payload: Tensor, place: Place
-    ) -> Iterator[tuple[Tensor, Tensor, Place]]:
-        """Values and bytes of what is worked on at once, one after the other; nothing of an empty slice, whose place in the
-        fragment may be any."""
-        if not values.numel():
-            return
-        cuts = zip(
-            values.split(self._piece), payload.split(codec.wire_bytes(self._piece)), strict=True
-        )
-        for number, (piece, encoded) in enumerate(cuts):
-            yield piece, encoded, place.after(number * self._piece)
-
-    # --- first hop: everybody's delta ------------------------------------------------------------------------------
-
-    def _expect_parts(self, number: int, chunk: Tensor) -> Messages:
-        """Of this worker's slice, from all others."""
-        slot, own = number % self._window, self._slice(chunk, self.me).numel()
-        return self._messenger.expect(
-            [(worker, self._received(slot, worker, own)) for worker in self._others]
-        )
-
-    def _send(
-        self, number: int, chunk: Tensor, residual: Tensor | None, place: Place, messages: Messages
-    ) -> None:
-        started = time.perf_counter()
-        slot = number % self._window
-        if not self._codec.is_fp32:
-            lost = repeat(None) if residual is None else residual.split(self._piece)
-            pieces = self._pieces(self._codec, chunk, self._encoded(slot, chunk), place)
-            for (values, encoded, where), left in zip(pieces, lost, strict=False):
-                if left is None:
-                    self._codec.encode(values, encoded, where)
-                else:
-                    self._codec.encode_with_feedback(values, left, encoded, where)
-        self._traffic.encoded = time.perf_counter()
-        self._traffic.encoding_seconds += self._traffic.encoded - started
-        self._messenger.send(
-            messages,
-            [(worker, self._encoded_slice(slot, chunk, worker)) for worker in self._others],
-        )
-
-    def _average_slice(
-        self, number: int, headers: list[Header], chunk: Tensor, *, out: Tensor
-    ) -> None:
-        """The weighted mean of this worker's slice, in the order of the workers. A worker of weight 0 is passed over:
-        its values may be anything. `out` is the chunk itself with two workers."""
-        started = time.perf_counter()
-        slot = number % self._window
-        heard = [
-            (worker, header.weight) for worker, header in enumerate(headers) if header.weight > 0
-        ]
-        payloads = [
-            self._encoded_slice(slot, chunk, worker)
-            if worker == self.me
-            else self._received(slot, worker, out.numel())
-            for worker, _ in heard
-        ]
-        if payloads:
-            piece_bytes = self._codec.wire_bytes(self._piece)
-            cut = [payload.split(piece_bytes) for payload in payloads]
-            for piece, *encoded in zip(out.split(self._piece), *cut, strict=True):
-                with self._compared(piece) if self.workers == 2 else nullcontext():
-                    self._codec.average(encoded, [weight for _, weight in heard], piece)
-        else:
-            out.zero_()
-        self._traffic.decoding_seconds += time.perf_counter() - started
+    def _pieces(self, codec: Codec, values: Tensor, *payloads: Tensor) -> Iterator[list[Tensor]]:
+        """Yield values and their bytes in pieces that fit the cache."""
+        size = codec.wire_bytes(self._piece)
+        cut = [payload.split(size) for payload in payloads]
+        if values.numel():
+            yield from map(list, zip(values.split(self._piece), *cut, strict=True))
 
     @contextmanager
-    def _compared(self, piece: Tensor) -> Iterator[None]:
-        """Around what puts the mean in the place of this worker's delta: adds up their scalar product. On a CPU both are in
-        cache at this moment, which spares a pass over memory."""
+    def _replacing(self, piece: Tensor) -> Iterator[None]:
+        """Add up the scalar product of the delta and of the mean that replaces it in the body."""
+        if not self._is_measured:
+            yield
+            return
         before = self._before[: piece.numel()].copy_(piece)
         yield
         self._dot += torch.dot(before, piece)
 
-    # --- second hop: the means -------------------------------------------------------------------------------------
+    # --- first hop: everybody's delta -------------------------------------------------------------
 
-    def _expect_means(self, number: int, chunk: Tensor) -> Messages:
-        slot = number % self._window
-        return self._messenger.expect(
-            [(worker, self._mean_of(slot, chunk, worker)) for worker in self._others], MEANS
-        )
+    def _receive_parts(self, chunk: Chunk) -> None:
+        rooms = [(worker, self._payload_from(chunk, worker)) for worker in self._others]
+        chunk.parts = self._transport.receive(rooms)
 
-    def _send_mean(
-        self, number: int, headers: list[Header], chunk: Tensor, place: Place, messages: Messages
-    ) -> None:
-        slot = number % self._window
-        start, end = self._bounds(chunk, self.me)
-        mean = self._mean[: end - start]
-        self._average_slice(number, headers, chunk, out=mean)
+    def _send_parts(self, chunk: Chunk, place: Place) -> None:
         started = time.perf_counter()
-        encoded = self._mean_of(slot, chunk, self.me)
-        for values, payload, where in self._pieces(
-            self._gather_codec, mean, encoded, place.after(start)
-        ):
-            self._gather_codec.encode(values, payload, where)
+        if not self._codec.is_fp32:
+            pieces = self._pieces(self._codec, chunk.values, self._payload(chunk))
+            for number, (values, encoded) in enumerate(pieces):
+                start = number * self._piece
+                if chunk.residual is None:
+                    self._codec.encode(values, encoded, place.after(start))
+                else:
+                    residual = chunk.residual[start : start + self._piece]
+                    self._codec.encode_with_feedback(values, residual, encoded, place.after(start))
+        self._traffic.encoded = time.perf_counter()
+        self._traffic.encoding_seconds += self._traffic.encoded - started
+        parts = [(worker, self._payload_for(chunk, worker)) for worker in self._others]
+        self._transport.send(chunk.parts, parts)
+
+    def _average(self, chunk: Chunk, headers: list[Header], *, out: Tensor) -> None:
+        """Average this worker's slice in the order of the workers.
+
+        A worker of weight 0 is skipped: its values may be anything.
+        """
+        started = time.perf_counter()
+        payloads, weights = [], []
+        for worker, header in enumerate(headers):
+            if header.weight > 0:
+                find = self._payload_for if worker == self.me else self._payload_from
+                payloads.append(find(chunk, worker))
+                weights.append(header.weight)
+        if payloads:
+            scope = self._replacing if self.workers == 2 else nullcontext
+            for values, *encoded in self._pieces(self._codec, out, *payloads):
+                with scope(values):
+                    self._codec.average(encoded, weights, values)
+        else:
+            out.zero_()
+        self._traffic.decoding_seconds += time.perf_counter() - started
+
+    # --- second hop: the means --------------------------------------------------------------------
+
+    def _receive_means(self, chunk: Chunk) -> None:
+        if self.workers > 2:
+            rooms = [(worker, self._mean_of(chunk, worker)) for worker in self._others]
+            chunk.means = self._transport.receive(rooms, MEANS)
+
+    def _send_mean(self, chunk: Chunk, headers: list[Header], place: Place) -> None:
+        start, end = slice_bounds(chunk.values.numel(), self.workers, self.me)
+        mean, encoded = self._mean[: end - start], self._mean_of(chunk, self.me)
+        self._average(chunk, headers, out=mean)
+        started = time.perf_counter()
+        for number, (values, payload) in enumerate(self._pieces(self._gather_codec, mean, encoded)):
+            self._gather_codec.encode(values, payload, place.after(start + number * self._piece))
         self._traffic.encoding_seconds += time.perf_counter() - started
-        self._messenger.send(messages, [(worker, encoded) for worker in self._others], MEANS)
+        self._transport.send(chunk.means, [(worker, encoded) for worker in self._others], MEANS)
 
-    def _collect_means(self, number: int, chunk: Tensor) -> None:
+    def _collect_means(self, chunk: Chunk) -> None:
         started = time.perf_counter()
-        slot = number % self._window
         for worker in range(self.workers):
-            mean = self._mean_of(slot, chunk, worker)
-            for values, payload, _ in self._pieces(
-                self._gather_codec, self._slice(chunk, worker), mean, Place()
-            ):
-                with self._compared(values):
-                    self._gather_codec.decode(payload, values)
+            values, payload = self._slice(chunk, worker), self._mean_of(chunk, worker)
+            for piece, encoded in self._pieces(self._gather_codec, values, payload):
+                with self._replacing(piece):
+                    self._gather_codec.decode(encoded, piece)
         self._traffic.decoding_seconds += time.perf_counter() - started

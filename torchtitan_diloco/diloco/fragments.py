@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.config import Fragments
@@ -22,33 +23,39 @@ class Part:
     runs: int = 1
 
     def local(self) -> Tensor:
-        """The rows on this rank, flat, sharing memory with the parameter."""
+        """Return the rows on this rank, flat, sharing memory with the parameter."""
         return local_rows(self.name, self.parameter.detach(), self.run, self.runs)
 
     @property
     def bytes(self) -> int:
-        """Of the whole parameter's part in fp32, over all ranks of the worker."""
+        """Size in fp32 over all ranks of the worker."""
         rows = self.parameter.shape[0] if self.parameter.dim() else 1
-        return (
-            4
-            * (self.parameter.numel() // max(1, rows))
-            * len(range(rows)[_span(rows, self.run, self.runs)])
-        )
+        size, larger = divmod(rows, self.runs)  # as tensor_split cuts
+        return 4 * (self.parameter.numel() // max(1, rows)) * (size + (self.run < larger))
 
     def __str__(self) -> str:
         return self.name if self.runs == 1 else f"{self.name} (rows {self.run + 1}/{self.runs})"
 
 
-def local_rows(name: str, value: Tensor, run: int, runs: int) -> Tensor:
-    """One of `runs` equal runs of the rows of a parameter, or of what belongs to it, that are on this rank: flat, sharing
-    its memory."""
+def local_rows(name: str, value: Tensor, run: int = 0, runs: int = 1) -> Tensor:
+    """Return one of `runs` equal runs of the rows on this rank, flat, sharing memory."""
     shard = value.to_local() if isinstance(value, DTensor) else value
     if not shard.is_contiguous():
         raise ValueError(
-            f"parameter {name} is not contiguous in memory, so it cannot be exchanged in place: make it contiguous before "
-            "StreamingDiLoCo is built"
+            f"parameter {name} is not contiguous in memory, so it cannot be exchanged in place: "
+            "make it contiguous before StreamingDiLoCo is built"
         )
     return (shard.tensor_split(runs)[run] if runs > 1 else shard).view(-1)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Reshard FSDP2 modules, so that a change of the shards is seen by the next forward pass.
+
+    A forward pass without a backward pass may leave full parameters behind.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @dataclass(frozen=True)
@@ -63,25 +70,23 @@ class Fragment:
 
     @property
     def bytes(self) -> int:
-        """In fp32, over all ranks of the worker."""
+        """Size in fp32 over all ranks of the worker."""
         return sum(part.bytes for part in self.parts)
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
-    """Every trainable parameter in exactly one fragment. Frozen ones never change, so nothing of them is exchanged."""
-    named = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-    if not named:
+    """Put every trainable parameter into exactly one fragment. Frozen ones are not exchanged."""
+    trained = [Part(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    if not trained:
         raise ValueError(
             "the model has no trainable parameter, so there is nothing to exchange between workers"
         )
     if config.pattern == "explicit":
-        groups = _explicit(model, named, config.modules)
+        groups = _explicit(model, trained, config.modules)
     elif config.layers_per_fragment == 0:
-        groups = [("whole model", [Part(name, parameter) for name, parameter in named])]
+        groups = [("whole model", trained)]
     else:
-        blocks, rest = _split_blocks(model, named, config.blocks)
+        blocks, rest = _split_blocks(model, trained, config.blocks)
         count = -(-len(blocks) // config.layers_per_fragment)
         if config.pattern == "balanced":
             groups = _balanced(blocks, rest, count + bool(rest))
@@ -91,19 +96,17 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
     fragments = tuple(
         Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups)
     )
-    check_coverage(named, fragments)
+    check_coverage([part.name for part in trained], fragments)
     return fragments
 
 
-def check_coverage(
-    named: Iterable[tuple[str, nn.Parameter]], fragments: Iterable[Fragment]
-) -> None:
-    """Raises unless every parameter is in exactly one fragment (all runs of its rows, if it is split)."""
+def check_coverage(names: Iterable[str], fragments: Iterable[Fragment]) -> None:
+    """Raise unless every parameter is in exactly one fragment, with all runs of its rows."""
     seen: dict[str, list[tuple[int, int]]] = {}
     for fragment in fragments:
         for part in fragment.parts:
             seen.setdefault(part.name, []).append((part.run, part.runs))
-    for name, _ in named:
+    for name in names:
         runs = sorted(seen.get(name, []))
         if not runs:
             raise ValueError(
@@ -111,118 +114,111 @@ def check_coverage(
             )
         if runs != [(run, runs[0][1]) for run in range(runs[0][1])]:
             raise ValueError(
-                f"parameter {name} is in more than one fragment: name its module in only one of them"
+                f"parameter {name} is in more than one fragment: name its module in only one"
             )
 
 
 def check_identity(model: nn.Module, fragment: Fragment) -> None:
-    """Raises where the model no longer holds the parameters that are exchanged."""
+    """Raise if the model no longer holds the parameters that are exchanged."""
     for part in fragment.parts:
         owner, _, name = part.name.rpartition(".")
         if getattr(model.get_submodule(owner), name) is not part.parameter:
             raise ValueError(
-                f"the model has a new parameter in the place of {part.name} since StreamingDiLoCo was built, so the old one is "
-                "exchanged in vain: build it after the model is final (load weights with assign=False)"
+                f"the model has a new parameter in the place of {part.name} since StreamingDiLoCo "
+                "was built, and the old one is exchanged in vain: build it after the model is "
+                "final (load weights with assign=False)"
             )
 
 
 def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
-    """The fragments and their place in the cycle, for humans."""
+    """Return a table of the fragments and their places in the cycle."""
     lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
-    for fragment, slot in zip(fragments, slots, strict=True):
-        megabytes = fragment.bytes / 1e6
-        lines.append(
-            f"{fragment.index:>8}  {slot:>5}  {fragment.parameters:>13,}  {megabytes:>9,.2f}  {fragment.name}"
-        )
+    lines += [
+        f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.bytes / 1e6:>9,.2f}  {one.name}"
+        for one, slot in zip(fragments, slots, strict=True)
+    ]
     return "\n".join(lines)
 
 
-Named = list[tuple[str, nn.Parameter]]
 Group = tuple[str, list[Part]]
+"""Name and parts of a fragment, or of a piece of one."""
 
 
-def _span(rows: int, run: int, runs: int) -> slice:
-    """The rows that tensor_split puts into a run."""
-    size, larger = divmod(rows, runs)
-    start = run * size + min(run, larger)
-    return slice(start, start + size + (run < larger))
+def _bytes(parts: Iterable[Part]) -> int:
+    return sum(part.bytes for part in parts)
+
+
+def _merge(groups: list[Group]) -> Group:
+    return ", ".join(name for name, _ in groups), [part for _, parts in groups for part in parts]
+
+
+def _inside(module: str, parts: list[Part]) -> list[Part]:
+    return [part for part in parts if part.name == module or part.name.startswith(f"{module}.")]
 
 
 def _split_blocks(
-    model: nn.Module, named: Named, blocks_name: str
+    model: nn.Module, trained: list[Part], blocks_name: str
 ) -> tuple[list[Group], list[Part]]:
-    container = blocks_name or _longest_module_list(model)
-    modules = dict(model.named_modules())
+    """Return the blocks that have trainable parameters, and the parameters outside of blocks."""
+    container, modules = blocks_name or _longest_module_list(model), dict(model.named_modules())
     if container not in modules:
         nearest = difflib.get_close_matches(container, modules, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ValueError(f'diloco.fragments.blocks = "{container}" is no module of the model{hint}')
-    prefixes = [f"{container}.{child}" for child, _ in modules[container].named_children()]
-    blocks = [
-        (prefix, [Part(n, p) for n, p in named if n.startswith(f"{prefix}.")])
-        for prefix in prefixes
-    ]
-    blocks = [block for block in blocks if block[1]]
+    names = [f"{container}.{child}" for child, _ in modules[container].named_children()]
+    blocks = [(name, parts) for name in names if (parts := _inside(name, trained))]
     if not blocks:
         raise ValueError(
-            f"the blocks of {container} have no trainable parameter: name another module in diloco.fragments.blocks, or set "
-            "diloco.fragments.layers_per_fragment = 0 to exchange all that is trained at once"
+            f"the blocks of {container} have no trainable parameter: name another module in "
+            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0 to exchange "
+            "the whole model at once"
         )
-    inside = {part.name for _, parts in blocks for part in parts}
-    return blocks, [Part(n, p) for n, p in named if n not in inside]
+    in_blocks = {part.name for _, parts in blocks for part in parts}
+    return blocks, [part for part in trained if part.name not in in_blocks]
 
 
 def _longest_module_list(model: nn.Module) -> str:
+    """Return the name of the longest list that is in no other, as experts are inside a block."""
     lists = {
-        name: module
+        name: len(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module)
     }
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    lengths = {
-        name: len(lists[name]) for name in outermost
-    }  # the experts inside a block are no blocks
-    if not lengths:
+    if not outermost:
         raise ValueError(
-            "the model has no ModuleList whose blocks could be its fragments: name the module that holds them in "
-            "diloco.fragments.blocks, list fragments in diloco.fragments.modules, or set "
-            "diloco.fragments.layers_per_fragment = 0 to exchange the whole model at once"
+            "the model has no ModuleList whose blocks could be its fragments: name the module that "
+            "holds them in diloco.fragments.blocks, list fragments in diloco.fragments.modules, or "
+            "set diloco.fragments.layers_per_fragment = 0 to exchange the whole model at once"
         )
-    longest: str = max(lengths, key=lengths.__getitem__)
+    longest: str = max(outermost, key=lambda name: lists[name])
     return longest
 
 
 def _whole_blocks(blocks: list[Group], count: int, *, strided: bool) -> list[Group]:
-    """Strided: fragment p holds blocks p, p + P, p + 2P, ...; sequential: consecutive ones."""
-    per_fragment = -(-len(blocks) // count)
-    chosen = [
-        blocks[p::count] if strided else blocks[p * per_fragment : (p + 1) * per_fragment]
-        for p in range(count)
-    ]
+    """Strided: fragment p holds blocks p, p + P, p + 2P, ...; sequential: consecutive blocks."""
+    size = -(-len(blocks) // count)
+    chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
     return [_merge(group) for group in chosen if group]
 
 
 def _balanced(blocks: list[Group], rest: list[Part], count: int) -> list[Group]:
-    """`count` fragments of nearly equal bytes: what is larger than its share is split by rows, then the largest piece
-    always goes where there is least."""
-    total = sum(part.bytes for _, parts in blocks for part in parts) + sum(
-        part.bytes for part in rest
-    )
-    share = max(1, total // count)
+    """Pack pieces into `count` fragments of nearly equal bytes, the largest piece first.
+
+    What is larger than the share of a fragment is split by rows.
+    """
+    units = [*blocks, *((part.name, [part]) for part in rest)]
+    share = max(1, sum(_bytes(parts) for _, parts in units) // count)
     pieces: list[Group] = []
-    for name, parts in [*blocks, *((part.name, [part]) for part in rest)]:
-        if sum(part.bytes for part in parts) <= share:
+    for name, parts in units:
+        if _bytes(parts) <= share:
             pieces.append((name, parts))
         else:
-            pieces += [
-                (str(piece), [piece]) for part in parts for piece in _split_rows(part, share)
-            ]
+            pieces += [(str(run), [run]) for part in parts for run in _split_rows(part, share)]
     bins: list[list[Group]] = [[] for _ in range(count)]
-    for piece in sorted(pieces, key=lambda group: -sum(part.bytes for part in group[1])):
-        min(
-            bins, key=lambda chosen: sum(part.bytes for _, parts in chosen for part in parts)
-        ).append(piece)
-    return [_merge(chosen) for chosen in bins if chosen]
+    for piece in sorted(pieces, key=lambda group: -_bytes(group[1])):
+        min(bins, key=lambda one: sum(_bytes(parts) for _, parts in one)).append(piece)
+    return [_merge(one) for one in bins if one]
 
 
 def _split_rows(part: Part, share: int) -> list[Part]:
@@ -231,35 +227,26 @@ def _split_rows(part: Part, share: int) -> list[Part]:
     return [Part(part.name, part.parameter, run, runs) for run in range(runs)]
 
 
-def _explicit(model: nn.Module, named: Named, modules: tuple[tuple[str, ...], ...]) -> list[Group]:
-    known = {name for name, _ in model.named_modules()} | {name for name, _ in named}
+def _explicit(
+    model: nn.Module, trained: list[Part], modules: tuple[tuple[str, ...], ...]
+) -> list[Group]:
+    known = {name for name, _ in model.named_modules()} | {part.name for part in trained}
     groups: list[Group] = []
     for names in modules:
-        parts: list[Part] = []
         for wanted in names:
             if wanted not in known:
                 nearest = difflib.get_close_matches(wanted, known, n=1)
-                hint = (
-                    f"did you mean {nearest[0]}?"
-                    if nearest
-                    else f"it has {', '.join(sorted(known - {''})[:8])}, ..."
-                )
+                some = ", ".join(sorted(known - {""})[:8])
+                hint = f"did you mean {nearest[0]}?" if nearest else f"it has {some}, ..."
                 raise ValueError(
-                    f'diloco.fragments.modules names "{wanted}", which the model does not have; {hint}'
+                    f'diloco.fragments.modules names "{wanted}", which the model does not have; '
+                    f"{hint}"
                 )
-            parts += [
-                Part(name, p)
-                for name, p in named
-                if name == wanted or name.startswith(f"{wanted}.")
-            ]
+        parts = [part for wanted in names for part in _inside(wanted, trained)]
         if not parts:
             raise ValueError(
-                f"the fragment {list(names)} of diloco.fragments.modules has no trainable parameter of its own (a tied one "
-                "counts where it comes first): remove it"
+                f"the fragment {list(names)} of diloco.fragments.modules has no trainable "
+                "parameter of its own (a tied one counts where it comes first): remove it"
             )
         groups.append((", ".join(names), parts))
     return groups
-
-
-def _merge(groups: list[Group]) -> Group:
-    return ", ".join(name for name, _ in groups), [part for _, parts in groups for part in parts]

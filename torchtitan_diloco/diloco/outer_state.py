@@ -1,4 +1,4 @@
-"""What one rank keeps of one fragment: flat fp32 buffers, and the ways between them and the model's parameters."""
+"""Buffers of one fragment on one rank, and the operations between them and the model's parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,20 +6,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.checksum import checksum
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS, outer_update
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, UPDATES, outer_step
 
 
 class OuterState:
-    """Shared parameters, optimizer state and one delta, allocated once.
+    """Shared parameters, optimizer state and one delta of a fragment: flat fp32, allocated once.
 
-    `outer` is the shared copy that everybody holds. While the fragment is under way `delta` turns, in place, from this
+    `outer` is the shared copy. While the fragment is in flight, `delta` turns in place from this
     worker's delta into the mean and then into the next shared copy; `apply` swaps the two.
 
-    With the state in host memory and the model on a GPU, a snapshot of the parameters is taken on the GPU, so that training
-    goes on while it is copied over; what comes back is staged there too. Background work on a GPU has a stream of its own.
+    With the state in host memory and the model on a GPU, a snapshot of the parameters is taken on
+    the GPU, so that training goes on while it is copied to the host; the result is staged there
+    too. Background work on a GPU has a stream of its own.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class OuterState:
         self.values = sum(self._sizes)
         self._model_device = self._locals()[0].device
         self._on_host = device != self._model_device
-
-        def buffer() -> Tensor:
-            return torch.zeros(
-                self.values, dtype=torch.float32, device=device, pin_memory=self._on_host
-            )
-
-        self.outer, self.delta = buffer(), buffer()
-        self.slots = [buffer() for _ in range(STATE_BUFFERS[config.name])]
-        self.residual = buffer() if error_feedback else None
-        """What encoding has lost of this worker's deltas and not sent yet."""
+        self._block = BLOCK if device.type == "cpu" else max(1, self.values)
+        count = 2 + STATE_BUFFERS[config.name] + error_feedback
+        self._buffers = [
+            torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
+            for _ in range(count)
+        ]
+        self.outer, self.delta, *self.slots = self._buffers
+        self.residual = self.slots.pop() if error_feedback else None
+        """What encoding has lost of this worker's deltas and was not sent yet."""
         self.rounds = 0
-        """Outer steps taken; rounds in which nobody had anything to give do not count."""
+        """Outer steps taken; rounds without a participant do not count."""
         self.checksum = 0
+        self._block_sums: list[Tensor] = []
         self._staging: Tensor | None = None
         on_gpu = self._model_device.type == "cuda"
         self._stream = torch.cuda.Stream(self._model_device) if on_gpu else None
@@ -55,160 +55,207 @@ class OuterState:
         self.read_model()
 
     def _locals(self) -> list[Tensor]:
-        """The parameters on this rank, flat. Looked up each time: the model may have moved them to other memory."""
+        """Return the parameters on this rank, flat. The model may have moved them since."""
         return [part.local() for part in self.fragment.parts]
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Split a flat buffer into the parts of the fragment."""
+        return list(buffer.split(self._sizes))
+
+    @property
+    def bytes(self) -> int:
+        sizes = [buffer.nbytes for buffer in self._buffers]
+        return sum(map(pinned_bytes, sizes)) if self._on_host else sum(sizes)
 
     @torch.no_grad()
     def read_model(self) -> None:
-        """The shared copy becomes what the model holds."""
+        """Set the shared copy to what the model holds."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             outer.copy_(local)
         self.checksum = checksum(self.outer)
 
+    @torch.no_grad()
+    def write_model(self) -> None:
+        """Set the model to the shared copy."""
+        for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
+            local.copy_(outer)
+
     def restart(self) -> None:
-        """Begins anew from the model, with nothing remembered."""
-        for buffer in (*self.slots, *([] if self.residual is None else [self.residual])):
+        """Start over from the model, with optimizer state and residual zero."""
+        for buffer in self._buffers:
             buffer.zero_()
         self.rounds, self._staging = 0, None
         self.read_model()
 
-    @torch.no_grad()
-    def write_model(self) -> None:
-        """The model takes the shared copy."""
-        for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
-            local.copy_(outer)
+    def resume(self, rounds: int, *, in_flight: bool) -> None:
+        """Continue with loaded buffers. `in_flight`: `delta` holds the next shared copy."""
+        self.rounds = rounds
+        self.checksum = checksum(self.delta if in_flight else self.outer)
+        self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
 
-    # --- in the training thread ------------------------------------------------------------------------------------
+    # --- training thread --------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_delta(self) -> None:
-        """delta = outer - local parameters: one pass over memory, after which training goes on."""
-        locals_ = self._locals()
+        """Compute delta = outer - local parameters: one pass over memory."""
         if self._on_host:
             self._staging = torch.empty(self.values, dtype=torch.float32, device=self._model_device)
-            for local, staged in zip(locals_, self.views(self._staging), strict=True):
+            for local, staged in zip(self._locals(), self.views(self._staging), strict=True):
                 staged.copy_(local)
         else:
-            views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
-            for local, outer, delta in views:
-                torch.sub(_as_held(outer, local.dtype), local, out=delta)
+            self._subtract(self._locals(), self._block * torch.get_num_threads())
         self._taken = self.moment()
 
+    def _subtract(self, locals_: list[Tensor], block: int) -> None:
+        """Set delta = outer - local and sum each block while it is in cache.
+
+        In a model below fp32 the shared copy is rounded first, as the worker holds it: otherwise
+        the delta would pull the shared copy back to what the model's type can represent.
+        """
+        self._block_sums = []
+        views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
+        for part, values in zip(self.fragment.parts, views, strict=True):
+            dtype = part.parameter.dtype
+            for local, outer, delta in zip(*(value.split(block) for value in values), strict=True):
+                held = outer if dtype == torch.float32 else outer.to(dtype).float()
+                self._block_sums.append(torch.sub(held, local, out=delta).sum())
+
     @torch.no_grad()
-    def apply(self, mixing: float) -> Tensor:
-        """Takes over the next shared copy and merges it: local = mixing * local + (1 - mixing) * shared. Returns how far apart
-        the two were before (a norm, on the model's device: reading it may have to wait for that device)."""
+    def apply(self, mixing: float, *, measured: bool = False) -> Tensor | None:
+        """Swap in the next shared copy; local = mixing * local + (1 - mixing) * shared.
+
+        If measured, return the distance between the two before: a norm on the model's device.
+        """
         self.outer, self.delta = self.delta, self.outer
-        source, scratch = self.outer, self.delta
-        if self._staging is not None:
-            source = scratch = self._staging
-            self._staging = None
+        staged, self._staging = self._staging, None
+        source, free = (self.outer, self.delta) if staged is None else (staged, staged)
         apart = []
-        distinct = source is not scratch  # staged values lie in one buffer only
-        for local, shared, free in zip(
-            self._locals(), self.views(source), self.views(scratch), strict=True
-        ):
-            apart.append(
-                torch.linalg.vector_norm(torch.sub(local, shared, out=free if distinct else None))
-            )
-            if mixing == 1.0:
-                continue
+        views = zip(self._locals(), self.views(source), self.views(free), strict=True)
+        for local, shared, room in views:
+            if measured:
+                out = room if staged is None else None
+                apart.append(torch.linalg.vector_norm(torch.sub(local, shared, out=out)))
             if mixing == 0.0:
                 local.copy_(shared)
-            elif local.dtype == torch.float32:
+            elif mixing < 1.0 and local.dtype == torch.float32:
                 local.lerp_(shared, 1 - mixing)
-            else:  # mixed in fp32 and rounded once; `free` holds nothing that is still needed
-                torch.mul(shared, 1 - mixing, out=free)
-                free.add_(local, alpha=mixing)
-                local.copy_(free)
-        return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.zeros(())
+            elif mixing < 1.0:  # mix in fp32 and round once
+                torch.mul(shared, 1 - mixing, out=room)
+                local.copy_(room.add_(local, alpha=mixing))
+        return torch.linalg.vector_norm(torch.stack(apart)) if apart else None
 
     def moment(self) -> torch.cuda.Event | None:
-        """When a GPU has done all that this thread has given it so far."""
+        """Record an event behind everything this thread has queued on the GPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._model_device))
         return event
 
-    # --- in the background -----------------------------------------------------------------------------------------
+    # --- background thread ------------------------------------------------------------------------
 
     @contextmanager
     def background(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Around the background's work on this fragment. On a GPU it begins `after` a moment of the training thread's, by
-        default when the delta has been taken, and is complete at the end, so that the training thread finds it done."""
-        begins = after or self._taken
-        if self._stream is None or begins is None:
+        """Run the body on the fragment's stream, behind an event, and wait for it at the end.
+
+        The default event is the one at which the delta was taken. No effect on a CPU.
+        """
+        begin = after or self._taken
+        if self._stream is None or begin is None:
             yield
             return
         torch.cuda.set_device(self._model_device)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(begins)
+            self._stream.wait_event(begin)
             yield
             self._stream.synchronize()
 
     @torch.no_grad()
-    def finish_delta(self) -> None:
-        """What the training thread left to do."""
-        if self._staging is None or self._stream is None:
-            return
-        self.delta.copy_(self._staging, non_blocking=True)
-        self._stream.synchronize()
-        for part, outer, delta in zip(
-            self.fragment.parts, self.views(self.outer), self.views(self.delta), strict=True
-        ):
-            torch.sub(_as_held(outer, part.parameter.dtype), delta, out=delta)
+    def finish_delta(self) -> bool:
+        """Complete the delta and return whether it is finite on this rank."""
+        if self._staging is not None and self._stream is not None:
+            self.delta.copy_(self._staging, non_blocking=True)
+            self._stream.synchronize()
+            self._subtract(self.views(self.delta), self._block)
+        return not self._block_sums or bool(torch.stack(self._block_sums).isfinite().all())
 
     @torch.no_grad()
-    def advance(self) -> float:
-        """The mean in `delta` becomes the next shared copy, on its way to the model's device. Returns the square of the norm of
-        what has changed."""
+    def advance(self, *, measured: bool = False) -> tuple[float, float]:
+        """Turn the mean in `delta` into the next shared copy, on its way to the model's device.
+
+        If measured, return the squared norms of the mean and of the change, otherwise NaN.
+        """
         self.rounds += 1
-        change = outer_update(self._config, self.outer, self.delta, self.slots, self.rounds)
-        self._ready()
-        return change
+        step, update = outer_step(self._config, self.rounds), UPDATES[self._config.name]
+        sums, squares = RowSums(), [0.0, 0.0]
+        buffers = (self.outer, self.delta, *self.slots)
+        for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
+            if measured:
+                squares[0] += square(delta)
+            update(theta, delta, slots, step)
+            sums.add(delta)
+            if measured:
+                squares[1] += sum(
+                    square(now - before)  # in pieces: room for a whole GPU buffer may be too much
+                    for now, before in zip(delta.split(2**24), theta.split(2**24), strict=True)
+                )
+        self.checksum = sums.checksum()
+        self._stage()
+        return (squares[0], squares[1]) if measured else (torch.nan, torch.nan)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Nobody had anything to give: the next shared copy is the present one."""
+        """Make the present shared copy the next one: no worker took part in this round."""
         self.delta.copy_(self.outer)
-        self._ready()
+        self._stage()
 
-    def _ready(self) -> None:
-        self.checksum = checksum(self.delta)
+    def _stage(self) -> None:
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
 
-    # --- restart ---------------------------------------------------------------------------------------------------
 
-    def loaded(self, rounds: int, *, in_flight: bool) -> None:
-        """After the buffers have been filled with what was saved; `delta` holds the next shared copy of a fragment that had
-        come back and was not applied."""
-        self.rounds = rounds
-        self.checksum = checksum(self.delta if in_flight else self.outer)
-        self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
-
-    @property
-    def bytes(self) -> int:
-        """Memory taken."""
-        residual = [] if self.residual is None else [self.residual]
-        sizes = [buffer.nbytes for buffer in (self.outer, self.delta, *self.slots, *residual)]
-        return sum(map(pinned_bytes, sizes)) if self._on_host else sum(sizes)
-
-    def norm_of_delta(self) -> float:
-        return float(torch.linalg.vector_norm(self.delta))
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """A flat buffer, cut as the fragment's parts."""
-        return list(buffer.split(self._sizes))
+def square(values: Tensor) -> float:
+    """Return the squared norm of a flat tensor."""
+    return float(torch.linalg.vector_norm(values)) ** 2
 
 
 def pinned_bytes(wanted: int) -> int:
-    """That torch takes for a pinned buffer: a power of two."""
+    """Return what torch allocates for a pinned buffer: a power of two."""
     return 1 << (wanted - 1).bit_length() if wanted else 0
 
 
-def _as_held(outer: Tensor, dtype: torch.dtype) -> Tensor:
-    """The shared parameters as a worker would hold them, in fp32. What rounding to the model's type takes away is no change
-    of the worker's: in the delta it would pull the shared copy back to what the model can represent."""
-    return outer if dtype == torch.float32 else outer.to(dtype).float()
+class RowSums:
+    """Checksum of a flat fp32 tensor that arrives in blocks, of which all but the last are whole rows.
+
+    It is made of the integer sum of all words and of the sum of rows weighted by their index, so
+    that it is the same on CPU and CUDA. Equal bits give equal checksums; -0.0 and 0.0 differ.
+    """
+
+    ROW = 1024
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._rest = 0
+
+    def add(self, block: Tensor) -> None:
+        whole = block.numel() // self.ROW * self.ROW
+        # Two values make one word of 64 bits: sums that widen 32 bits are far slower on a CPU.
+        words = block[:whole].view(torch.int64).view(-1, self.ROW // 2)
+        self._rows.append(words.sum(dim=1))
+        if whole < block.numel():
+            self._rest = int(block[whole:].view(torch.int32).sum(dtype=torch.int64))
+
+    def checksum(self) -> int:
+        rows = torch.cat(self._rows) if self._rows else torch.zeros(0, dtype=torch.int64)
+        weights = torch.arange(1, rows.numel() + 1, device=rows.device)
+        plain = int(rows.sum()) + self._rest
+        weighted = int((rows * weights).sum()) + self._rest * (rows.numel() + 1)
+        return (plain * 0x9E3779B97F4A7C15 + weighted) % 2**64
+
+
+def checksum(values: Tensor) -> int:
+    """Return eight bytes that differ, almost surely, where the bits of two flat tensors differ."""
+    sums = RowSums()
+    for block in values.split(BLOCK if values.device.type == "cpu" else max(1, values.numel())):
+        sums.add(block)
+    return sums.checksum()

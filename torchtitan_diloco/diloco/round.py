@@ -1,6 +1,8 @@
-"""What one rank knows of one round of one fragment, from the step it was due to the step it was applied."""
+"""Records of the rounds of fragments on this rank, and the totals between two reports."""
 
 import math
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,18 +13,20 @@ NEVER = math.nan
 
 @dataclass
 class Traffic:
-    """One exchange over the group between workers: bytes as the buffers that were really sent and received add up to, seconds,
-    and moments on this process's own clock (time.perf_counter)."""
+    """Bytes, seconds and moments of one exchange between workers.
+
+    Bytes are those of the buffers really sent and received. Moments are on this process's own clock
+    (time.perf_counter).
+    """
 
     bytes_sent: float = 0
     bytes_received: float = 0
     encoding_seconds: float = 0.0
     decoding_seconds: float = 0.0
-    """The mean included."""
+    """Includes averaging."""
     waiting_seconds: float = 0.0
-    """Of the exchange thread for other workers' messages."""
+    """Of the exchange thread for messages of other workers."""
     header_sent: float = NEVER
-    """This worker's header was sent."""
     encoded: float = NEVER
     """The last part of this worker's delta was encoded."""
     received: float = NEVER
@@ -30,13 +34,13 @@ class Traffic:
     heard: dict[int, float] = field(default_factory=dict)
     """When the header of each other worker was there."""
     link_bytes: dict[int, int] = field(default_factory=dict)
-    """What each other worker had sent of its own accord, without waiting for anybody ..."""
+    """Bytes that each other worker sent without waiting for anybody ..."""
     link_until: dict[int, float] = field(default_factory=dict)
-    """... and when the last of it was there."""
+    """... and when the last of them was there."""
     dot: float = NEVER
-    """Scalar product of this worker's delta and the mean."""
+    """Scalar product of this worker's delta and the mean, in measured rounds."""
     moments_are_known: bool = True
-    """Of each other worker by itself: NCCL tells of a whole batch of messages at once."""
+    """For each worker separately: NCCL completes a whole batch of messages at once."""
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
         for worker, size in sizes.items():
@@ -44,22 +48,24 @@ class Traffic:
             self.link_until[worker] = moments[worker]
 
     def heard_after(self, worker: int) -> float:
-        """From this worker's own arrival to the other's header: what it waited for the other, never less than the way takes."""
+        """Return seconds from sending this worker's header to receiving the other's."""
         return self.heard.get(worker, NEVER) - self.header_sent if self.moments_are_known else NEVER
 
     def link_seconds(self, worker: int) -> float:
-        """How long the bytes of `link_bytes` were on their way, once the other had arrived."""
-        return (
-            self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
-            if self.moments_are_known
-            else NEVER
-        )
+        """Return how long `link_bytes` took, once the other worker had begun to send."""
+        if not self.moments_are_known:
+            return NEVER
+        return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
 
 
 @dataclass
 class Round:
-    """Filled in by the training thread when the fragment is sent and applied, by the background in between. Moments are on this
-    process's own clock; those that never were are NaN. Sums are over this rank's part of the fragment."""
+    """One round of one fragment on this rank, from its send to its apply.
+
+    The training thread fills in the send and the apply, the background thread what is in between.
+    Moments are on this process's own clock. What is not known or was not measured is NaN; squares
+    are summed over this rank's part of the fragment.
+    """
 
     fragment: int
     outer_round: int
@@ -81,7 +87,7 @@ class Round:
     update_square: float = NEVER
     """Of the change of the shared parameters."""
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
-    """Norm of what this worker's parameters were away from the new shared ones, before both were mixed."""
+    """Distance of this worker's parameters from the new shared ones, before both were mixed."""
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
 
@@ -101,20 +107,82 @@ class Round:
     def exchange_seconds(self) -> float:
         return self.ready - self.begun
 
+    def exchange_sums(self) -> dict[str, float]:
+        """Return what the exchange adds to the totals; nothing if another process has done it."""
+        if math.isnan(self.exchange_seconds):
+            return {}
+        traffic = self.traffic
+        return {
+            "diloco/exchange_seconds": self.exchange_seconds,
+            "diloco/coding_seconds": traffic.encoding_seconds + traffic.decoding_seconds,
+            "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
+            "diloco/sent_bytes": traffic.bytes_sent,
+            "diloco/received_bytes": traffic.bytes_received,
+        }
 
-def unknown_round(
-    fragment: int, outer_round: int, sent_step: int, values: int, participants: int
-) -> Round:
-    """One whose result came out of a checkpoint: what it took was seen by a process that is gone."""
-    traffic = Traffic(
-        bytes_sent=NEVER, bytes_received=NEVER, encoding_seconds=NEVER, decoding_seconds=NEVER
+
+def resumed_traffic() -> Traffic:
+    """Return the traffic of an exchange whose result was loaded: it was seen by another process."""
+    return Traffic(NEVER, NEVER, NEVER, NEVER)
+
+
+def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up dictionaries of numbers, key by key."""
+    added: dict[str, float] = {}
+    for one in sums:
+        for name, value in one.items():
+            added[name] = added.get(name, 0.0) + value
+    return added
+
+
+class Meter:
+    """Totals of the outer loop since they were last taken, and its latest rounds."""
+
+    NAMES = (
+        "diloco/fragments_applied",
+        "diloco/participants",
+        "diloco/exposed_seconds",
+        "diloco/exposed_waiting_seconds",
+        "diloco/exchange_seconds",
+        "diloco/coding_seconds",
+        "diloco/transfer_waiting_seconds",
+        "diloco/sent_bytes",
+        "diloco/received_bytes",
     )
-    return Round(
-        fragment,
-        outer_round,
-        sent_step,
-        values,
-        weight=NEVER,
-        participants=participants,
-        traffic=traffic,
-    )
+    ROUNDS_KEPT = 256
+
+    def __init__(self) -> None:
+        self.exposed_seconds = 0.0
+        """Since the start of the process."""
+        self._sums = dict.fromkeys(self.NAMES, 0.0)
+        self._rounds: deque[Round] = deque(maxlen=self.ROUNDS_KEPT)
+
+    def sent(self, round_: Round) -> None:
+        self._expose(round_.taking_seconds)
+
+    def exchanged(self, round_: Round) -> None:
+        """Count an exchange, once. One whose result was loaded is in the totals of its save."""
+        if not round_.counted and (sums := round_.exchange_sums()):
+            round_.counted = True
+            self._sums = total([self._sums, sums])
+
+    def applied(self, round_: Round) -> None:
+        self.exchanged(round_)
+        self._expose(round_.waiting_seconds + round_.merging_seconds)
+        self._sums["diloco/exposed_waiting_seconds"] += round_.waiting_seconds
+        self._sums["diloco/participants"] += round_.participants
+        self._sums["diloco/fragments_applied"] += 1
+        self._rounds.append(round_)
+
+    def take(self) -> dict[str, float]:
+        taken, self._sums = self._sums, dict.fromkeys(self.NAMES, 0.0)
+        return taken
+
+    def take_rounds(self) -> list[Round]:
+        taken = list(self._rounds)
+        self._rounds.clear()
+        return taken
+
+    def _expose(self, seconds: float) -> None:
+        self._sums["diloco/exposed_seconds"] += seconds
+        self.exposed_seconds += seconds

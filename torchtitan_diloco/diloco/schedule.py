@@ -1,14 +1,15 @@
-"""Which fragment is sent and which is applied after which inner step: arithmetic on (step, H, offsets, tau), no torch."""
+"""When each fragment is sent, applied, measured and dropped: arithmetic without torch."""
 
+import hashlib
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Fragments take turns: each is sent once every `sync_every` steps, `delay` steps later what came back is applied.
+    """Turns of the fragments: each is sent every `sync_every` steps and applied `delay` steps later.
 
-    Steps are counted from 1. Nothing is remembered, so a run can be resumed at any step, and every worker that is given
-    the same numbers does the same things in the same order.
+    Steps are counted from 1. Everything follows from the step alone, so a run can be resumed at any
+    step, and all workers do the same things in the same order.
     """
 
     sync_every: int
@@ -16,34 +17,48 @@ class Schedule:
     fragments: int
     """P."""
     delay: int
-    """tau, smaller than H. It may exceed the distance between two fragments: several are in flight then."""
+    """tau, smaller than H. It may exceed the distance between two sends: then several fragments
+    are in flight."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay < self.sync_every:
             raise ValueError(
-                f"diloco.overlap.delay = {self.delay} must be at least 0 and smaller than diloco.sync_every = "
-                f"{self.sync_every}: a fragment has to be back before it is sent again"
+                f"diloco.overlap.delay = {self.delay} must be at least 0 and smaller than "
+                f"diloco.sync_every = {self.sync_every}: a fragment has to be back before it is "
+                "sent again"
             )
 
     def offset(self, fragment: int) -> int:
-        """t_p: where in the cycle of H steps the fragment has its turn."""
+        """Return t_p, the step of the cycle of H steps after which the fragment is sent."""
         return fragment * max(1, self.sync_every // self.fragments) % self.sync_every
 
     def first_send(self, fragment: int) -> int:
         return self.sync_every + self.offset(fragment)
 
     def sent_at(self, step: int) -> list[int]:
-        """Fragments sent after this step, in order; several where there are more fragments than steps in a cycle."""
-        return [fragment for fragment in range(self.fragments) if self._is_turn(fragment, step)]
+        """Return the fragments to send after this step, several if there are more than H."""
+        return [p for p in range(self.fragments) if self._is_sent(p, step)]
 
     def applied_at(self, step: int) -> list[int]:
-        """Fragments applied after this step."""
         return self.sent_at(step - self.delay)
 
     def outer_round(self, fragment: int, step: int) -> int:
-        """How often the fragment has been sent after this step."""
+        """Return how often the fragment has been sent by the end of this step."""
         return max(0, (step - self.first_send(fragment)) // self.sync_every + 1)
 
-    def _is_turn(self, fragment: int, step: int) -> bool:
-        first = self.first_send(fragment)
-        return step >= first and (step - first) % self.sync_every == 0
+    def _is_sent(self, fragment: int, step: int) -> bool:
+        since = step - self.first_send(fragment)
+        return since >= 0 and since % self.sync_every == 0
+
+
+def is_measured(outer_round: int, every: int) -> bool:
+    """Return whether norms, cosines and drift are measured in this round; `every` 0 is never."""
+    return every > 0 and (outer_round == 1 or outer_round % every == 0)
+
+
+def is_dropped(probability: float, seed: int, worker: int, fragment: int, outer_round: int) -> bool:
+    """Return whether a worker misses a round on purpose. A resumed run draws the same rounds."""
+    if not probability:
+        return False
+    digest = hashlib.sha256(f"{seed}/{worker}/{fragment}/{outer_round}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") < probability * 2**64

@@ -1,19 +1,22 @@
-"""Streaming DiLoCo around any training loop: fragments take turns in being exchanged while training goes on.
+"""Streaming DiLoCo around any training loop: fragments take turns in being exchanged in the background.
 
 outer = StreamingDiLoCo(model, group, DiLoCoConfig(sync_every=100))
 for batch in loader:
     loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
     outer.step()
 outer.drain()
+
+In the training thread `_send` takes the delta of a fragment and `_apply` merges the next shared copy.
+In between, `_exchange` runs in the background: delta -> mean over workers -> next shared copy.
 """
 
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,46 +25,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.background_round import BackgroundRound, Outcome
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
-from torchtitan_diloco.diloco.config import DiLoCo as DiLoCoConfig
-from torchtitan_diloco.diloco.drops import is_dropped
+from torchtitan_diloco.diloco.codecs import describe as describe_codecs
+from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.fragments import build_fragments, check_identity, fragment_table
-from torchtitan_diloco.diloco.header import DROPPED, NOT_FINITE, Header
-from torchtitan_diloco.diloco.messages import WorkerLostError
-from torchtitan_diloco.diloco.meter import Meter, exchange_sums, total
-from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.restart import (
-    Frozen,
-    apply_early,
-    by_name,
-    check_same_model,
-    copy_out,
-    fill,
-    freeze,
-    layout_of,
-    saved_records,
-)
-from torchtitan_diloco.diloco.round import Round, unknown_round
-from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.diloco.shared_model import (
+from torchtitan_diloco.diloco.fragments import (
+    build_fragments,
+    check_identity,
     drop_gathered,
-    lend_shared_parameters,
-    shared_state_dict,
+    fragment_table,
 )
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import OuterState, square
+from torchtitan_diloco.diloco.round import Meter, Round, resumed_traffic, total
+from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.startup import (
     agree_on_run,
     broadcast_from_first,
     check_settings,
     pick_state_device,
 )
+from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
+from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, Header, WorkerLostError
+from torchtitan_diloco.utils import GIB, cause_of, logger
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of an exchange."""
+
+    participants: int
+    """Workers whose delta went into the mean."""
+    flags: int
+    """This worker's."""
 
 
 @dataclass
-class _InFlight:
-    facts: Round
+class InFlight:
+    round: Round
     outcome: "Future[Outcome]"
 
 
@@ -76,346 +80,430 @@ class StreamingDiLoCo:
         seed: int = 0,
         run_id: str = "",
     ) -> None:
-        """`group` joins this rank with the same rank of the other workers; None or a group of one is a single worker.
-        Every worker starts from worker 0's parameters: build this before weights are loaded for a restart.
+        """Every worker starts from worker 0's parameters: load weights for a restart after this.
 
-        `shard_group` joins the ranks of this worker, where a worker has several: a gloo group that nothing else uses, in
-        which shards agree that a delta is not finite. `seed` draws the rounds that `link.drop_probability` drops,
-        and the directions of stochastic rounding."""
+        Args:
+            group: joins this rank with the same rank of the other workers. None or a group of one
+                is a single worker.
+            shard_group: joins the ranks of this worker, if it has several: a gloo group that
+                nothing else uses, in which they agree that a delta is not finite.
+            seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
+        """
         check_settings(config, group)
         drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
-        self.fragment_names = [fragment.name for fragment in self.fragments]
+        self.fragment_names = tuple(fragment.name for fragment in self.fragments)
         self.schedule = Schedule(config.sync_every, len(self.fragments), config.overlap.delay)
         self.workers = 1 if group is None else group.size()
         self.worker = 0 if group is None else group.rank()
         self.step_count = 0
-        self._model, self._seed = model, seed
-        self._mixing = config.overlap.mixing
+        self._model, self._seed, self._shard_group = model, seed, shard_group
         self._weights = [0.0] * len(self.fragments)
         self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
             broadcast_from_first(group, model, config.link)
-        device = pick_state_device(group, self.fragments, config.link)
-        feedback = config.quantization.error_feedback
+        device, wire = pick_state_device(group, self.fragments, config.link), config.quantization
         self._states = [
-            OuterState(fragment, config.outer_optimizer, device, feedback)
+            OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
             for fragment in self.fragments
         ]
-        exchange = None
+        self._exchanger: Exchange | None = None
         if group is not None and self.workers > 1:
-            exchange = Exchange(
+            self._exchanger = Exchange(
                 group,
-                build_codec(config.quantization),
-                build_gather_codec(config.quantization),
+                build_codec(wire),
+                build_gather_codec(wire),
                 largest=max(state.values for state in self._states),
                 device=device,
                 timeout_seconds=config.link.timeout_seconds,
             )
-        self._round = BackgroundRound(exchange, self.worker, seed, shard_group)
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
+        self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
         threads = torch.get_num_threads()
-        self._background.submit(partial(_use_threads, config.quantization.threads)).result()
-        torch.set_num_threads(threads)  # or all that begin later had that thread's number
-        self._meter = Meter()
-        weakref.finalize(
-            self, _close, self._background, self._round
-        )  # when it is dropped, or Python exits
+        self._background.submit(partial(_use_threads, wire.threads)).result()
+        torch.set_num_threads(threads)  # otherwise later threads would start with that number
+        # Also runs when this object is dropped, and when Python exits.
+        self._finalizer = weakref.finalize(self, _close, self._background, self._exchanger)
 
-    # --- the loop ---------------------------------------------------------------------------------------------------
+    # --- training thread --------------------------------------------------------------------------
 
     def step(self, weight: float = 1.0) -> None:
-        """After every inner step: applies what is due, then sends what is due. `weight` is what this inner step counts in
-        the mean over workers, such as its tokens."""
+        """Apply the fragments that are due, then send those that are due: call after every inner step.
+
+        `weight`: what this inner step counts in the mean over workers, such as its tokens.
+        """
         if not 0 <= weight < math.inf:
             raise ValueError(
-                f"the weight of a step is {weight}: give a number from 0 up, such as the step's tokens"
+                f"the weight of a step is {weight}: give a number from 0 up, such as its tokens"
             )
         self.step_count += 1
-        self._weights = [total + weight for total in self._weights]
+        self._weights = [before + weight for before in self._weights]
         self.check()
-        sent, applied = (
-            self.schedule.sent_at(self.step_count),
-            self.schedule.applied_at(self.step_count),
-        )
+        sent = self.schedule.sent_at(self.step_count)
+        applied = self.schedule.applied_at(self.step_count)
         if sent or applied:
             drop_gathered(self._model)
         if self.schedule.delay:
-            self._apply_all(applied)
+            self._apply(applied)
         for fragment in sent:
             self._send(fragment)
         if not self.schedule.delay:
-            self._apply_all(applied)
+            self._apply(applied)
 
     def drain(self) -> None:
-        """Waits for everything in flight and applies it, in the order it was sent."""
+        """Wait for everything in flight and apply it, in the order it was sent."""
         drop_gathered(self._model)
-        self._apply_all(list(self._in_flight))
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Ends the background thread once it has finished what is in flight. Called by itself when this object is dropped, and
-        when Python exits: a thread that is still in torch then would take the process down. A program whose own exit handlers
-        take the process group down calls it first."""
-        _close(self._background, self._round, timeout)
-
-    def _send(self, index: int) -> None:
-        state = self._states[index]
-        outer_round = self.schedule.outer_round(index, self.step_count)
-        facts = Round(index, outer_round, self.step_count, state.values, due=time.perf_counter())
-        check_identity(self._model, state.fragment)
-        state.take_delta()
-        dropped = is_dropped(
-            self.config.link.drop_probability, self._seed, self.worker, index, outer_round
-        )
-        header = Header(
-            flags=DROPPED if dropped else 0,
-            run=self._run,
-            fragment=index,
-            outer_round=outer_round,
-            step=self.step_count,
-            weight=self._weights[index],
-            checksum=state.checksum,
-        )
-        self._weights[index] = 0.0
-        facts.taken = time.perf_counter()
-        self._meter.sent(facts)
-        self._in_flight[index] = _InFlight(
-            facts, self._background.submit(partial(self._round, state, header, facts))
-        )
-
-    def _apply_all(self, fragments: list[int]) -> None:
-        for index in fragments:
-            flight = self._in_flight.pop(index, None)
-            if flight is None:
-                continue  # applied early by drain()
-            facts = flight.facts
-            facts.applied_step, facts.asked = self.step_count, time.perf_counter()
-            outcome = self._result(index, flight)
-            facts.fetched = time.perf_counter()
-            facts.drift = self._states[index].apply(self._mixing_for(outcome))
-            facts.applied = time.perf_counter()
-            self._meter.applied(facts)
-
-    def _mixing_for(self, outcome: Outcome) -> float:
-        """Parameters that are not finite are no use to mix with; a dropped worker keeps its own."""
-        if outcome.flags & NOT_FINITE:
-            return 0.0
-        return 1.0 if outcome.flags & DROPPED or not outcome.participants else self._mixing
+        self._apply(list(self._in_flight))
 
     def check(self) -> None:
-        """Raises what an exchange in the background has failed with. Every step() does it, so that a run ends then and not
-        only when the result is due; for those who wait for something else meanwhile."""
+        """Raise the error of an exchange that failed, also before its result is due."""
         for index, flight in self._in_flight.items():
             if flight.outcome.done() and flight.outcome.exception() is not None:
                 self._result(index, flight)
 
-    def _result(self, index: int, flight: _InFlight) -> Outcome:
+    def close(self) -> None:
+        """End the background thread after what is in flight.
+
+        Call it before an exit handler of your own destroys the process group; otherwise it happens
+        by itself.
+        """
+        self._finalizer()
+
+    def _send(self, index: int) -> None:
+        state, step = self._states[index], self.step_count
+        outer_round = self.schedule.outer_round(index, step)
+        round_ = Round(index, outer_round, step, state.values, due=time.perf_counter())
+        check_identity(self._model, state.fragment)
+        state.take_delta()
+        chance = self.config.link.drop_probability
+        dropped = is_dropped(chance, self._seed, self.worker, index, outer_round)
+        flags, weight = DROPPED if dropped else 0, self._weights[index]
+        header = Header(flags, self._run, index, outer_round, step, weight, state.checksum)
+        self._weights[index] = 0.0
+        round_.taken = time.perf_counter()
+        self._meter.sent(round_)
+        task = partial(self._exchange, state, header, round_)
+        self._in_flight[index] = InFlight(round_, self._background.submit(task))
+
+    def _apply(self, fragments: list[int]) -> None:
+        for index in fragments:
+            flight = self._in_flight.pop(index, None)
+            if flight is None:
+                continue  # applied by drain()
+            round_ = flight.round
+            round_.applied_step, round_.asked = self.step_count, time.perf_counter()
+            outcome = self._result(index, flight)
+            round_.fetched = time.perf_counter()
+            measured = is_measured(round_.outer_round, self.config.measure_every)
+            drift = self._states[index].apply(
+                self._mixing(outcome.flags, outcome.participants), measured=measured
+            )
+            round_.drift = round_.drift if drift is None else drift
+            round_.applied = time.perf_counter()
+            self._meter.applied(round_)
+
+    def _mixing(self, flags: int, participants: int) -> float:
+        """Return the local share. Parameters that are not finite count nothing; a dropped worker
+        keeps its own."""
+        if flags & NOT_FINITE:
+            return 0.0
+        return 1.0 if flags & DROPPED or not participants else self.config.overlap.mixing
+
+    def _result(self, index: int, flight: InFlight) -> Outcome:
         try:
             return flight.outcome.result()
         except WorkerLostError as error:
-            where = f"fragment {index} ({self.fragments[index].name}), sent after step {flight.facts.sent_step}"
             raise WorkerLostError(
                 error.workers,
-                f"{error.reason}; seen by worker {self.worker} in the exchange of {where}",
+                f"{error.reason}; seen by worker {self.worker} in the exchange of fragment {index} "
+                f"({self.fragment_names[index]}), sent after step {flight.round.sent_step}",
             ) from error
 
-    # --- the shared model -------------------------------------------------------------------------------------------
+    # --- background thread ------------------------------------------------------------------------
+
+    def _exchange(self, state: OuterState, header: Header, round_: Round) -> Outcome:
+        """Turn this worker's delta into the next shared copy."""
+        round_.begun = time.perf_counter()
+        measured = is_measured(header.outer_round, self.config.measure_every)
+        with state.background():
+            if not self._is_finite(state.finish_delta()):
+                header = replace(header, flags=header.flags | NOT_FINITE)
+            if header.flags:
+                header = replace(header, weight=0.0)
+            if measured:
+                round_.delta_square = square(state.delta)
+            headers = [header]
+            if self._exchanger is not None:
+                _forget_if_not_finite(state.residual, header.fragment)
+                shard = 0 if self._shard_group is None else self._shard_group.rank()
+                where = self._seed, shard, header.fragment, header.outer_round
+                headers, round_.traffic = self._exchanger.average(
+                    state.delta,
+                    header,
+                    state.residual,
+                    (key_of(*where, self.worker), key_of(*where, "mean")),
+                    measured=measured,
+                )
+            round_.participants = sum(one.weight > 0 for one in headers)
+            round_.weight = header.weight
+            if round_.participants:
+                round_.mean_square, round_.update_square = state.advance(measured=measured)
+            else:
+                state.keep()
+        round_.ready = time.perf_counter()
+        for worker, other in enumerate(headers):
+            if other.flags & NOT_FINITE:
+                logger.warning(
+                    f"fragment {other.fragment}, outer round {other.outer_round}: the parameters of "
+                    f"worker {worker} are not finite after its step {other.step}; it is left out of "
+                    "this round and takes the shared ones"
+                )
+        return Outcome(round_.participants, header.flags)
+
+    def _is_finite(self, finite: bool) -> bool:
+        """Return whether the delta is finite on all ranks of this worker."""
+        if self._shard_group is None or self._shard_group.size() == 1:
+            return finite
+        bad = torch.tensor([int(not finite)])
+        try:
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
+        except RuntimeError as error:
+            reason = f"one of the ranks of worker {self.worker}: {cause_of(error)}"
+            raise WorkerLostError([self.worker], reason) from error
+        return not bad.item()
+
+    # --- shared model -----------------------------------------------------------------------------
 
     def global_state_dict(self) -> dict[str, Tensor]:
-        """The shared (outer) parameters in fp32, the same bits on every worker, under the model's own names; frozen
-        parameters and this worker's buffers as they are. Sharded parameters stay sharded."""
-        return shared_state_dict(self._model, self._states)
+        """Return the shared parameters in fp32 under the model's names: the same bits on all workers.
 
-    def global_parameters(self) -> AbstractContextManager[None]:
-        """The model holds the shared parameters inside; the local ones come back at the end."""
-        return lend_shared_parameters(self._model, self._states)
+        Frozen parameters and buffers are this worker's. Sharded parameters stay sharded.
+        """
+        return saving.shared_state_dict(self._model, self._states)
 
-    # --- restart ----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Let the model hold the shared parameters in the body of a with statement."""
+        drop_gathered(self._model)
+        parts = [part for state in self._states for part in state.fragment.parts]
+        saved = [part.local().clone() for part in parts]
+        for state in self._states:
+            state.write_model()
+        try:
+            yield
+        finally:
+            drop_gathered(self._model)
+            with torch.no_grad():
+                for part, before in zip(parts, saved, strict=True):
+                    part.local().copy_(before)
+
+    # --- restart ----------------------------------------------------------------------------------
 
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """All that a restart needs beside the model and the inner optimizer, in host memory, by the names of the parameters.
-        Fragments in flight are waited for, not applied: what came back for them is part of the state."""
-        return self.start_state_dict(mesh).result()
+        """Return what a restart needs beside the model and the inner optimizer, in host memory.
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[dict[str, Any]]":
-        """The state as it is now, copied in the background while training goes on; what is in flight is waited for there.
-        `mesh`: a mesh of this worker's ranks on the CPU, for models that are sharded over GPUs."""
+        Fragments in flight are waited for and not applied: their results are part of the state.
+        """
+        return vars(self.start_state_dict(mesh).result())
+
+    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
+        """Copy the state of this moment in the background, behind what is in flight.
+
+        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs.
+        """
         self.check()
-        frozen = []
-        for index, state in enumerate(self._states):
-            flight = self._in_flight.get(index)
-            under_way = None if flight is None else {"step": flight.facts.sent_step}
-            record = {"weight": self._weights[index], "in_flight": under_way}
-            frozen.append(freeze(state, record, in_flight=flight is not None))
-        flights = [
-            (index, flight, flight.facts.counted) for index, flight in self._in_flight.items()
+        snapshots = [
+            Snapshot(state, in_flight=index in self._in_flight)
+            for index, state in enumerate(self._states)
         ]
+        flights = [(one, one.round.counted) for one in self._in_flight.values()]
         facts = {
             "step": self.step_count,
-            "settings": self._restart_settings(),
-            "layout": layout_of(self._states),
-            "in_flight_order": list(self._in_flight),
+            "settings": self._resume_settings(),
+            "layout": saving.layout_of(self._states),
+            "in_flight": list(self._in_flight),
+            "fragments": [{"weight": weight} for weight in self._weights],
         }
-        return self._background.submit(partial(self._finish_state, frozen, flights, facts, mesh))
+        return self._background.submit(partial(self._finish_save, snapshots, flights, facts, mesh))
 
-    def _finish_state(
+    def _finish_save(
         self,
-        frozen: "list[Frozen]",
-        flights: "list[tuple[int, _InFlight, bool]]",
+        snapshots: list[Snapshot],
+        flights: list[tuple[InFlight, bool]],
         facts: dict[str, Any],
         mesh: DeviceMesh | None,
-    ) -> dict[str, Any]:
-        copies = [copy_out(state, one) for state, one in zip(self._states, frozen, strict=True)]
-        for index, flight, _ in flights:
-            known = flight.outcome.result()
-            copies[index].record["in_flight"] |= {
-                "participants": known.participants,
-                "flags": known.flags,
-            }
-        uncounted = total(
-            exchange_sums(flight.facts) for _, flight, counted in flights if not counted
-        )
+    ) -> SavedState:
+        for snapshot, record in zip(snapshots, facts["fragments"], strict=True):
+            snapshot.copy_out()
+            record["rounds"] = snapshot.rounds
+        for flight, _ in flights:
+            record = facts["fragments"][flight.round.fragment]
+            record |= {"sent_step": flight.round.sent_step, **vars(flight.outcome.result())}
+        uncounted = total(one.round.exchange_sums() for one, counted in flights if not counted)
+        return SavedState(facts, *saving.saved_tensors(self._states, snapshots, mesh), uncounted)
 
-        def named(pick: Callable[[Frozen], Tensor | None]) -> dict[str, Tensor]:
-            return by_name(self._states, [pick(copy) for copy in copies], mesh)
+    def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
+        """Resume from a saved state; what is in flight here is given up. Load the model first.
 
-        outer = [copy.outer for copy in copies]
-        slots = [
-            by_name(self._states, [copy.slots[number] for copy in copies], mesh)
-            for number in range(len(copies[0].slots))
-        ]
-        return facts | {
-            "exchanged": uncounted,  # for who keeps totals: a load does not read it
-            "fragments": [copy.record for copy in copies],
-            "outer": named(lambda copy: copy.outer),
-            "next": by_name(self._states, [copy.next for copy in copies], mesh, otherwise=outer),
-            "slots": slots,
-            "residual": named(lambda copy: copy.residual),
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> list[str]:
-        """After it, the run goes on as the one that was saved; what is in flight here is waited for and given up. Other
-        fragments, another schedule, codec or outer optimizer are taken over as far as they can be: returns, one line each, what
-        could not. Load the model first: fragments whose turn has changed are applied to it."""
-        check_same_model(self._states, saved["outer"])
-        self._give_up_flights()
+        Fragments, schedule, codec and outer optimizer may be others than those of the saved run.
+        Return what could not be kept, one line each. Fragments in flight whose turn has changed
+        are applied to the model now, and to the tensors of `saved`.
+        """
+        saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
+        saving.check_same_model(self._states, saved.kind(saving.SHARED))
+        self._give_up_in_flight()
         drop_gathered(self._model)
-        notes, before, now = [], saved["settings"], self._restart_settings()
-        turns = ("diloco.sync_every", "diloco.overlap.delay")
-        flying = list(saved["in_flight_order"])
-        if flying and (
-            saved["layout"] != layout_of(self._states)
-            or any(before[key] != now[key] for key in turns)
-        ):
+        facts, notes = saved.facts, list[str]()
+        before, now = facts["settings"], self._resume_settings()
+        in_flight, name = list(facts["in_flight"]), "diloco.outer_optimizer.name"
+        same_turns = facts["layout"] == saving.layout_of(self._states) and all(
+            before[key] == now[key] for key in now if key != name
+        )
+        if in_flight and not same_turns:
             notes.append(
-                f"{len(flying)} fragments were under way and are applied now, as their turns have changed"
+                f"{len(in_flight)} fragments were in flight and are applied now, as their turns "
+                "have changed"
             )
-            apply_early(self._states, saved, lambda record: self._mixing_for(_outcome(record)))
-            flying = []
-        fill(self._states, [state.outer for state in self._states], saved["outer"])
-        optimizer = "diloco.outer_optimizer.name"
-        if before[optimizer] == now[optimizer]:
-            for number, slot in enumerate(saved["slots"]):
-                fill(self._states, [state.slots[number] for state in self._states], slot)
+            saving.apply_early(
+                self._states, saved, lambda one: self._mixing(one["flags"], one["participants"])
+            )
+            in_flight = []
+        saving.fill(self._states, [one.outer for one in self._states], saved.kind(saving.SHARED))
+        if before[name] == now[name]:
+            for number in range(len(self._states[0].slots)):
+                slots = [state.slots[number] for state in self._states]
+                saving.fill(self._states, slots, saved.kind(f"{saving.SLOT}{number}"))
         else:
             notes.append(
-                f"{optimizer} was {before[optimizer]} and is {now[optimizer]}: its memory starts from zero"
+                f"{name} was {before[name]} and is {now[name]}: its state starts from zero"
             )
-        residuals = [state.residual for state in self._states if state.residual is not None]
-        if residuals and saved["residual"]:
-            fill(self._states, residuals, saved["residual"])
-        elif residuals or saved["residual"]:
-            lost = "is given up" if saved["residual"] else "starts from zero"
-            notes.append(
-                f"diloco.quantization.error_feedback has changed: what encoding lost {lost}"
-            )
-        self.step_count = saved["step"]
-        for index, (state, record) in enumerate(
-            zip(self._states, saved_records(self._states, saved), strict=True)
-        ):
-            if index in flying:
-                fill([state], [state.delta], saved["next"])
-            state.loaded(record["rounds"], in_flight=index in flying)
-            self._weights[index] = record["weight"]
-        for index in flying:
-            record = saved["fragments"][index]["in_flight"]
-            future: Future[Outcome] = Future()
-            future.set_result(_outcome(record))
-            outer_round = self.schedule.outer_round(index, record["step"])
-            facts = unknown_round(
-                index,
-                outer_round,
-                record["step"],
-                self._states[index].values,
-                record["participants"],
-            )
-            self._in_flight[index] = _InFlight(facts, future)
+        notes += self._load_residuals(saved.kind(saving.RESIDUAL))
+        self.step_count = facts["step"]
+        records = saving.fragment_facts(self._states, facts)
+        self._weights = [record["weight"] for record in records]
+        for index, (state, record) in enumerate(zip(self._states, records, strict=True)):
+            if index in in_flight:
+                saving.fill([state], [state.delta], saved.kind(saving.NEXT))
+            state.resume(record["rounds"], in_flight=index in in_flight)
+        for index in in_flight:
+            self._in_flight[index] = self._resumed_flight(index, records[index])
         return notes
 
+    def _load_residuals(self, saved: dict[str, Tensor]) -> list[str]:
+        residuals = [state.residual for state in self._states if state.residual is not None]
+        if residuals and saved:
+            saving.fill(self._states, residuals, saved)
+        elif residuals or saved:
+            lost = "is given up" if saved else "starts from zero"
+            return [f"diloco.quantization.error_feedback has changed: what encoding lost {lost}"]
+        return []
+
+    def _resumed_flight(self, index: int, record: dict[str, Any]) -> InFlight:
+        sent, participants = record["sent_step"], record["participants"]
+        round_ = Round(
+            index,
+            self.schedule.outer_round(index, sent),
+            sent,
+            self._states[index].values,
+            weight=math.nan,
+            participants=participants,
+            traffic=resumed_traffic(),
+        )
+        outcome: Future[Outcome] = Future()
+        outcome.set_result(Outcome(participants, record["flags"]))
+        return InFlight(round_, outcome)
+
     def restart_from_model(self, step: int) -> None:
-        """Begins anew after so many steps, with what the model holds now, which is the same on every worker, as shared copy."""
-        self._give_up_flights()
+        """Start over after so many steps; the model, equal on all workers, is the shared copy."""
+        self._give_up_in_flight()
         self.step_count = step
         self._weights = [0.0] * len(self.fragments)
         for state in self._states:
             state.restart()
 
-    def _give_up_flights(self) -> None:
-        """What is in flight is waited for and forgotten. A state that is still being copied is that of before."""
+    def _give_up_in_flight(self) -> None:
+        """Wait for what is in flight, and for a save, and forget the results."""
         for flight in self._in_flight.values():
             flight.outcome.exception()
         self._in_flight.clear()
         self._background.submit(lambda: None).result()
 
-    def _restart_settings(self) -> dict[str, Any]:
-        """What a saved state depends on."""
+    def _resume_settings(self) -> dict[str, Any]:
+        """Return the settings that a saved state depends on."""
         return {
             "diloco.sync_every": self.config.sync_every,
             "diloco.overlap.delay": self.config.overlap.delay,
             "diloco.outer_optimizer.name": self.config.outer_optimizer.name,
         }
 
-    # --- what happened ----------------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call. Seconds and bytes are this rank's; `exposed` is what the training thread spent or waited,
-        `exchange` what went on in the background meanwhile."""
+        """Return totals since the last call. Seconds and bytes are this rank's.
+
+        `exposed` seconds are what the training thread spent or waited, `exchange` seconds went on
+        in the background meanwhile.
+        """
         for flight in self._in_flight.values():
             if flight.outcome.done():
-                self._meter.exchanged(flight.facts)
-        return self._meter.take(len(self._in_flight))
+                self._meter.exchanged(flight.round)
+        return self._meter.take() | {"diloco/fragments_in_flight": float(len(self._in_flight))}
 
     @property
     def exposed_seconds(self) -> float:
-        """That the training thread has spent or waited in the outer loop so far."""
+        """Seconds that the training thread has spent or waited in the outer loop so far."""
         return self._meter.exposed_seconds
 
     def rounds(self) -> list[Round]:
-        """The rounds that were applied since the last call, the latest 256 at most: how each fragment fared."""
+        """Return the rounds applied since the last call, at most the latest 256."""
         return self._meter.take_rounds()
 
     @property
     def state_bytes(self) -> int:
-        """Memory of this rank's shared parameters, optimizer buffers and deltas."""
+        """Memory of this rank's shared parameters, optimizer state and deltas."""
         return sum(state.bytes for state in self._states)
 
     def table(self) -> str:
-        """The fragments and when they have their turn."""
+        """Return a table of the fragments and their places in the cycle."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
 
+    def describe(self) -> list[str]:
+        """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
+        outer, overlap, wire = (
+            self.config.outer_optimizer,
+            self.config.overlap,
+            self.config.quantization,
+        )
+        momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
+        residual = " and what encoding lost" * wire.error_feedback
+        return [
+            f"{'outer':<10} each fragment every {self.config.sync_every} steps, applied "
+            f"{overlap.delay} steps later, local share {overlap.mixing:g}; {outer.name} lr "
+            f"{outer.lr:g}{momentum}",
+            f"{'wire':<10} {describe_codecs(wire, self.workers)}; summed in fp32",
+            f"{'':<10} {self.state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer "
+            f"optimizer, one delta{residual}",
+            self.table(),
+        ]
 
-def _outcome(record: dict[str, Any]) -> Outcome:
-    return Outcome(record["participants"], record["flags"])
+
+def _forget_if_not_finite(residual: Tensor | None, fragment: int) -> None:
+    if residual is not None and not math.isfinite(float(residual.sum())):
+        logger.warning(
+            f"fragment {fragment}: what encoding has lost is not finite any more; it is forgotten"
+        )
+        residual.zero_()
 
 
 def _use_threads(number: int) -> None:
-    """Of this thread. The first question makes torch give it the number of all; without it, the first large operation would."""
+    """Set torch's threads of this thread, which its first question initialises to the default."""
     torch.get_num_threads()
     torch.set_num_threads(number)
 
 
-def _close(background: BackgroundThread, round_: BackgroundRound, timeout: float = 5.0) -> None:
-    background.close(timeout)
-    round_.close()
+def _close(background: BackgroundThread, exchange: Exchange | None) -> None:
+    background.close(timeout=5.0)
+    if exchange is not None:
+        exchange.close()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchtitan_diloco.diloco.config import CodecName, DiLoCo, Fragments, Quantization
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig as DiLoCo, Fragments, Quantization
 from torchtitan_diloco.planner.memory import Memory
 from torchtitan_diloco.planner.prediction import Prediction
 from torchtitan_diloco.planner.risk import LOW_MIXING, PAPER_LAYERS, Risk, risk_of

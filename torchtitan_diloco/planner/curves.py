@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_diloco.diloco.config import DiLoCo, Fragments, Quantization
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo, Fragments, Quantization
 from torchtitan_diloco.pictures.files import write_picture
 from torchtitan_diloco.pictures.line_chart import Series, line_chart
 from torchtitan_diloco.planner.choice import Plan

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan_diloco.diloco.config import DiLoCo
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.planner.outer_loop import exchange_buffer_bytes

@@ -8,8 +8,8 @@ from functools import cache
 
 from torchtitan_diloco.diloco.chunks import chunk_and_window, slice_bounds, slice_size
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
-from torchtitan_diloco.diloco.config import DiLoCo, Quantization
-from torchtitan_diloco.diloco.header import HEADER_BYTES
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo, Quantization
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.planner.conditions import Conditions
 from torchtitan_diloco.planner.payload import Payload

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
-from torchtitan_diloco.diloco.config import DiLoCo
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
 from torchtitan_diloco.planner.choice import Option, Plan
 from torchtitan_diloco.planner.scenario import Scenario
 from torchtitan_diloco.planner.units import format_bandwidth, format_bytes, format_duration

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torchtitan_diloco.diloco.advice import FEW_ROUNDS
-from torchtitan_diloco.diloco.config import DiLoCo
+from torchtitan_diloco.diloco.config import FEW_ROUNDS
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
 
 SYNC_COSTS = ((1, 0.0), (30, 0.6), (100, 1.4))
 """H -> percent of loss against data parallelism (arXiv 2501.18512), in between and beyond on a line over log H."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchtitan_diloco.diloco.config import DiLoCo
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
 from torchtitan_diloco.planner.conditions import Conditions
 from torchtitan_diloco.planner.memory import Memory, memory_of
 from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco

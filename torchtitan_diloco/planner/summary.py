@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.diloco.codecs import describe
-from torchtitan_diloco.diloco.config import DiLoCo
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.planner.utilisation import Observed, measured_utilisation

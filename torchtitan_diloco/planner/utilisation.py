@@ -5,7 +5,7 @@ import statistics
 from collections import deque
 
 from torchtitan_diloco.components.round_records import RoundRecord
-from torchtitan_diloco.diloco.config import DiLoCo
+from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
 from torchtitan_diloco.planner.conditions import Conditions, Links
 from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco
 

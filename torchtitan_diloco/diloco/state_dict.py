@@ -1,0 +1,274 @@
+"""Outer state of a run for a restart, by the names of parameters, and the shared model's state dict.
+
+Tensors are named, so that a state fits other fragments, ranks and schedules. Nothing is drained for
+a save: a fragment in flight is saved with the shared copy that its exchange ends with, and applied
+when its turn comes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan_diloco.diloco.fragments import (
+    Part,
+    check_identity,
+    drop_gathered,
+    local_rows,
+)
+from torchtitan_diloco.diloco.outer_state import OuterState
+
+Facts = dict[str, Any]
+Named = dict[str, Tensor]
+
+SHARED, NEXT, SLOT, RESIDUAL = "outer", "next", "slot-", "residual"
+"""First parts of tensor names: KIND/PARAMETER."""
+
+
+def shared_parameter_name(name: str) -> str:
+    """Return the key of a parameter in `SavedState.shared`."""
+    return f"{SHARED}/{name}"
+
+
+def facts_for_new_worker(facts: Facts) -> Facts:
+    """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
+    return facts | {"fragments": [one | {"weight": 0.0} for one in facts["fragments"]]}
+
+
+@dataclass
+class SavedState:
+    """What the outer loop needs to resume, beside the model and the inner optimizer."""
+
+    facts: Facts
+    """This worker's, fit for JSON: `step`, `settings`, `layout` (for each fragment its parts),
+    `in_flight` (fragments in the order they were sent), and `fragments`: for each its `rounds`,
+    the `weight` of the steps not sent yet, and of one in flight `sent_step`, `participants`, `flags`.
+    """
+    shared: Named
+    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), slot-0/NAME ..."""
+    own: Named = field(default_factory=dict)
+    """This worker's: residual/NAME."""
+    exchanged: dict[str, float] = field(default_factory=dict)
+    """Totals of exchanges in flight that are not in the metrics yet. Not read by a load."""
+
+    @staticmethod
+    def template(
+        model: nn.Module,
+        facts: Facts,
+        shared_names: Iterable[str],
+        own_names: Iterable[str],
+        mesh: DeviceMesh | None,
+    ) -> "SavedState":
+        """Return zeros in host memory for the names of a checkpoint, to be filled in place."""
+        parameters = dict(model.named_parameters())
+
+        def zeros(names: Iterable[str]) -> Named:
+            return {
+                name: shaped_like(parameters[parameter], None, mesh)
+                for name in names
+                for kind, _, parameter in [name.partition("/")]
+                if kind in (SHARED, NEXT, RESIDUAL) or kind.startswith(SLOT)
+            }
+
+        return SavedState(facts, zeros(shared_names), zeros(own_names))
+
+    def kind(self, kind: str) -> Named:
+        """Return the tensors of one kind by the name of their parameter."""
+        pairs = [(name.partition("/"), value) for name, value in (self.shared | self.own).items()]
+        return {name: value for (found, _, name), value in pairs if found == kind}
+
+
+def shaped_like(
+    parameter: nn.Parameter, flat: Tensor | None, mesh: DeviceMesh | None = None
+) -> Tensor:
+    """Return a parameter's values on this rank, sharded as the parameter is; None: zeros on the host.
+
+    `mesh`: of the same ranks on another device.
+    """
+    value = parameter.detach()
+    local = value.to_local() if isinstance(value, DTensor) else value
+    flat = torch.zeros(local.numel()) if flat is None else flat
+    if not isinstance(value, DTensor):
+        return flat.view(value.shape)
+    return DTensor.from_local(
+        flat.view(local.shape).to(value.device if mesh is None else mesh.device_type),
+        mesh or value.device_mesh,
+        value.placements if mesh is None else value.placements[-mesh.ndim :],
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
+    """Return the model's state dict with the shared parameters in fp32 in the place of its own."""
+    drop_gathered(model)
+    for state in states:
+        check_identity(model, state.fragment)
+    shared = by_name(states, [state.outer for state in states])
+    first = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones
+    names = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: shared[names[name]] if names.get(name) in shared else value.detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+# --- save -----------------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """Buffers of one fragment at the time of a save, to be copied out in the background.
+
+    Buffers keep their content until the next exchange of the fragment, which is queued behind the
+    copy. Only the shared copy of a fragment in flight has to be copied at once, as its buffer is
+    reused by the apply.
+    """
+
+    def __init__(self, state: OuterState, *, in_flight: bool) -> None:
+        self._state, self._moment = state, state.moment()
+        self.outer = state.outer.clone() if in_flight else state.outer
+        self.next = state.delta if in_flight else None
+        self.slots, self.residual = state.slots, state.residual
+        self.rounds = 0
+
+    def copy_out(self) -> None:
+        """Copy to host memory, on the background stream: the training thread must not wait."""
+
+        def host(buffer: Tensor | None) -> Any:
+            return None if buffer is None else buffer.to("cpu", copy=True)
+
+        with torch.no_grad(), self._state.background(self._moment):
+            self.outer, self.next = host(self.outer), host(self.next)
+            self.slots, self.residual = [host(slot) for slot in self.slots], host(self.residual)
+            self.rounds = self._state.rounds
+
+
+def saved_tensors(
+    states: Sequence[OuterState], snapshots: Sequence[Snapshot], mesh: DeviceMesh | None
+) -> tuple[Named, Named]:
+    """Return the tensors of all fragments by name, those shared by all workers and this worker's."""
+
+    def named(kind: str, buffers: list[Tensor | None], rest: list[Tensor] | None = None) -> Named:
+        return {f"{kind}/{name}": one for name, one in by_name(states, buffers, mesh, rest).items()}
+
+    outer = [one.outer for one in snapshots]
+    shared = named(SHARED, [*outer]) | named(NEXT, [one.next for one in snapshots], outer)
+    for number in range(len(snapshots[0].slots)):
+        shared |= named(f"{SLOT}{number}", [one.slots[number] for one in snapshots])
+    return shared, named(RESIDUAL, [one.residual for one in snapshots])
+
+
+def by_name(
+    states: Sequence[OuterState],
+    buffers: Sequence[Tensor | None],
+    mesh: DeviceMesh | None = None,
+    rest: Sequence[Tensor] | None = None,
+) -> Named:
+    """Return flat buffers, one for each fragment, by the names and in the shape of the parameters.
+
+    Parameters of a fragment without a buffer are left out. Where a parameter's rows are in several
+    fragments, missing rows are taken from `rest`.
+    """
+    rows: dict[str, dict[int, Tensor]] = {}
+    wanted: dict[str, Part] = {}
+    for index, (state, buffer) in enumerate(zip(states, buffers, strict=True)):
+        source = buffer if buffer is not None or rest is None else rest[index]
+        if source is None:
+            continue
+        for part, view in zip(state.fragment.parts, state.views(source), strict=True):
+            rows.setdefault(part.name, {})[part.run] = view
+            if buffer is not None:
+                wanted[part.name] = part
+    return {
+        name: shaped_like(
+            part.parameter, torch.cat([rows[name][run] for run in range(part.runs)]), mesh
+        )
+        for name, part in wanted.items()
+    }
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def fill(states: Sequence[OuterState], buffers: Sequence[Tensor], values: Named) -> None:
+    """Copy values by name into flat buffers, one for each fragment."""
+    with torch.no_grad():
+        for state, buffer in zip(states, buffers, strict=True):
+            for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
+                view.copy_(local_rows(part.name, values[part.name], part.run, part.runs))
+
+
+def layout_of(states: Sequence[OuterState]) -> list[list[list[Any]]]:
+    """Return name, run, runs and ranks of each part of each fragment.
+
+    A run is one of the rows on each rank, so with other ranks it has other rows.
+    """
+
+    def ranks(part: Part) -> int:
+        if part.runs == 1:
+            return 0
+        return part.parameter.device_mesh.size(-1) if isinstance(part.parameter, DTensor) else 1
+
+    return [
+        [[part.name, part.run, part.runs, ranks(part)] for part in state.fragment.parts]
+        for state in states
+    ]
+
+
+def fragment_facts(states: Sequence[OuterState], facts: Facts) -> list[Facts]:
+    """Return the saved facts of each fragment.
+
+    A fragment that the saved run did not have gets those of the one with its first parameter.
+    """
+    if facts["layout"] == layout_of(states):
+        return list(facts["fragments"])
+    holders: dict[str, Facts] = {}
+    for parts, record in zip(facts["layout"], facts["fragments"], strict=True):
+        for name, *_ in parts:
+            holders.setdefault(name, record)
+    return [holders[state.fragment.parts[0].name] for state in states]
+
+
+def check_same_model(states: Sequence[OuterState], shared: Mapping[str, Tensor]) -> None:
+    parts = [part for state in states for part in state.fragment.parts]
+    mine = {part.name: tuple(part.parameter.shape) for part in parts}
+    theirs = {name: tuple(value.shape) for name, value in shared.items()}
+    found = [
+        f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
+    ]
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"the saved outer state is that of another model: {'; '.join(found[:3])}{more}"
+        )
+
+
+@torch.no_grad()
+def apply_early(
+    states: Sequence[OuterState], saved: SavedState, mixing: Callable[[Facts], float]
+) -> None:
+    """Apply saved fragments in flight whose turn has changed: to the model and to the saved state."""
+    facts, outer = saved.facts, saved.kind(SHARED)
+    records = {
+        name: facts["fragments"][index]
+        for index in facts["in_flight"]
+        for name, *_ in facts["layout"][index]
+    }
+    parts = [part for state in states for part in state.fragment.parts]
+    parameters = {part.name: part.parameter.detach() for part in parts}
+    for name, arrived in saved.kind(NEXT).items():
+        alpha = mixing(records[name])
+        local, shared, following = (
+            local_rows(name, value) for value in (parameters[name], outer[name], arrived)
+        )
+        mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
+        # Rows of other fragments are not in flight: their shared values are the same.
+        local.copy_(torch.where((shared != following).to(local.device), mixed, local.float()))
+        shared.copy_(following)
