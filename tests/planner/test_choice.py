@@ -25,7 +25,6 @@ from torchtitan_diloco.planner.scenario import (
     Scenario,
     Workload,
     memory_of,
-    model_facts,
     outer_bytes_per_parameter,
 )
 
