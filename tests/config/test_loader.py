@@ -16,7 +16,7 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
-from torchtitan_diloco.diloco.config import DiLoCo, Overlap
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap
 from torchtitan_diloco.diloco.fields import field_mistakes
 
 
@@ -235,11 +235,11 @@ def test_print_config_and_help_print_and_stop(
 
 
 def test_a_config_made_in_python_is_checked() -> None:
-    wrong = DiLoCo(workers=0, method="stream", overlap=Overlap(mixing=2), link=None)  # type: ignore[arg-type]
+    wrong = DiLoCoConfig(workers=0, method="stream", overlap=Overlap(mixing=2), link=None)  # type: ignore[arg-type]
     assert field_mistakes(wrong, "diloco") == [
         ("diloco.method", "is 'stream': must be one of streaming, none (did you mean streaming?)"),
         ("diloco.workers", "is 0: must be an integer >= 1"),
         ("diloco.overlap.mixing", "is 2: must be a number >= 0 and <= 1"),
         ("diloco.link", "is None: must be a section"),
     ]
-    assert field_mistakes(DiLoCo(), "diloco") == []
+    assert field_mistakes(DiLoCoConfig(), "diloco") == []

@@ -1,4 +1,4 @@
-"""Which settings are chosen, and what is said of them."""
+"""Choice of settings, risks, memory."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import (
-    DiLoCo,
+    DiLoCoConfig,
     Fragments,
     OuterOptimizer,
     Overlap,
@@ -17,12 +17,16 @@ from torchtitan_diloco.diloco.config import (
     quantization_mistakes,
 )
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.planner.choice import candidates, choose
-from torchtitan_diloco.planner.conditions import Conditions, Links, even_links
-from torchtitan_diloco.planner.memory import INNER_BYTES, memory_of, outer_bytes_per_parameter
-from torchtitan_diloco.planner.risk import CODEC_COSTS, risk_of
-from torchtitan_diloco.planner.scenario import HOST_CODING, Scenario
-from torchtitan_diloco.planner.workload import Workload, model_facts
+from torchtitan_diloco.planner.choice import CODEC_COSTS, candidates, choose, risk_of
+from torchtitan_diloco.planner.prediction import Conditions, Links, even_links
+from torchtitan_diloco.planner.scenario import (
+    HOST_CODING,
+    INNER_BYTES,
+    Scenario,
+    Workload,
+    memory_of,
+    outer_bytes_per_parameter,
+)
 
 PRESENT = load_config("35m").diloco
 
@@ -49,7 +53,7 @@ def scenario(
     )
 
 
-def test_what_a_run_has_met_goes_before_the_table() -> None:
+def test_measured_speeds_override_the_table() -> None:
     met = Conditions(
         even_links(2, 1e9),
         (0.2, 0.2),
@@ -75,9 +79,9 @@ def test_what_a_run_has_met_goes_before_the_table() -> None:
 def test_fragments_and_buckets_hold_every_parameter_once() -> None:
     one = workload()
     for config in (Fragments(), Fragments(layers_per_fragment=0), Fragments(pattern="balanced")):
-        assert sum(one.fragments(config)) == one.parameters
-    assert sum(one.gradient_buckets()) == one.parameters
-    facts = model_facts(one.model, 32_000, 2048)
+        assert sum(one.fragments(config)) == one.facts.parameters
+    facts = one.facts
+    assert sum(one.gradient_buckets()) == facts.parameters
     assert len(one.gradient_buckets()) == facts.layers + 1
     assert one.fragments(Fragments())[-1] >= facts.embedding_parameters
 
@@ -93,7 +97,7 @@ def test_candidates_are_settings_that_a_run_would_take(workers: int) -> None:
             assert not list(quantization_mistakes(one.quantization, workers))
 
 
-def test_settings_made_by_hand_are_left_as_they_are() -> None:
+def test_explicit_fragments_are_kept() -> None:
     by_hand = Fragments(pattern="explicit", modules=(("blocks.0",), ("blocks.1",)))
     assert {one.fragments for one in candidates(replace(PRESENT, fragments=by_hand), 5000)} == {
         by_hand
@@ -133,7 +137,7 @@ def test_slower_links_take_more_risk() -> None:
     assert risks[0] < risks[-1]
 
 
-def test_where_nothing_reaches_it_the_closest_is_told() -> None:
+def test_the_closest_is_recommended_where_nothing_is_enough() -> None:
     plan = choose(scenario(2e4), PRESENT, 0.95)
     assert not plan.reached
     assert plan.best.prediction.utilisation > 10 * plan.present.prediction.utilisation
@@ -151,18 +155,17 @@ def test_the_slowest_worker_of_many_decides() -> None:
     assert reached[1] < reached[2]
 
 
-def test_a_bound_is_one() -> None:
-    """But for the first rounds, in which nothing is behind yet."""
+def test_the_bound_holds() -> None:
     slow = scenario(3e6)
     for diloco in list(candidates(PRESENT, 20_000))[::37]:
-        assert slow.predict(diloco).utilisation <= slow.most_utilisation(diloco) * 1.06
+        assert slow.predict(diloco).utilisation <= slow.utilisation_bound(diloco) * 1.06
 
 
 def test_risks_are_those_that_are_documented() -> None:
-    def percent(diloco: DiLoCo, steps: int = 10**6) -> float:
+    def percent(diloco: DiLoCoConfig, steps: int = 10**6) -> float:
         return risk_of(diloco, steps, tuned_sync_every=diloco.sync_every).percent
 
-    plain = DiLoCo(sync_every=30, overlap=Overlap(delay=0))
+    plain = DiLoCoConfig(sync_every=30, overlap=Overlap(delay=0))
     assert percent(plain) == pytest.approx(0.6)
     assert percent(replace(plain, sync_every=100)) == pytest.approx(1.4)
     assert percent(replace(plain, sync_every=1)) == 0
@@ -189,7 +192,7 @@ def test_every_format_has_a_risk_and_a_rate() -> None:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_memory_is_that_of_the_real_outer_state(name: str, feedback: bool) -> None:
     outer = OuterOptimizer(name=name)  # type: ignore[arg-type]
-    diloco = DiLoCo(
+    diloco = DiLoCoConfig(
         outer_optimizer=outer, quantization=Quantization(codec="int8", error_feedback=feedback)
     )
     model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 30))
@@ -200,15 +203,14 @@ def test_memory_is_that_of_the_real_outer_state(name: str, feedback: bool) -> No
 
 
 def test_memory_on_the_host_leaves_what_is_in_flight_on_the_device() -> None:
-    """A, section on memory: the outer state of the fragments that wait is not on the accelerator."""
     one = workload(ranks=2)
     sizes = one.fragments(PRESENT.fragments)
     device = memory_of(one, PRESENT, on_host=False, in_flight=1)
     host = memory_of(one, PRESENT, on_host=True, in_flight=1)
-    inner = INNER_BYTES * one.parameters / 2
+    inner = INNER_BYTES * one.facts.parameters / 2
     assert device.host_bytes == 0
     assert host.device_bytes == pytest.approx(inner + 4 * max(sizes) / 2)
-    assert device.device_bytes - inner >= 12 * one.parameters / 2
+    assert device.device_bytes - inner >= 12 * one.facts.parameters / 2
     assert device.device_bytes - inner <= host.host_bytes <= 2 * (device.device_bytes - inner), (
         "in powers of two"
     )

@@ -1,4 +1,4 @@
-"""Links and steps as a run has met them, from its summary record to the planner; and a probe, which is such a run."""
+"""Links and steps as a run measured them, and the probe."""
 
 import json
 import math
@@ -10,13 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_trainer import streaming, words
-from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.plan import main
-from torchtitan_diloco.planner.conditions import Conditions, Links
 from torchtitan_diloco.planner.observed import conditions_from, conditions_of_run
+from torchtitan_diloco.planner.prediction import Conditions, Links
 
 RATE = st.floats(1e3, 1e12)
+
+
+def as_json(conditions: Conditions) -> str:
+    return json.dumps(asdict(conditions)).replace("Infinity", '"inf"')
+
+
+def write_summaries(folder: Path, *summaries: Conditions) -> None:
+    lines = [f'{{"kind": "summary", "step": 1, "observed": {as_json(one)}}}' for one in summaries]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
 
 
 @given(
@@ -37,28 +44,13 @@ def test_conditions_survive_the_way_through_a_record(
         outer_bytes_per_second=math.inf,
         codec="int8",
     )
-    record = json.loads(json.dumps(asdict(known)).replace("Infinity", '"inf"'))
+    record = json.loads(as_json(known))
     assert conditions_from(record) == known
-
-
-def test_a_run_of_before_codecs_were_told_has_met_no_speed_of_coding() -> None:
-    record = asdict(
-        Conditions(
-            Links((1e8, 1e8), (1e8, 1e8)), (1.0, 1.0), coding_bytes_per_second=1e8, codec="int8"
-        )
-    )
-    assert conditions_from(record).coding_bytes_per_second == 1e8
-    del record["codec"]
-    assert conditions_from(record).coding_bytes_per_second == math.inf
 
 
 def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
     links = Links((1e8, 1e8), (1e8, 1e8))
-    with MetricsWriter(tmp_path, Metrics(tensorboard=False)) as writer:
-        for seconds in (1.0, 2.0):
-            writer.write_summary(
-                {"step": 10, "observed": asdict(Conditions(links, (seconds, seconds)))}
-            )
+    write_summaries(tmp_path, *(Conditions(links, (seconds, seconds)) for seconds in (1.0, 2.0)))
     assert conditions_of_run(tmp_path).step_seconds == (2.0, 2.0)
     assert conditions_of_run(tmp_path / "metrics.jsonl").coding_bytes_per_second == math.inf
 
@@ -73,10 +65,10 @@ def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
             "has not ended",
         ),
         (['{"kind": "summary", "step": 1, "observed": {"links": 3}}'], "cannot be read"),
-        (['{"kind": "summary", "step": 1, "observed": null}'], "has met no links"),
+        (['{"kind": "summary", "step": 1, "observed": null}'], "measured no links"),
     ],
 )
-def test_a_run_that_cannot_tell(
+def test_runs_without_conditions_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str] | None, told: str
 ) -> None:
     if lines is not None:
@@ -88,10 +80,7 @@ def test_a_run_that_cannot_tell(
 def test_a_run_of_other_workers_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with MetricsWriter(tmp_path, Metrics(tensorboard=False)) as writer:
-        writer.write_summary(
-            {"step": 1, "observed": asdict(Conditions(Links((1e8,) * 3, (1e8,) * 3), (1.0,) * 3))}
-        )
+    write_summaries(tmp_path, Conditions(Links((1e8,) * 3, (1e8,) * 3), (1.0,) * 3))
     assert main(["--config", "debug", "--run", str(tmp_path)]) == 2
     assert "that run had 3 workers, and diloco.workers = 2" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What must hold of a prediction whatever the numbers."""
+"""Properties of predictions."""
 
 import math
 from dataclasses import replace
@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig as DiLoCo, Overlap, Quantization
-from torchtitan_diloco.planner.conditions import Conditions, Links, even_links
-from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco
+from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig, Overlap, Quantization
 from torchtitan_diloco.planner.prediction import (
+    Conditions,
+    Links,
     all_reduce_bytes,
+    even_links,
     least_bandwidth_factor,
     predict_data_parallel,
 )
+from torchtitan_diloco.planner.scenario import payloads_of, predict_diloco
 
 BY_BITS: tuple[CodecName, ...] = ("fp32", "bf16", "int8", "fp4_e3m0", "ternary")
 FRAGMENTS = st.lists(st.integers(1, 50_000_000), min_size=1, max_size=12)
@@ -37,11 +39,11 @@ def conditions(draw: st.DrawFn) -> Conditions:
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> DiLoCo:
+def settings(draw: st.DrawFn) -> DiLoCoConfig:
     sync_every = draw(st.integers(1, 60))
     delay = draw(st.integers(0, sync_every - 1))
     codec = draw(st.sampled_from(BY_BITS))
-    return DiLoCo(
+    return DiLoCoConfig(
         sync_every=sync_every, overlap=Overlap(delay=delay), quantization=Quantization(codec=codec)
     )
 
@@ -51,7 +53,7 @@ STEPS = st.one_of(st.none(), st.integers(1, 400))
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
 def test_utilisation_is_a_share(
-    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None
+    fragments: list[int], diloco: DiLoCoConfig, given_: Conditions, steps: int | None
 ) -> None:
     found = predict_diloco(fragments, diloco, given_, steps=steps)
     assert 0 < found.utilisation <= 1
@@ -64,7 +66,7 @@ def test_utilisation_is_a_share(
 
 @given(FRAGMENTS, settings(), conditions(), STEPS, st.floats(1.0, 100.0))
 def test_more_bandwidth_never_hurts(
-    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None, factor: float
+    fragments: list[int], diloco: DiLoCoConfig, given_: Conditions, steps: int | None, factor: float
 ) -> None:
     slow = predict_diloco(fragments, diloco, given_, steps=steps)
     fast = predict_diloco(fragments, diloco, given_.with_bandwidth(factor), steps=steps)
@@ -74,7 +76,7 @@ def test_more_bandwidth_never_hurts(
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
 def test_a_longer_delay_never_hurts(
-    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None
+    fragments: list[int], diloco: DiLoCoConfig, given_: Conditions, steps: int | None
 ) -> None:
     without = replace(diloco, overlap=Overlap(delay=0))
     longest = replace(diloco, overlap=Overlap(delay=diloco.sync_every - 1))
@@ -87,9 +89,8 @@ def test_a_longer_delay_never_hurts(
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
 def test_fewer_bits_never_hurt(
-    fragments: list[int], diloco: DiLoCo, given_: Conditions, steps: int | None
+    fragments: list[int], diloco: DiLoCoConfig, given_: Conditions, steps: int | None
 ) -> None:
-    """Large fragments: of a few values, the scales of a block weigh more than the values."""
     large = [values + 10_000 for values in fragments]
     plain = replace(
         given_, coding_bytes_per_second=math.inf
@@ -107,7 +108,7 @@ def test_fewer_bits_never_hurt(
 
 @given(FRAGMENTS, settings(), st.integers(1, 8), st.floats(0.01, 3.0), STEPS)
 def test_links_without_limits_and_latency_hide_all(
-    fragments: list[int], diloco: DiLoCo, workers: int, seconds: float, steps: int | None
+    fragments: list[int], diloco: DiLoCoConfig, workers: int, seconds: float, steps: int | None
 ) -> None:
     perfect = Conditions(even_links(workers, math.inf), (seconds,) * workers)
     assert predict_diloco(fragments, diloco, perfect, steps=steps).utilisation == 1
@@ -117,7 +118,7 @@ def test_latency_is_hidden_by_a_delay_that_is_long_enough() -> None:
     far = Conditions(even_links(2, math.inf, latency_seconds=0.25), (0.1, 0.1))
     waits = [
         predict_diloco(
-            [1000], DiLoCo(sync_every=10, overlap=Overlap(delay=delay)), far
+            [1000], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=delay)), far
         ).exposed_seconds_per_step
         for delay in (0, 1, 2, 3)
     ]
@@ -125,9 +126,10 @@ def test_latency_is_hidden_by_a_delay_that_is_long_enough() -> None:
 
 
 def test_a_blocking_exchange_waits_for_all_of_it() -> None:
-    """1 MB each way at 8 Mbit/s is a second, once in ten steps of 0.1 s."""
     link = Conditions(even_links(2, 8e6), (0.1, 0.1))
-    found = predict_diloco([250_000 - 16], DiLoCo(sync_every=10, overlap=Overlap(delay=0)), link)
+    found = predict_diloco(
+        [250_000 - 16], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0)), link
+    )
     assert found.utilisation == pytest.approx(0.5)
     assert found.sent_bytes_per_step == pytest.approx(100_000)
     assert found.mean_bits_per_second == pytest.approx(4e6)
@@ -135,7 +137,7 @@ def test_a_blocking_exchange_waits_for_all_of_it() -> None:
 
 
 def test_the_slower_end_of_a_link_decides() -> None:
-    values, diloco = [1_000_000], DiLoCo(sync_every=10, overlap=Overlap(delay=0))
+    values, diloco = [1_000_000], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0))
     step_seconds = (0.1, 0.1)
     even = predict_diloco(values, diloco, Conditions(even_links(2, 1e8), step_seconds))
     for links in (
@@ -149,7 +151,7 @@ def test_the_slower_end_of_a_link_decides() -> None:
 
 def test_everybody_waits_for_the_slowest_worker() -> None:
     uneven = Conditions(even_links(2, math.inf), (0.1, 0.2))
-    found = predict_diloco([1000], DiLoCo(sync_every=10, overlap=Overlap(delay=0)), uneven)
+    found = predict_diloco([1000], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0)), uneven)
     assert found.step_seconds == pytest.approx(0.2)
     assert found.utilisation == pytest.approx(0.75)
 
@@ -157,7 +159,7 @@ def test_everybody_waits_for_the_slowest_worker() -> None:
 def test_jitter_costs_and_is_the_same_every_time() -> None:
     even = Conditions(even_links(4, math.inf), (0.1,) * 4)
     uneven = replace(even, jitter=0.2)
-    diloco = DiLoCo(sync_every=10, overlap=Overlap(delay=0))
+    diloco = DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0))
     assert (
         predict_diloco([1000], diloco, uneven).utilisation
         < predict_diloco([1000], diloco, even).utilisation
@@ -178,21 +180,21 @@ def test_several_fragments_are_in_flight_with_a_long_delay() -> None:
     link = Conditions(even_links(2, 1e9), (0.1, 0.1))
     for delay, expected in ((1, 1), (2, 1), (3, 2), (9, 5)):
         found = predict_diloco(
-            [1000] * 5, DiLoCo(sync_every=10, overlap=Overlap(delay=delay)), link
+            [1000] * 5, DiLoCoConfig(sync_every=10, overlap=Overlap(delay=delay)), link
         )
         assert found.in_flight == expected, delay
 
 
 def test_a_run_without_an_exchange_waits_for_nothing() -> None:
     link = Conditions(even_links(2, 1e5), (0.1, 0.1))
-    found = predict_diloco([10**9], DiLoCo(sync_every=100), link, steps=99)
+    found = predict_diloco([10**9], DiLoCoConfig(sync_every=100), link, steps=99)
     assert found.utilisation == 1
     assert found.sent_bytes_per_step == 0
 
 
 def test_a_long_run_comes_near_the_steady_state() -> None:
     link = Conditions(even_links(2, 2e8, 0.02), (0.1, 0.1))
-    diloco = DiLoCo(sync_every=20, overlap=Overlap(delay=2))
+    diloco = DiLoCoConfig(sync_every=20, overlap=Overlap(delay=2))
     steady = predict_diloco([3_000_000] * 4, diloco, link)
     long = predict_diloco([3_000_000] * 4, diloco, link, steps=1_000_000)
     assert steady.utilisation < 0.95
@@ -222,7 +224,7 @@ def test_data_parallelism_hides_all_but_the_last_bucket_at_best() -> None:
 
 
 def test_the_least_bandwidth_is_just_enough() -> None:
-    diloco, fragments = DiLoCo(sync_every=10), [1_000_000] * 3
+    diloco, fragments = DiLoCoConfig(sync_every=10), [1_000_000] * 3
     link = Conditions(even_links(2, 1e9), (0.1, 0.1))
 
     def at(factor: float) -> float:

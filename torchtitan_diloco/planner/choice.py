@@ -1,14 +1,25 @@
-"""The settings that reach a wanted utilisation with the least risk to the loss."""
+"""Choose the settings that reach a wanted utilisation with the least risk to the loss.
 
+Risks are sums of percentages from single comparisons in the papers and in docs/algorithm.md, at
+other sizes. They rank settings; they do not predict a loss.
+"""
+
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
-from torchtitan_diloco.diloco.config import CodecName, DiLoCoConfig as DiLoCo, Fragments, Quantization
-from torchtitan_diloco.planner.memory import Memory
+from torchtitan_diloco.diloco.config import (
+    FEW_ROUNDS,
+    CodecName,
+    DiLoCoConfig,
+    Fragments,
+    Quantization,
+)
 from torchtitan_diloco.planner.prediction import Prediction
-from torchtitan_diloco.planner.risk import LOW_MIXING, PAPER_LAYERS, Risk, risk_of
-from torchtitan_diloco.planner.scenario import Scenario
+from torchtitan_diloco.planner.scenario import Memory, Scenario
 
+PAPER_LAYERS = 3
 SYNC_EVERY = (10, 20, 30, 50, 70, 100, 150, 200, 300, 500)
 DELAYS = (0, 1, 2, 5, 10)
 CODECS: tuple[CodecName, ...] = ("bf16", "int8", "fp4_e3m0", "ternary")
@@ -18,36 +29,58 @@ FRAGMENTS = (
     Fragments(pattern="balanced", layers_per_fragment=PAPER_LAYERS),
 )
 MIXING = 0.5
+LOW_MIXING, LOW_MIXING_COST = 0.25, 0.5
 WORTH_A_CHANGE = 0.05
-"""Percent of risk for which one more setting is changed."""
+"""Percent of risk that justifies changing one more setting."""
+SYNC_COSTS = ((1, 0.0), (30, 0.6), (100, 1.4))
+"""H and percent of loss against data parallelism (arXiv 2501.18512), linear in log H between."""
+RETUNING_COST = 0.2
+"""Percent for every factor of two between H and the H that the outer lr was tuned for."""
+UNTRIED_FRAGMENTS_COST = 0.05
+CODEC_COSTS = {
+    "fp32": 0.0,
+    "bf16": 0.0,
+    "int8": 0.02,
+    "fp8_e4m3": 0.03,
+    "fp8_e5m2": 0.05,
+    "fp4_e2m1": 0.3,
+    "fp4_e3m0": 0.3,
+    "ternary": 1.7,
+}
+
+
+@dataclass(frozen=True)
+class Risk:
+    percent: float
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting and all that is said about it."""
+    """Settings and what they lead to."""
 
     name: str
-    diloco: DiLoCo
+    diloco: DiLoCoConfig
     fragments: int
     prediction: Prediction
     memory: Memory
     hours: float
     needed_bits_per_second: float | None
-    """Of the slowest link, for the wanted utilisation."""
+    """Rate of the slowest link for the wanted utilisation; None if no rate is enough."""
     risk: Risk
 
 
 @dataclass(frozen=True)
 class Plan:
     wanted: float
-    """Utilisation."""
+    """Wanted utilisation."""
     present: Option
     best: Option
-    """May be the present one."""
+    """Recommended settings, possibly the present ones."""
     alternatives: tuple[Option, ...]
     data_parallel: Option
     data_parallel_without_latency: float | None
-    """Bandwidth in bits a second that data parallelism would need."""
+    """Bits a second that data parallelism would need without latency."""
 
     @property
     def reached(self) -> bool:
@@ -60,101 +93,143 @@ class Plan:
         return (self.present, *best, *self.alternatives, *control)
 
 
-def choose(scenario: Scenario, present: DiLoCo, wanted: float) -> Plan:
-    """The least risky settings of all, and with every format on the wire, that reach the wanted utilisation. Where none does:
-    those that come closest."""
-    ranked = sorted(
-        candidates(present, scenario.workload.total_steps),
-        key=lambda one: _rank(one, present, scenario),
-    )
-    by_codec: dict[str, DiLoCo] = {}
+def choose(scenario: Scenario, present: DiLoCoConfig, wanted: float) -> Plan:
+    """Return the least risky settings overall and for each codec, or those that come closest."""
+    total_steps = scenario.workload.total_steps
+
+    def rank(diloco: DiLoCoConfig) -> tuple[float, int]:
+        """Return the risk plus a little for every change; then prefer the smaller delay."""
+        changed = ("sync_every", "fragments", "overlap", "quantization")
+        changes = sum(getattr(diloco, name) != getattr(present, name) for name in changed)
+        risk = risk_of(diloco, total_steps, present.sync_every).percent
+        return round(risk + WORTH_A_CHANGE * changes, 4), diloco.overlap.delay
+
+    by_codec: dict[str, DiLoCoConfig] = {}
     closest, highest = present, -1.0
-    for diloco in ranked:
-        if diloco.quantization.codec in by_codec or scenario.most_utilisation(diloco) < min(
-            wanted, highest
-        ):
+    for diloco in sorted(candidates(present, total_steps), key=rank):
+        codec = diloco.quantization.codec
+        if codec in by_codec or scenario.utilisation_bound(diloco) < min(wanted, highest):
             continue
         utilisation = scenario.predict(diloco).utilisation
         if utilisation >= wanted:
-            by_codec[diloco.quantization.codec] = diloco
-        if utilisation > highest + 1e-4:  # of equals the less risky, which came first
+            by_codec[codec] = diloco
+        if utilisation > highest + 1e-4:  # of equals the first, which is the least risky
             closest, highest = diloco, utilisation
-    found = sorted(by_codec.values(), key=lambda one: _rank(one, present, scenario)) or [closest]
+    found = sorted(by_codec.values(), key=rank) or [closest]
 
-    def option(name: str, diloco: DiLoCo) -> Option:
-        return describe_option(name, scenario, diloco, present, wanted)
+    def option(name: str, diloco: DiLoCoConfig) -> Option:
+        return _option(name, scenario, diloco, present.sync_every, wanted)
 
     shown = option("present", present)
-    best = shown if found[0] == present else option("recommended", found[0])
-    others = [option(f"with {one.quantization.codec}", one) for one in found[1:] if one != present]
     control = option("data parallel", replace(present, method="none"))
-    no_latency = scenario.without_latency().needed_bits_per_second(control.diloco, wanted)
-    return Plan(wanted, shown, best, tuple(others), control, no_latency)
+    return Plan(
+        wanted=wanted,
+        present=shown,
+        best=shown if found[0] == present else option("recommended", found[0]),
+        alternatives=tuple(
+            option(f"with {one.quantization.codec}", one) for one in found[1:] if one != present
+        ),
+        data_parallel=control,
+        data_parallel_without_latency=scenario.without_latency().needed_bits_per_second(
+            control.diloco, wanted
+        ),
+    )
 
 
-def candidates(present: DiLoCo, total_steps: int) -> Iterator[DiLoCo]:
-    """The present settings, and what may be set instead. What somebody has listed by hand is left as it is."""
+def candidates(present: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig]:
+    """Yield the present settings and all combinations. Explicit fragments are kept."""
     if present.method == "streaming":
         yield present
-    by_hand = present.fragments.pattern == "explicit"
-    fragments = {present.fragments: None} | ({} if by_hand else dict.fromkeys(FRAGMENTS))
-    codecs = {present.quantization.codec: None} | dict.fromkeys(CODECS)
+    explicit = present.fragments.pattern == "explicit"
+    fragments = dict.fromkeys((present.fragments, *(() if explicit else FRAGMENTS)))
     mixing = present.overlap.mixing if present.overlap.mixing >= LOW_MIXING else MIXING
-    for sync_every in sorted({present.sync_every, *SYNC_EVERY}):
-        if sync_every > total_steps:
-            continue
-        for delay in sorted({present.overlap.delay, *DELAYS}):
-            if delay >= sync_every:
-                continue
-            for cut in fragments:
-                for codec in codecs:
-                    yield replace(
-                        present,
-                        method="streaming",
-                        sync_every=sync_every,
-                        fragments=cut,
-                        overlap=replace(present.overlap, delay=delay, mixing=mixing),
-                        quantization=_with_codec(present, codec),
-                    )
+    periods = sorted({present.sync_every, *SYNC_EVERY})
+    delays = sorted({present.overlap.delay, *DELAYS})
+    codecs = dict.fromkeys((present.quantization.codec, *CODECS))
+    for sync_every, delay, cut, codec in product(periods, delays, fragments, codecs):
+        if delay < sync_every <= total_steps:
+            yield replace(
+                present,
+                method="streaming",
+                sync_every=sync_every,
+                fragments=cut,
+                overlap=replace(present.overlap, delay=delay, mixing=mixing),
+                quantization=_with_codec(present.quantization, codec),
+            )
 
 
-def describe_option(
-    name: str, scenario: Scenario, diloco: DiLoCo, present: DiLoCo, wanted: float
+def _with_codec(present: Quantization, codec: CodecName) -> Quantization:
+    """Change the codec, and drop what only makes sense with the present one."""
+    if codec == present.codec:
+        return present
+    block_size = Quantization.block_size if codec == "bf16" else present.block_size
+    return replace(
+        present, codec=codec, gather_codec="same", error_feedback=False, block_size=block_size
+    )
+
+
+def _option(
+    name: str, scenario: Scenario, diloco: DiLoCoConfig, tuned_sync_every: int, wanted: float
 ) -> Option:
-    prediction = scenario.predict(diloco)
+    prediction, load = scenario.predict(diloco), scenario.workload
+    streaming = diloco.method != "none"
     return Option(
         name=name,
         diloco=diloco,
-        fragments=0
-        if diloco.method == "none"
-        else len(scenario.workload.fragments(diloco.fragments)),
+        fragments=len(load.fragments(diloco.fragments)) if streaming else 0,
         prediction=prediction,
         memory=scenario.memory(diloco, prediction),
-        hours=scenario.hours(prediction),
+        hours=load.total_steps * prediction.step_seconds / 3600,
         needed_bits_per_second=scenario.needed_bits_per_second(diloco, wanted),
-        risk=risk_of(diloco, scenario.workload.total_steps, present.sync_every),
+        risk=risk_of(diloco, load.total_steps, tuned_sync_every),
     )
 
 
-def _rank(diloco: DiLoCo, present: DiLoCo, scenario: Scenario) -> tuple[float, int]:
-    """The risk, and a little for every change; among equals the smaller delay."""
-    risk = risk_of(diloco, scenario.workload.total_steps, present.sync_every).percent
-    pairs = (
-        (diloco.sync_every, present.sync_every),
-        (diloco.fragments, present.fragments),
-        (diloco.overlap, present.overlap),
-        (diloco.quantization, present.quantization),
+def risk_of(diloco: DiLoCoConfig, total_steps: int, tuned_sync_every: int) -> Risk:
+    """Return the risk of settings whose outer lr was tuned for `tuned_sync_every`."""
+    if diloco.method == "none":
+        return Risk(0.0, ("the control that all others are compared with",))
+    sync_every, delay, codec = diloco.sync_every, diloco.overlap.delay, diloco.quantization.codec
+    rounds, fragments = total_steps // sync_every, diloco.fragments
+    cost = _sync_cost(sync_every)
+    parts = [(cost, f"H = {sync_every}: {cost:+.1f} %")]
+    if sync_every != tuned_sync_every:
+        cost = RETUNING_COST * abs(math.log2(sync_every / tuned_sync_every))
+        parts.append((cost, f"outer lr and momentum are for H = {tuned_sync_every}: {cost:+.1f} %"))
+    if rounds >= FEW_ROUNDS:
+        parts.append((0.0, f"{rounds:,} rounds are enough"))
+    else:
+        cost = math.log2(FEW_ROUNDS / max(1, rounds))
+        parts.append((cost, f"{rounds} rounds are fewer than {FEW_ROUNDS}: {cost:+.1f} %"))
+    parts.append(_delay_risk(delay))
+    cost = CODEC_COSTS[codec]
+    parts.append(
+        (cost, f"{codec}: " + (f"{cost:+.1f} % at most" if cost >= 0.1 else "no cost seen"))
     )
-    changes = sum(one != other for one, other in pairs)
-    return round(risk + WORTH_A_CHANGE * changes, 4), diloco.overlap.delay
+    if diloco.overlap.mixing < LOW_MIXING:
+        text = f"alpha = {diloco.overlap.mixing:g} is worse than 0.5: {LOW_MIXING_COST:+.1f} %"
+        parts.append((LOW_MIXING_COST, text))
+    if fragments.pattern not in ("strided", "sequential") or (
+        fragments.layers_per_fragment not in (0, PAPER_LAYERS)
+    ):
+        text = f"not the papers' fragments of {PAPER_LAYERS} layers: no cost known"
+        parts.append((UNTRIED_FRAGMENTS_COST, text))
+    return Risk(math.fsum(cost for cost, _ in parts), tuple(reason for _, reason in parts))
 
 
-def _with_codec(present: DiLoCo, codec: CodecName) -> Quantization:
-    """What only makes sense with the present format goes with it."""
-    given = present.quantization
-    if codec == given.codec:
-        return given
-    block_size = Quantization.block_size if codec == "bf16" else given.block_size
-    return replace(
-        given, codec=codec, gather_codec="same", error_feedback=False, block_size=block_size
-    )
+def _sync_cost(sync_every: int) -> float:
+    for (low, low_cost), (high, high_cost) in pairwise(SYNC_COSTS):
+        if sync_every <= high or high == SYNC_COSTS[-1][0]:
+            share = math.log(sync_every / low) / math.log(high / low)
+            return low_cost + share * (high_cost - low_cost)
+    raise AssertionError
+
+
+def _delay_risk(delay: int) -> tuple[float, str]:
+    if delay == 0:
+        return 0.0, "tau = 0: training waits for every exchange"
+    if delay <= 5:
+        return 0.01 * delay, f"tau = {delay}: nearly free up to 5"
+    if delay <= 10:
+        return 0.02 * delay, f"tau = {delay}: less than 0.2 % up to 10"
+    return 0.05 * delay, f"tau = {delay}: not measured beyond 10, {0.05 * delay:+.1f} % assumed"

@@ -1,137 +1,250 @@
-"""How much of its time a real run computes: every exchange of the schedule on the links there are.
+"""Predict how much of its time a run computes, from links, step times and bytes.
 
-The rules are those of `diloco/streaming.py` and `diloco/exchange.py`. A fragment is sent after an inner step; its exchange
-begins when the last worker has come so far and the exchange before it is done, as the background thread does one after the
-other; it is applied `delay` steps after the send, and training waits if it is not back. Several may be in flight. Each worker
-has a clock of its own, so a slow step of one makes the others wait, at the next apply and not before.
+The rules are those of `diloco/streaming.py`. A fragment is sent after an inner step. Its exchange
+starts when the last worker has reached that step and the previous exchange is done, because one
+background thread does them in order. The result is applied `delay` steps after the send, and
+training waits if it is not there. Each worker has its own clock.
 
-What the paper's model (`paper_model.py`) leaves out is here: latency, the embedding's fragment, coding, unequal links, more
-than two workers, uneven step times and any delay. What is left out here: the passes over memory in the training thread (taking
-a delta, merging), cores that coding on a CPU takes from training, losses and congestion on the link.
+Not in the model: passes over memory in the training thread, cores that coding takes from training
+on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.planner.conditions import Conditions
-from torchtitan_diloco.planner.payload import Payload
-
-if TYPE_CHECKING:  # the planner's core is imported without torch, which that package needs
-    from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.diloco.schedule import Schedule
 
 Array = npt.NDArray[np.float64]
 
-ROUNDS = 30
-"""Of every fragment that stand for the steady state."""
-MOST_ROUNDS = 300
-"""That are gone through of a given run; the rest of it goes on alike."""
+STEADY_ROUNDS = 30
+"""Rounds of every fragment that are simulated for the steady state."""
+MAX_ROUNDS = 300
+"""Rounds of a given run that are simulated; the rest of the run is extrapolated."""
 JITTERED_STEPS = 2000
-"""Of data parallelism, which waits for the slowest in every one."""
-
+"""Steps of data parallelism that are drawn to find the mean of the slowest worker."""
 GRADIENT_BYTES = 2
-"""Of a parameter: data parallelism is counted with gradients in bf16, as the papers count it."""
-JITTER_SEED = 0
+"""Bytes a parameter that data parallelism sends: bf16 gradients, as the papers count them."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Full-duplex connection of each worker to all others together, in bits a second."""
+
+    up: tuple[float, ...]
+    """Sending rate of each worker."""
+    down: tuple[float, ...]
+    """Receiving rate of each worker."""
+    latency_seconds: float = 0.0
+    """One-way latency between any two workers: half of what ping shows."""
+
+    def __post_init__(self) -> None:
+        assert len(self.up) == len(self.down) > 0
+        for rate in (*self.up, *self.down):
+            if not rate > 0:
+                raise ValueError(f"a link of {rate:g} bits a second: give a bandwidth above 0")
+        if not 0 <= self.latency_seconds < math.inf:
+            raise ValueError(f"a latency of {self.latency_seconds:g} s: give 0 or more, as in 30ms")
+
+    @property
+    def slowest(self) -> float:
+        return min(*self.up, *self.down)
+
+    def scaled(self, factor: float) -> "Links":
+        up = tuple(factor * rate for rate in self.up)
+        return replace(self, up=up, down=tuple(factor * rate for rate in self.down))
+
+
+def even_links(workers: int, bits_per_second: float, latency_seconds: float = 0.0) -> Links:
+    return Links((bits_per_second,) * workers, (bits_per_second,) * workers, latency_seconds)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything outside the settings that decides how long things take."""
+
+    links: Links
+    step_seconds: tuple[float, ...]
+    """Compute of one inner step of each worker, without any exchange."""
+    jitter: float = 0.0
+    """Standard deviation of a step's time as a share of it, drawn for every step and worker."""
+    coding_bytes_per_second: float = math.inf
+    """fp32 bytes that all ranks of a worker together encode or decode in a second."""
+    outer_bytes_per_second: float = math.inf
+    """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
+    codec: str = ""
+    """Codec with which a run measured the two speeds; empty where none was measured."""
+
+    def __post_init__(self) -> None:
+        assert len(self.step_seconds) == self.workers
+        for seconds in self.step_seconds:
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"a step time of {seconds:g} s: give seconds above 0, as in 0.5s")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"a jitter of {self.jitter:g}: give a share from 0 to 1, as in 0.05")
+
+    @property
+    def workers(self) -> int:
+        return len(self.links.up)
+
+    @property
+    def mean_step_seconds(self) -> float:
+        return math.fsum(self.step_seconds) / self.workers
+
+    def with_bandwidth(self, factor: float) -> "Conditions":
+        return replace(self, links=self.links.scaled(factor))
+
+    def draw_steps(self, steps: int) -> Array:
+        """Return seconds of compute, [workers, steps], the same numbers at every call."""
+        means = np.array(self.step_seconds)[:, None]
+        if not self.jitter:
+            return np.broadcast_to(means, (self.workers, steps))
+        noise = np.random.default_rng(0).standard_normal((steps, self.workers)).T
+        return np.asarray(means * (1 + self.jitter * noise).clip(min=0.1))
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Bytes and work of one exchange of one fragment."""
+
+    sent: tuple[int, ...]
+    """Bytes sent by each worker."""
+    received: tuple[int, ...]
+    """Bytes received by each worker."""
+    hops: int
+    """Messages in a row: 1 with two workers, 2 with more, 0 with one."""
+    chunks: int
+    """Chunks that are encoded, sent and decoded in a pipeline."""
+    window: int
+    """Chunks in flight in one hop."""
+    coded_bytes: int
+    """fp32 bytes that a worker encodes and decodes."""
+    state_bytes: int
+    """fp32 bytes of the fragment."""
+
+    def link_seconds(self, conditions: Conditions) -> float:
+        """Return seconds on the wire without latency. With a small window, a long link idles."""
+        links = conditions.links
+        ends = [
+            *zip(self.sent, links.up, strict=True),
+            *zip(self.received, links.down, strict=True),
+        ]
+        serial = max(8 * count / rate for count, rate in ends)
+        return max(serial, max(0.0, self.chunks / self.window - 1) * links.latency_seconds)
+
+    def seconds(self, conditions: Conditions) -> float:
+        """Return seconds of the exchange. Coding and transfer overlap except for one chunk."""
+        outer = self.state_bytes / conditions.outer_bytes_per_second
+        if not self.hops:
+            return outer
+        transfer = self.link_seconds(conditions)
+        coding = self.coded_bytes / conditions.coding_bytes_per_second
+        pipelined = max(transfer, coding) + min(transfer, coding) / self.chunks
+        return self.hops * conditions.links.latency_seconds + pipelined + outer
+
+    def peak_bits_per_second(self, conditions: Conditions) -> float:
+        return _rate(8 * max(self.sent), self.link_seconds(conditions))
 
 
 @dataclass(frozen=True)
 class Prediction:
     utilisation: float
-    """Compute / all time, mean over workers; above 0, at most 1."""
+    """Compute divided by all time, mean over workers."""
     step_seconds: float
-    """Mean of compute and waiting."""
+    """Compute and waiting of one step, mean."""
     exposed_seconds_per_step: float
-    """That training waits, mean over workers."""
+    """Waiting of the training thread, mean over workers."""
     sent_bytes_per_step: float
-    """By the worker that sends most."""
+    """Bytes of the worker that sends most."""
     peak_bits_per_second: float
-    """That the busiest worker sends while something is on the link."""
+    """Rate of the busiest worker while something is on the link."""
     in_flight: int
-    """Fragments under way at once, at most."""
+    """Most fragments in flight at once."""
 
     @property
     def mean_bits_per_second(self) -> float:
-        """That the busiest worker sends, over all time."""
         return 8 * self.sent_bytes_per_step / self.step_seconds
 
 
 def predict(
     payloads: Sequence[Payload],
-    schedule: "Schedule",
+    schedule: Schedule,
     conditions: Conditions,
     steps: int | None = None,
 ) -> Prediction:
-    """`payloads`: what the exchange of each fragment moves. `steps`: length of a run, which begins with `sync_every` steps
-    without an exchange and ends when all is back; None: the steady state in the middle of a long one."""
+    """Predict a run of `steps` steps, or (None) the steady state of a long one.
+
+    Args:
+        payloads: the exchange of each fragment, in the order of their turns.
+        steps: length of the run, which drains what is in flight at its end.
+    """
     assert len(payloads) == schedule.fragments
-    horizon = (
-        ROUNDS * schedule.sync_every
-        if steps is None
-        else min(steps, MOST_ROUNDS * schedule.sync_every)
-    )
-    events = list(_events(schedule, None if steps is None else horizon))
-    counted = sum(is_send for _, is_send, _ in events)
-    total_steps, sends = (
-        (horizon, counted) if steps is None else (steps, _sends_until(schedule, steps))
-    )
-    waited, in_flight = _waiting(payloads, events, conditions)
-    exposed = waited / total_steps * (sends / counted if counted else 1.0)
-    sent = np.zeros(conditions.workers)
-    for _, is_send, fragment in events:
-        if is_send:
-            sent += payloads[fragment].sent
+    period = schedule.sync_every
+    horizon = STEADY_ROUNDS * period if steps is None else min(steps, MAX_ROUNDS * period)
+    events = _events(schedule, None if steps is None else horizon)
+    sends = [fragment for _, is_send, fragment in events if is_send]
+    waited, in_flight = _simulate(payloads, events, conditions)
+    total_steps, scale = horizon, 1.0
+    if steps is not None and sends:
+        total_steps = steps
+        all_sends = sum(schedule.outer_round(one, steps) for one in range(schedule.fragments))
+        scale = all_sends / len(sends)
+    sent = np.sum([payloads[fragment].sent for fragment in sends], axis=0) if sends else np.zeros(1)
+    exposed = waited * scale / total_steps
     compute = conditions.mean_step_seconds
     return Prediction(
         utilisation=compute / (compute + exposed),
         step_seconds=compute + exposed,
         exposed_seconds_per_step=exposed,
-        sent_bytes_per_step=float(sent.max()) * (sends / counted if counted else 0.0) / total_steps,
-        peak_bits_per_second=max(payload.peak_bits_per_second(conditions) for payload in payloads),
+        sent_bytes_per_step=float(sent.max()) * scale / total_steps,
+        peak_bits_per_second=max(one.peak_bits_per_second(conditions) for one in payloads),
         in_flight=in_flight,
     )
 
 
 def all_reduce_bytes(parameters: float, workers: int) -> float:
-    """That one worker sends in a ring all-reduce of all gradients."""
+    """Return the bytes that one worker sends in a ring all-reduce of all gradients."""
     return 2 * (workers - 1) / workers * GRADIENT_BYTES * parameters
 
 
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
-    """The control: a ring all-reduce of all gradients at every step. `buckets`: parameters of each, in the order in which the
-    backward pass has them ready, which is spread evenly over the last two thirds of the step. The optimizer waits for all of
-    them, one follows the other on the ring, and each takes 2 (M - 1) messages."""
+    """Predict the control, a ring all-reduce of all gradients at every step.
+
+    Args:
+        buckets: parameters of each bucket in the order of the backward pass, which is spread
+            evenly over the last two thirds of the step. The optimizer waits for all of them.
+    """
     workers, links = conditions.workers, conditions.links
     sent = all_reduce_bytes(sum(buckets), workers)
     compute = conditions.mean_step_seconds
-    link_free = link_seconds = 0.0
+    link_free = on_link = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
-        on_link = 8 * all_reduce_bytes(parameters, workers) / links.slowest
-        link_seconds += on_link
-        link_free = max(link_free, ready) + on_link + 2 * (workers - 1) * links.latency_seconds
-    slowest = _step_times(conditions, JITTERED_STEPS if conditions.jitter else 1).max(axis=0).mean()
-    exposed = (max(link_free, compute) - compute if workers > 1 else 0.0) + max(
-        0.0, float(slowest) - compute
-    )
+        transfer = 8 * all_reduce_bytes(parameters, workers) / links.slowest
+        link_free = max(link_free, ready) + transfer + 2 * (workers - 1) * links.latency_seconds
+        on_link += transfer
+    slowest = conditions.draw_steps(JITTERED_STEPS if conditions.jitter else 1).max(axis=0).mean()
+    exposed = max(0.0, float(slowest) - compute)
+    if workers > 1:
+        exposed += max(link_free, compute) - compute
     return Prediction(
         utilisation=compute / (compute + exposed),
         step_seconds=compute + exposed,
         exposed_seconds_per_step=exposed,
         sent_bytes_per_step=sent,
-        peak_bits_per_second=8 * sent / link_seconds
-        if link_seconds
-        else (math.inf if sent else 0.0),
+        peak_bits_per_second=_rate(8 * sent, on_link),
         in_flight=min(1, workers - 1),
     )
 
 
 def least_bandwidth_factor(utilisation_at: Callable[[float], float], wanted: float) -> float | None:
-    """What all bandwidths have to be multiplied with so that `wanted` is reached, within half a percent; None where no
-    bandwidth is enough, as latency, coding or uneven steps stand in the way. `utilisation_at` grows with its argument."""
+    """Return the factor on all bandwidths that reaches `wanted`, within half a percent.
+
+    Return None where no bandwidth is enough because of latency, coding or uneven steps.
+    """
     low, high = 1e-6, 1e6
     if utilisation_at(high) < wanted:
         return None
@@ -144,39 +257,34 @@ def least_bandwidth_factor(utilisation_at: Callable[[float], float], wanted: flo
 
 
 Event = tuple[int, bool, int]
-"""Inner step, whether the fragment is sent after it or applied, fragment."""
+"""(inner step, is a send and not an apply, fragment)"""
 
 
-def _events(schedule: "Schedule", steps: int | None) -> Iterator[Event]:
-    """In the order in which a worker does them: after a step applies come first, unless they are those of what was sent after
-    the same step. What is in flight at the end of a run is waited for there."""
+def _events(schedule: Schedule, steps: int | None) -> list[Event]:
+    """Return sends and applies in a worker's order: applies first, except of the same step."""
     found: list[tuple[int, int, Event]] = []
     for fragment in range(schedule.fragments):
         first = schedule.first_send(fragment)
-        last = first + ROUNDS * schedule.sync_every - 1 if steps is None else steps
+        last = first + STEADY_ROUNDS * schedule.sync_every - 1 if steps is None else steps
         for sent in range(first, last + 1, schedule.sync_every):
-            applied = sent + schedule.delay if steps is None else min(sent + schedule.delay, steps)
-            at_end = applied < sent + schedule.delay or not schedule.delay
+            due = sent + schedule.delay
+            applied = due if steps is None else min(due, steps)
+            after_sends = applied < due or not schedule.delay
             found.append((sent, 1, (sent, True, fragment)))
-            found.append((applied, 2 if at_end else 0, (applied, False, fragment)))
-    for _, _, event in sorted(found, key=lambda one: one[:2]):
-        yield event
+            found.append((applied, 2 if after_sends else 0, (applied, False, fragment)))
+    return [event for _, _, event in sorted(found, key=lambda one: one[:2])]
 
 
-def _sends_until(schedule: "Schedule", steps: int) -> int:
-    return sum(schedule.outer_round(fragment, steps) for fragment in range(schedule.fragments))
-
-
-def _waiting(
+def _simulate(
     payloads: Sequence[Payload], events: Sequence[Event], conditions: Conditions
 ) -> tuple[float, int]:
-    """Seconds that a worker's training waits through all events, mean over workers; most fragments under way."""
+    """Return the mean seconds that training waits in all events, and the most in flight."""
     lengths = [payload.seconds(conditions) for payload in payloads]
-    computed = _computed(conditions, events[-1][0] if events else 0)
+    steps = conditions.draw_steps(events[-1][0] if events else 0)
+    computed = np.concatenate([np.zeros((conditions.workers, 1)), steps.cumsum(axis=1)], axis=1)
     waited = np.zeros(conditions.workers)
-    thread_free = 0.0
+    thread_free, most = 0.0, 0
     ready: dict[int, float] = {}
-    most = 0
     for step, is_send, fragment in events:
         now = computed[:, step] + waited
         if is_send:
@@ -188,19 +296,5 @@ def _waiting(
     return float(waited.mean()), most
 
 
-def _computed(conditions: Conditions, steps: int) -> Array:
-    """Seconds of compute behind each worker after each step, [workers, steps + 1]."""
-    times = _step_times(conditions, steps)
-    return np.concatenate([np.zeros((conditions.workers, 1)), times.cumsum(axis=1)], axis=1)
-
-
-def _step_times(conditions: Conditions, steps: int) -> Array:
-    means = np.array(conditions.step_seconds)[:, None]
-    if not conditions.jitter:
-        return np.broadcast_to(means, (conditions.workers, steps))
-    factors = (
-        1
-        + conditions.jitter
-        * np.random.default_rng(JITTER_SEED).standard_normal((steps, conditions.workers)).T
-    )
-    return np.asarray(means * factors.clip(min=0.1))
+def _rate(bits: float, seconds: float) -> float:
+    return bits / seconds if seconds else (math.inf if bits else 0.0)

@@ -1,19 +1,34 @@
-"""One model on one set of links: what every setting of the outer loop would do there."""
+"""A run in numbers: its model, its exchanges to the byte, its memory, and its conditions.
+
+`Scenario` answers for any setting of the outer loop: utilisation, memory, hours.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 
-from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo
-from torchtitan_diloco.planner.conditions import Conditions
-from torchtitan_diloco.planner.memory import Memory, memory_of
-from torchtitan_diloco.planner.outer_loop import payloads_of, predict_diloco
+import torch
+
+from torchtitan_diloco.components.run_plan import INNER_BYTES, plan_run
+from torchtitan_diloco.config.schema import Config, Model
+from torchtitan_diloco.diloco.chunks import chunk_and_window, slice_bounds, slice_size
+from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import pinned_bytes
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.planner.prediction import (
+    Conditions,
+    Payload,
     Prediction,
     least_bandwidth_factor,
+    predict,
     predict_data_parallel,
 )
-from torchtitan_diloco.planner.workload import Workload
 
 HOST_CODING = {
     "fp32": 8.5e9,
@@ -25,46 +40,246 @@ HOST_CODING = {
     "fp4_e3m0": 2.1e9,
     "ternary": 2.2e9,
 }
-"""fp32 bytes that one core encodes or decodes in a second, mean of both: docs/performance.md, an AMD EPYC of 2 cores."""
+"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md, AMD EPYC)."""
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes of a fragment that one core checks, updates and sums up in a second: the same page."""
+"""fp32 bytes of a fragment that one core checks, updates and sums up in a second (same page)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model and length of a run."""
+
+    model: Model
+    vocabulary: int
+    sequence_length: int
+    tokens_per_step: int
+    """Tokens of all workers together."""
+    total_steps: int
+    workers: int
+    ranks: int
+    """Ranks of one worker, over which FSDP2 shards it."""
+
+    @staticmethod
+    def of(config: Config, vocabulary: int) -> "Workload":
+        length, workers = config.training.sequence_length, config.diloco.workers
+        ranks = max(1, config.parallel.fsdp)
+        facts = model_facts(config.model, vocabulary, length)
+        plan = plan_run(
+            config.training, workers * ranks, facts.parameters, facts.embedding_parameters
+        )
+        return Workload(
+            config.model, vocabulary, length, plan.tokens_per_step, plan.total_steps, workers, ranks
+        )
+
+    @property
+    def facts(self) -> "ModelFacts":
+        return model_facts(self.model, self.vocabulary, self.sequence_length)
+
+    @property
+    def flops_per_step(self) -> float:
+        """FLOPs of one worker."""
+        return self.facts.flops_per_token * self.tokens_per_step / self.workers
+
+    def fragments(self, config: Fragments) -> tuple[int, ...]:
+        """Return the parameters of each fragment in the order of their turns."""
+        return _fragment_sizes(self.model, self.vocabulary, self.sequence_length, config)
+
+    def gradient_buckets(self) -> tuple[int, ...]:
+        """Return the parameters of each bucket of data parallelism, the last block first."""
+        *blocks, rest = self.fragments(Fragments(pattern="sequential", layers_per_fragment=1))
+        return (*reversed(blocks), rest)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    parameters: int
+    embedding_parameters: int
+    layers: int
+    flops_per_token: int
+
+
+@cache
+def model_facts(model: Model, vocabulary: int, sequence_length: int) -> ModelFacts:
+    with torch.device("meta"):
+        built = MODELS[model.name].build(model, vocabulary, sequence_length)
+    counts = built.parameter_counts()
+    flops = built.flops_per_token(sequence_length)
+    return ModelFacts(counts["total"], counts["embedding"], built.shape.layers, flops)
+
+
+@cache
+def _fragment_sizes(
+    model: Model, vocabulary: int, sequence_length: int, config: Fragments
+) -> tuple[int, ...]:
+    with torch.device("meta"):
+        built = MODELS[model.name].build(model, vocabulary, sequence_length)
+    return tuple(fragment.parameters for fragment in build_fragments(built, config))
+
+
+# --- bytes of an exchange ------------------------------------------------------------------------
+
+
+def predict_diloco(
+    fragments: Sequence[int],
+    diloco: DiLoCoConfig,
+    conditions: Conditions,
+    *,
+    ranks: int = 1,
+    steps: int | None = None,
+) -> Prediction:
+    """Predict a run from the parameters of each fragment; see `prediction.predict`."""
+    schedule = Schedule(diloco.sync_every, len(fragments), diloco.overlap.delay)
+    payloads = payloads_of(fragments, diloco.quantization, conditions.workers, ranks)
+    return predict(payloads, schedule, conditions, steps)
+
+
+def payloads_of(
+    fragments: Sequence[int], quantization: Quantization, workers: int, ranks: int = 1
+) -> list[Payload]:
+    chunk, window = chunk_and_window(-(-max(fragments) // ranks), _codecs(quantization)[0])
+    return [_payload(size, quantization, workers, ranks, chunk, window) for size in fragments]
+
+
+@cache
+def _codecs(quantization: Quantization) -> tuple[Codec, Codec]:
+    return build_codec(quantization), build_gather_codec(quantization)
+
+
+@cache
+def _payload(
+    values: int, quantization: Quantization, workers: int, ranks: int, chunk: int, window: int
+) -> Payload:
+    """Return the payload of a fragment. The ranks of a worker share its one link."""
+    if workers == 1:
+        return Payload(
+            (0,), (0,), hops=0, chunks=1, window=1, coded_bytes=0, state_bytes=4 * values
+        )
+    share = -(-values // ranks)
+    sent, received = [0] * workers, [0] * workers
+    for part, count in ((share, values // share), (values % share, 1)):
+        for worker, (out, back) in enumerate(_traffic(part, quantization, workers, chunk)):
+            sent[worker] += count * out
+            received[worker] += count * back
+    # Two workers encode their own delta and decode both. More encode their own and the mean of
+    # their slice, and decode all parts of that slice and all means.
+    passes = 3.0 if workers == 2 else 3.0 + 1 / workers
+    return Payload(
+        tuple(sent),
+        tuple(received),
+        hops=1 if workers == 2 else 2,
+        chunks=max(1, -(-share // chunk)),
+        window=window if workers == 2 else max(1, window // 2),
+        coded_bytes=round(4 * values * passes),
+        state_bytes=4 * values,
+    )
+
+
+def _traffic(
+    values: int, quantization: Quantization, workers: int, chunk: int
+) -> list[tuple[int, int]]:
+    """Return the bytes that one rank of each worker sends and receives, with headers."""
+    if not values:
+        return [(0, 0)] * workers
+    codec, gather = _codecs(quantization)
+    sent, received = ([(workers - 1) * HEADER_BYTES] * workers for _ in range(2))
+    for part, count in ((chunk, values // chunk), (values % chunk, 1)):
+        bounds = [slice_bounds(part, workers, worker) for worker in range(workers)]
+        own = [count * codec.wire_bytes(end - start) for start, end in bounds]
+        means = [0] * workers
+        if workers > 2:
+            means = [count * gather.wire_bytes(end - start) for start, end in bounds]
+        for worker in range(workers):
+            sent[worker] += sum(own) - own[worker] + (workers - 1) * means[worker]
+            received[worker] += (workers - 1) * own[worker] + sum(means) - means[worker]
+    return list(zip(sent, received, strict=True))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, without activations."""
+
+    device_bytes: float
+    host_bytes: float
+
+
+def memory_of(workload: Workload, diloco: DiLoCoConfig, *, on_host: bool, in_flight: int) -> Memory:
+    """Return the memory of one rank.
+
+    With the outer state in (pinned) host memory, the device holds a copy of what is in flight only.
+    """
+    ranks, inner = workload.ranks, INNER_BYTES * workload.facts.parameters / workload.ranks
+    if diloco.method == "none":
+        return Memory(inner, 0.0)
+    sizes = sorted(workload.fragments(diloco.fragments), reverse=True)
+    exchange = _exchange_buffers(-(-sizes[0] // ranks), diloco.quantization, workload.workers)
+    per_parameter = outer_bytes_per_parameter(diloco)
+    if not on_host:
+        return Memory(inner + per_parameter * sum(sizes) / ranks + exchange, 0.0)
+    pinned = per_parameter // 4 * sum(pinned_bytes(4 * -(-size // ranks)) for size in sizes)
+    return Memory(inner + 4 * sum(sizes[:in_flight]) / ranks, pinned + exchange)
+
+
+def outer_bytes_per_parameter(diloco: DiLoCoConfig) -> int:
+    """Return the bytes of outer parameters, delta, outer optimizer and error feedback."""
+    buffers = 2 + STATE_BUFFERS[diloco.outer_optimizer.name]
+    return 4 * (buffers + diloco.quantization.error_feedback)
+
+
+def _exchange_buffers(largest: int, quantization: Quantization, workers: int) -> int:
+    """Return the bytes that one rank keeps for chunks in flight."""
+    if workers == 1:
+        return 0
+    codec, gather = _codecs(quantization)
+    chunk, window = chunk_and_window(largest, codec)
+    values = min(chunk, slice_size(chunk, workers))
+    buffers = (workers - 1) * codec.wire_bytes(values)
+    buffers += 0 if codec.is_fp32 else codec.wire_bytes(chunk)
+    if workers == 2:
+        return window * buffers
+    return window * (buffers + workers * gather.wire_bytes(values)) + 4 * values
+
+
+# --- one model on one set of links ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Scenario:
     workload: Workload
     conditions: Conditions
-    """Of coding and outer step those that a run has met, if one has: `conditions_for` has them for every format."""
+    """Links and steps; coding and outer step as a run measured them, if one did."""
     on_cpu: bool = False
     """The run has no accelerator."""
     coding_bytes_per_second: float | None = None
-    """Of one rank. None: as the run has met it, or else what one core was measured with where the state is in host memory, and
-    no time where it is on an accelerator."""
+    """Coding rate of one rank. None: as measured by a run, else HOST_CODING on a host and no time
+    on an accelerator."""
 
-    def predict(self, diloco: DiLoCo) -> Prediction:
-        """The steady state."""
-        return self._predict_at(1.0, diloco)
+    def predict(self, diloco: DiLoCoConfig, bandwidth_factor: float = 1.0) -> Prediction:
+        """Predict the steady state."""
+        conditions = self.conditions_for(diloco).with_bandwidth(bandwidth_factor)
+        if diloco.method == "none":
+            return predict_data_parallel(self.workload.gradient_buckets(), conditions)
+        fragments = self.workload.fragments(diloco.fragments)
+        return predict_diloco(fragments, diloco, conditions, ranks=self.workload.ranks)
 
-    def most_utilisation(self, diloco: DiLoCo) -> float:
-        """An upper bound at no cost: exchanges take as long as they take, one after the other."""
-        conditions = self.conditions_for(diloco)
-        payloads = payloads_of(
-            self.workload.fragments(diloco.fragments),
-            diloco.quantization,
-            conditions.workers,
-            self.workload.ranks,
-        )
+    def utilisation_bound(self, diloco: DiLoCoConfig) -> float:
+        """Return a cheap upper bound: exchanges back to back never take less time."""
+        conditions, load = self.conditions_for(diloco), self.workload
+        sizes = load.fragments(diloco.fragments)
+        payloads = payloads_of(sizes, diloco.quantization, conditions.workers, load.ranks)
         compute = diloco.sync_every * conditions.mean_step_seconds
         return compute / max(compute, sum(payload.seconds(conditions) for payload in payloads))
 
-    def memory(self, diloco: DiLoCo, prediction: Prediction) -> Memory:
-        on_host = self.state_is_on_host(diloco) and not self.on_cpu
+    def memory(self, diloco: DiLoCoConfig, prediction: Prediction) -> Memory:
+        on_host = self._state_is_on_host(diloco) and not self.on_cpu
         return memory_of(self.workload, diloco, on_host=on_host, in_flight=prediction.in_flight)
 
-    def needed_bits_per_second(self, diloco: DiLoCo, utilisation: float) -> float | None:
-        """Of the slowest link, if all change alike; None where no bandwidth is enough."""
+    def needed_bits_per_second(self, diloco: DiLoCoConfig, utilisation: float) -> float | None:
+        """Return the rate of the slowest link that is needed if all links scale alike."""
         factor = least_bandwidth_factor(
-            lambda factor: self._predict_at(factor, diloco).utilisation, utilisation
+            lambda factor: self.predict(diloco, factor).utilisation, utilisation
         )
         return None if factor is None else factor * self.conditions.links.slowest
 
@@ -72,42 +287,27 @@ class Scenario:
         links = replace(self.conditions.links, latency_seconds=0.0)
         return replace(self, conditions=replace(self.conditions, links=links))
 
-    def hours(self, prediction: Prediction) -> float:
-        return self.workload.total_steps * prediction.step_seconds / 3600
-
-    def state_is_on_host(self, diloco: DiLoCo) -> bool:
-        return self.on_cpu or diloco.link.backend == "gloo" or diloco.link.outer_state == "cpu"
-
-    def conditions_for(self, diloco: DiLoCo) -> Conditions:
-        on_host, ranks = self.state_is_on_host(diloco), self.workload.ranks
-        cores, codec, met = (
-            ranks * diloco.quantization.threads,
-            diloco.quantization.codec,
-            self.conditions,
-        )
+    def conditions_for(self, diloco: DiLoCoConfig) -> Conditions:
+        """Return the conditions with the speeds of coding and outer step under these settings."""
+        on_host, ranks = self._state_is_on_host(diloco), self.workload.ranks
+        cores, codec = ranks * diloco.quantization.threads, diloco.quantization.codec
+        measured = self.conditions
         coding = cores * HOST_CODING[codec] if on_host else math.inf
+        outer = cores * HOST_OUTER_STEP if on_host else math.inf
         if self.coding_bytes_per_second is not None:
             coding = ranks * self.coding_bytes_per_second
-        elif math.isfinite(
-            met.coding_bytes_per_second
-        ):  # other formats: in the table's proportions, which are a CPU's
-            proportion = HOST_CODING[codec] / HOST_CODING[met.codec] if on_host else 1.0
-            coding = met.coding_bytes_per_second * proportion
-        outer = cores * HOST_OUTER_STEP if on_host else math.inf
-        if math.isfinite(met.outer_bytes_per_second):
-            outer = met.outer_bytes_per_second
-        return replace(
-            self.conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer
-        )
+        elif math.isfinite(measured.coding_bytes_per_second):
+            # Other codecs: in the proportions of HOST_CODING, which are those of a CPU.
+            ratio = HOST_CODING[codec] / HOST_CODING[measured.codec] if on_host else 1.0
+            coding = measured.coding_bytes_per_second * ratio
+        if math.isfinite(measured.outer_bytes_per_second):
+            outer = measured.outer_bytes_per_second
+        return replace(measured, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
 
-    def _predict_at(self, bandwidth_factor: float, diloco: DiLoCo) -> Prediction:
-        conditions = self.conditions_for(diloco).with_bandwidth(bandwidth_factor)
-        if diloco.method == "none":
-            return predict_data_parallel(self.workload.gradient_buckets(), conditions)
-        fragments = self.workload.fragments(diloco.fragments)
-        return predict_diloco(fragments, diloco, conditions, ranks=self.workload.ranks)
+    def curve(self, diloco: DiLoCoConfig, bits_per_second: Sequence[float]) -> list[float]:
+        """Return the utilisation at each rate of the slowest link."""
+        slowest = self.conditions.links.slowest
+        return [self.predict(diloco, rate / slowest).utilisation for rate in bits_per_second]
 
-    def curve(self, diloco: DiLoCo, bits_per_second: list[float]) -> list[float]:
-        """Utilisation at each bandwidth of the slowest link, the others in proportion."""
-        at = partial(self._predict_at, diloco=diloco)
-        return [at(rate / self.conditions.links.slowest).utilisation for rate in bits_per_second]
+    def _state_is_on_host(self, diloco: DiLoCoConfig) -> bool:
+        return self.on_cpu or diloco.link.backend == "gloo" or diloco.link.outer_state == "cpu"

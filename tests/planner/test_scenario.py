@@ -1,4 +1,4 @@
-"""What the planner says that an exchange sends is what an exchange sends."""
+"""The bytes that the planner computes are those of a real exchange."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.transport import HEADER_BYTES, Header
-from torchtitan_diloco.planner.outer_loop import payloads_of
+from torchtitan_diloco.planner.scenario import payloads_of
 
 SIZES = [1, 1023, 5000, 100_001, CHUNK, 2 * CHUNK + 7777]
 WIRES = [
@@ -65,7 +65,6 @@ def test_two_workers_send_all_they_have(codec: CodecName, values: int) -> None:
 
 @pytest.mark.parametrize("workers", [3, 4, 8])
 def test_more_workers_send_slices_and_means(workers: int) -> None:
-    """(M - 1) / M of the delta, then the mean of a slice to all others: all workers together send 2 (M - 1) models."""
     values = workers * 1024 * 100
     wire = Quantization(codec="fp4_e3m0", gather_codec="bf16")
     (payload,) = payloads_of([values], wire, workers)

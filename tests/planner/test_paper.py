@@ -1,25 +1,22 @@
-"""The paper's own model against the numbers that the paper prints (arXiv 2501.18512, Table 4)."""
+"""The paper's model against its printed Table 4 (arXiv 2501.18512)."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.planner.paper_model import (
-    PaperMethod,
-    PaperModel,
-    paper_methods,
-    utilisation,
-)
-from torchtitan_diloco.planner.paper_table import (
+from torchtitan_diloco.planner.paper import (
     GRID,
     PAPER_MODELS,
     TARGETS,
     WIDE_GRID,
+    PaperMethod,
+    PaperModel,
     as_printed,
     bandwidths,
+    paper_methods,
     paper_table,
-    table_like_the_papers,
+    utilisation,
 )
 
 PRINTED = {
@@ -102,7 +99,7 @@ def test_overlap_and_fewer_bits_never_hurt(
 
 def test_other_models_may_need_bandwidths_beyond_the_papers_grid() -> None:
     slow_steps = PaperModel("slow steps", layers=6, parameters=1e5, step_seconds=10.0)
-    text = table_like_the_papers(slow_steps, paper_methods(30))
+    text = paper_table([slow_steps], 30, WIDE_GRID)
     assert "<= 1e-05" in text
     data_parallel = bandwidths(slow_steps, paper_methods(30)[0], WIDE_GRID)
     assert all(cell is not None and cell < GRID[0] for cell in data_parallel)

@@ -1,0 +1,172 @@
+"""python -m torchtitan_diloco.plan"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from torchtitan_diloco.config.loader import load_config, shipped_configs
+from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.plan import main
+from torchtitan_diloco.planner.paper import paper_table
+
+LINK = ["--bandwidth", "500Mbit", "--latency", "30ms"]
+KNOWN = [*LINK, "--step-time", "0.3"]
+
+
+def plan(*words: str) -> list[str]:
+    return ["--config", "35m", *KNOWN, *words]
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def python(*words: str) -> str:
+    """Run Python in the repository and return what it prints."""
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=REPOSITORY, check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_preset_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "--config", name, *KNOWN)
+    for part in (f"{name}: ", "extended model", "utilisation", "sent by a worker", "peak"):
+        assert part in text
+    for part in ("memory of the device", "memory of the host", "hours", "risk", "\n- present: "):
+        assert part in text
+
+
+def test_the_papers_table_needs_no_torch() -> None:
+    code = "import sys; from torchtitan_diloco.plan import main; main(['--table']); "
+    printed = python("-c", code + "sys.exit('torch' in sys.modules)")
+    assert paper_table() in printed
+    assert paper_table() in (REPOSITORY / "docs/planning.md").read_text()
+
+
+def test_the_papers_table_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "--config", "debug", "--step-time", "70ms", "--table")
+    assert "474,208 parameters" in text
+    assert text.count("\n| ") == 6
+
+
+def test_the_step_time_from_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["--config", "1b", *LINK, "--mfu", "40%", "--parallel.fsdp", "8"]
+    by_name = output(capsys, *shared, "--device", "h100")
+    assert by_name == output(capsys, *shared, "--peak-tflops", "989")
+    assert "FLOP / (8 x 989 TFLOP/s x 40 %)" in by_name
+
+
+def test_unequal_links_and_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bandwidth", "1Gbit,100Mbit", "--upload", "50Mbit", "--step-time", "0.3,0.5s"]
+    text = output(capsys, "--config", "35m", *words)
+    assert "sending 50 Mbit/s, receiving 1 Gbit/s / 100 Mbit/s" in text
+    assert "300 ms / 500 ms of compute" in text
+
+
+def test_the_plan_is_written_as_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "here.toml"
+    words = ["--config", "1b", "--bandwidth", "300Mbit", "--step-time", "0.5"]
+    words += ["--diloco.workers", "4", "--write", str(written)]
+    output(capsys, *words)
+    text = written.read_text()
+    assert 'extends = "1b.toml"' in text
+    assert "Planned for 300 Mbit/s" in text
+    loaded, base = flat_settings(load_config(str(written))), flat_settings(load_config("1b"))
+    changed = {key for key, value in loaded.items() if value != base[key]} - {"run.name"}
+    assert "diloco.workers" in changed
+    assert all(key.startswith("diloco.") for key in changed)
+    assert text.count(" = ") == 1 + len(changed), "only what differs"
+    assert main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert written.read_text() == text
+
+
+def test_a_written_config_extends_from_anywhere(tmp_path: Path) -> None:
+    own, variant = tmp_path / "own/1b.toml", tmp_path / "variants/1b.toml"
+    for path in (own, variant):
+        path.parent.mkdir()
+    own.write_text('extends = "35m.toml"\n[training]\nbatch_size = 2\n')
+    assert main(["--config", str(own), *KNOWN, "--write", str(variant)]) == 0
+    assert 'extends = "../own/1b.toml"' in variant.read_text()
+    assert load_config(str(variant)).training.batch_size == 2
+
+
+def test_a_written_config_may_have_the_name_of_a_preset(tmp_path: Path) -> None:
+    variant = tmp_path / "35m.toml"
+    assert main(plan("--training.steps", "5000", "--write", str(variant))) == 0
+    assert load_config(str(variant)).model.flavor == "35m"
+    assert load_config(str(variant)).training.steps == 5000
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_curves_are_drawn(tmp_path: Path, suffix: str) -> None:
+    picture = tmp_path / f"curves.{suffix}"
+    assert main(plan("--plot", str(picture))) == 0
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG") if suffix == "png" else b"data parallel" in content
+
+
+STEP = ["--config", "1b", "--step-time", "0.5"]
+MISTAKES = [
+    (["--config", "1b", *LINK], r"step time is not known: give --step-time .* or --mfu with"),
+    (["--config", "1b", *LINK, "--device", "H100"], r"step time is not known.*--mfu"),
+    (["--config", "1b", *LINK, "--mfu", "40%"], r"give either --device \(.*H100"),
+    (
+        ["--config", "1b", *LINK, "--mfu", "40%", "--device", "abacus"],
+        r'--device "abacus" is not known: give one of .*H100',
+    ),
+    (["--config", "1b", *LINK, "--mfu", "400%", "--device", "H100"], r'--mfu "400%"'),
+    (["--config", "1b", *KNOWN, "--mfu", "40%"], r"give one of them"),
+    (STEP, r"give --bandwidth, as in 2Gbit"),
+    ([*STEP, "--bandwidth", "2Gfoo"], r'the unit "Gfoo" is no bandwidth; .*2Gbit'),
+    ([*STEP, "--bandwidth", "2"], r"needs a unit"),
+    ([*STEP, "--bandwidth", "0Gbit"], r"check number and unit"),
+    ([*STEP, "--bandwidth", "1Gbit,2Gbit,3Gbit"], r"lists 3 values: give one, or 2"),
+    (plan("--step-time", "0"), r"step time of 0 s"),
+    (plan("--step-time", "soon"), r'--step-time "soon"'),
+    (plan("--latency", "30"), r"--latency .* needs a unit"),
+    (plan("--jitter", "300%"), r"jitter of 3"),
+    (plan("--utilisation", "100%"), r"below 100%"),
+    (plan("--diloco.workers", "1"), r"there are no links"),
+    (plan("--diloco.workerz", "2"), r"did you mean diloco\.workers"),
+    (["--config", "35n", *KNOWN], r"did you mean 35m"),
+    (plan("--bandwith", "1Gbit"), r"--bandwith is unknown: did you mean --bandwidth\?"),
+    (KNOWN, r"give a model"),
+    (["--config", "35m", "--table"], r"step time is not known"),
+    (plan("--plot", "curves.jpg"), r"ends in \.png or \.svg"),
+    (plan("--plot", "nowhere/at/all.png"), r"no folder nowhere/at"),
+    (plan("--table", "--write", "plan.toml"), r"--table plans nothing"),
+    (plan("--write", "plan.yaml"), r"ends in \.toml"),
+    (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[told for _, told in MISTAKES])
+def test_mistakes_name_the_remedy(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert re.search(message, error, re.S), error
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_program_in_the_docs_runs() -> None:
+    page = (REPOSITORY / "docs/planning.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert "%" in python("-c", program)

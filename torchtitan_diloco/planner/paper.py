@@ -1,0 +1,131 @@
+"""The compute-utilisation model and Table 4 of Streaming DiLoCo's paper (arXiv 2501.18512).
+
+A step is a chain of nodes: forward, backward to activations and backward to parameters of every
+layer, each T / 3L long (the first layer needs no backward to activations). The exchange is spread
+evenly over the layers; there is no embedding, no latency and no coding. A layer's reduction is
+queued on one serial link when its backward to parameters ends in the step of the exchange, and the
+layer's forward pass waits for it in the next step, or `delay` steps later.
+
+`prediction.py` is the model for real runs. The two are never mixed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+STEPS = 200
+TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
+GRID: Array = np.logspace(-1, 3, 50)
+"""Gbit/s of the paper's table. Neighbours differ by a factor of 1.21."""
+WIDE_GRID: Array = 10.0 ** (-1 + 4 * np.arange(-49, 98) / 49)
+"""The same points and more on both sides, for other models."""
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    name: str
+    layers: int
+    parameters: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class PaperMethod:
+    name: str
+    sync_every: int
+    bits: float
+    """Bits a parameter on the wire."""
+    delay: int = 0
+    layers_per_fragment: int = 0
+    """Layers of a strided fragment. 0: the whole model at once."""
+
+
+PAPER_MODELS = (
+    PaperModel("1B, 24 layers, 0.1 s a step", layers=24, parameters=1e9, step_seconds=0.1),
+    PaperModel("10B, 48 layers, 0.8 s a step", layers=48, parameters=10e9, step_seconds=0.8),
+)
+
+
+def paper_methods(sync_every: int = 100) -> tuple[PaperMethod, ...]:
+    """Return the rows of the table. Data parallelism exchanges everything after every step."""
+    streaming = PaperMethod("streaming", sync_every, 16.0, layers_per_fragment=3)
+    return (
+        PaperMethod("data parallel", 1, 16.0),
+        PaperMethod("DiLoCo", sync_every, 16.0),
+        streaming,
+        replace(streaming, name="streaming overlapped", delay=1),
+        replace(streaming, name="streaming overlapped FP4", delay=1, bits=4.0),
+    )
+
+
+def utilisation(
+    model: PaperModel, method: PaperMethod, bits_per_second: Sequence[float] | Array
+) -> Array:
+    """Return the share of the time that is compute, at each bandwidth."""
+    rates = np.asarray(bits_per_second, dtype=np.float64)
+    node = model.step_seconds / (3 * model.layers)
+    reduction = model.parameters * method.bits / model.layers / rates
+    per_fragment = method.layers_per_fragment or model.layers
+    fragments = -(-model.layers // per_fragment)
+    # One more turn is left free, for the embedding, which the paper's model does not send.
+    turn = method.sync_every // (fragments + 1) if method.layers_per_fragment else 0
+
+    now, link_free = np.zeros_like(rates), np.zeros_like(rates)
+    arrivals: dict[tuple[int, int], Array] = {}  # (step, layer) that waits -> arrival
+    for step in range(1, STEPS + 1):
+        for layer in range(model.layers):
+            if (step, layer) in arrivals:
+                now = np.maximum(now, arrivals.pop((step, layer)))
+            now = now + node
+        for layer in reversed(range(model.layers)):
+            now = now + (node if layer == 0 else 2 * node)
+            if (step - layer % fragments * turn) % method.sync_every == 0:
+                link_free = np.maximum(link_free, now) + reduction
+                arrivals[step + 1 + method.delay, layer] = link_free
+    computing = STEPS * (3 * model.layers - 1) * node
+    return np.asarray(computing / np.maximum(now, link_free))
+
+
+def bandwidths(
+    model: PaperModel, method: PaperMethod, grid: Array = GRID
+) -> tuple[float | None, ...]:
+    """Return Gbit/s for each target: the last grid point below it, as the paper prints it.
+
+    None where even the first point reaches the target.
+    """
+    reached = utilisation(model, method, grid * 1e9)
+    below = [np.flatnonzero(reached < target) for target in TARGETS]
+    return tuple(float(grid[points[-1]]) if points.size else None for points in below)
+
+
+def as_printed(gbits: float) -> float:
+    """Round twice, as the paper does."""
+    return round(round(gbits, 2), 1)
+
+
+def paper_table(
+    models: Sequence[PaperModel] = PAPER_MODELS, sync_every: int = 100, grid: Array = GRID
+) -> str:
+    """Return the table in Markdown, Gbit/s; with WIDE_GRID for models that are not the paper's."""
+    lines = [
+        "| model | method | " + " | ".join(f"{100 * target:.0f} %" for target in TARGETS) + " |",
+        "|---|---|" + "---|" * len(TARGETS),
+    ]
+    for model in models:
+        for number, method in enumerate(paper_methods(sync_every)):
+            cells = [_cell(value, grid) for value in bandwidths(model, method, grid)]
+            name = "" if number else model.name
+            lines.append(f"| {name} | {method.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(gbits: float | None, grid: Array) -> str:
+    if gbits is None:
+        return f"<= {grid[0]:.3g}"
+    if gbits >= grid[-1]:
+        return f">= {grid[-1]:.3g}"
+    return f"{as_printed(gbits):.1f}" if grid is GRID else f"{gbits:.3g}"

@@ -1,0 +1,236 @@
+"""Units as people write them ("2Gbit", "25MB/s", "30ms"), and a plan as text."""
+
+import math
+import re
+from collections.abc import Callable
+
+from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
+from torchtitan_diloco.planner.choice import Option, Plan
+from torchtitan_diloco.planner.scenario import Scenario
+from torchtitan_diloco.utils import GIB
+
+_NUMBER = re.compile(r"\s*([\d_,]*\.?\d+(?:e[+-]?\d+)?)\s*([A-Za-zµμ/%]*)\s*", re.IGNORECASE)
+_RATE = re.compile(r"([kmgt]i?)?(bits?|bytes?|b)(ps|/s|/sec|/second)?", re.IGNORECASE)
+_PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS = {
+    **dict.fromkeys(("us", "µs", "μs"), 1e-6),
+    **dict.fromkeys(("s", "sec", "seconds"), 1.0),
+    "ns": 1e-9,
+    "ms": 1e-3,
+    "min": 60.0,
+    "h": 3600.0,
+}
+BANDWIDTHS, DURATIONS = "2Gbit, 200Mbit/s, 25MB/s", "30ms, 0.5s, 250us"
+SLOWEST, FASTEST = 1e3, 1e14
+"""Bits a second outside of which a bandwidth is taken for a typing error."""
+
+
+def parse_bandwidth(text: str, name: str = "bandwidth") -> float:
+    """Return bits a second. A bit is `b` or `bit`, a byte `B` or `byte`; a unit is required."""
+    number, unit = _split(text, name, BANDWIDTHS)
+    match = _RATE.fullmatch(unit)
+    if match is None:
+        problem = f'the unit "{unit}" is no bandwidth' if unit else "a bandwidth needs a unit"
+        raise ValueError(f'{name} "{text}": {problem}; write bits or bytes, as in {BANDWIDTHS}')
+    prefix, kind = (match[1] or "").lower(), match[2]
+    base = 1024.0 if prefix.endswith("i") else 1000.0
+    bits = number * base ** _PREFIXES.get(prefix[:1], 0)
+    bits *= 8 if kind == "B" or kind.lower().startswith("byte") else 1
+    if not SLOWEST <= bits <= FASTEST:
+        raise ValueError(
+            f'{name} "{text}" is {bits:g} bits a second, and links have 1 kbit/s to 100 Tbit/s: '
+            f"check number and unit ({BANDWIDTHS})"
+        )
+    return bits
+
+
+def parse_duration(text: str, name: str = "time") -> float:
+    """Return seconds. A unit is required except for 0."""
+    number, unit = _split(text, name, DURATIONS)
+    if number == 0 and not unit:
+        return 0.0
+    if unit.lower() not in _SECONDS:
+        problem = f'the unit "{unit}" is no time' if unit else "a time needs a unit"
+        raise ValueError(f'{name} "{text}": {problem}; write {DURATIONS}')
+    return number * _SECONDS[unit.lower()]
+
+
+def parse_share(text: str, name: str) -> float:
+    """Return a share of one, from "0.9" or "90%"."""
+    number, unit = _split(text, name, "0.9, 90%")
+    if unit not in ("", "%"):
+        raise ValueError(f'{name} "{text}": the unit "{unit}" is no share; write 0.9 or 90%')
+    return number / 100 if unit else number
+
+
+def _split(text: str, name: str, examples: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    number = float(match[1].replace("_", "").replace(",", "")) if match else math.inf
+    if match is None or not math.isfinite(number):
+        raise ValueError(f'{name} "{text}": not a number with a unit; write {examples}')
+    return number, match[2]
+
+
+def format_bandwidth(bits_per_second: float) -> str:
+    return f"{_with_prefix(bits_per_second)}bit/s"
+
+
+def format_bytes(count: float) -> str:
+    return f"{_with_prefix(count)}B"
+
+
+def format_duration(seconds: float) -> str:
+    """Return four digits with the unit that fits."""
+    units = (("days", 86400.0, 2.0), ("h", 3600.0, 2.0), ("s", 1.0, 1.0), ("ms", 1e-3, 1.0))
+    for unit, size, least in (*units, ("us", 1e-6, 1.0), ("ns", 1e-9, 0.0)):
+        if seconds >= least * size and 0 < seconds < math.inf:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds:g} s"
+
+
+def _with_prefix(value: float) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if 0.99995 * size <= value < math.inf:  # four digits would round up
+            return f"{value / size:.4g} {prefix}"
+    return f"{value:.4g} "
+
+
+# --- a plan --------------------------------------------------------------------------------------
+
+
+def plan_text(name: str, scenario: Scenario, plan: Plan, step_time_origin: str) -> str:
+    """Return the assumptions, a table with a column for each option, and the reasons."""
+    parts = (_assumptions(name, scenario, step_time_origin), _table(plan), _reasons(plan))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _assumptions(name: str, scenario: Scenario, step_time_origin: str) -> list[str]:
+    load, conditions = scenario.workload, scenario.conditions
+    links, facts = conditions.links, load.facts
+    ranks = "processes" if scenario.on_cpu else "accelerators"
+    lines = {
+        "model": f"{name}: {facts.parameters:,} parameters, {facts.embedding_parameters:,} of them "
+        f"embedding, {facts.layers} layers",
+        "run": f"{load.total_steps:,} steps of {load.tokens_per_step:,} tokens, {load.workers} "
+        f"workers x {load.ranks} {ranks}",
+        "links": f"sending {_each(links.up, format_bandwidth)}, receiving "
+        f"{_each(links.down, format_bandwidth)}, latency {format_duration(links.latency_seconds)} "
+        "one way",
+        "step": f"{_each(conditions.step_seconds, format_duration)} of compute "
+        f"({step_time_origin}), jitter {100 * conditions.jitter:g} %",
+        "coding": _coding_line(scenario),
+        "prediction": "extended model of docs/planning.md, steady state of a long run; --table "
+        "prints the paper's model",
+    }
+    return [f"{key:<11} {text}" for key, text in lines.items()]
+
+
+def _each(values: tuple[float, ...], show: Callable[[float], str]) -> str:
+    return " / ".join(map(show, values if len(set(values)) > 1 else values[:1]))
+
+
+def _coding_line(scenario: Scenario) -> str:
+    if scenario.coding_bytes_per_second is not None:
+        return f"{format_bytes(scenario.coding_bytes_per_second)}/s of fp32 a rank (given)"
+    measured = scenario.conditions
+    if math.isfinite(measured.coding_bytes_per_second):
+        speed = format_bytes(measured.coding_bytes_per_second)
+        return f"{speed}/s of fp32 a worker with {measured.codec}, as the run measured"
+    if scenario.on_cpu:
+        return "one core a rank, at the speeds of docs/performance.md"
+    return "no time on the accelerator (--coding gives a rate); on the host as docs/performance.md"
+
+
+def _table(plan: Plan) -> list[str]:
+    def streaming(show: Callable[[Option], str]) -> Callable[[Option], str]:
+        return lambda one: "-" if one.diloco.method == "none" else show(one)
+
+    rows: list[tuple[str, str, Callable[[Option], str]]] = [
+        ("H, a fragment every", "steps", streaming(lambda one: str(one.diloco.sync_every))),
+        ("fragments", "", streaming(lambda one: str(one.fragments))),
+        ("pattern", "", streaming(_pattern)),
+        ("tau, applied after", "steps", streaming(lambda one: str(one.diloco.overlap.delay))),
+        ("alpha, local share", "", streaming(lambda one: f"{one.diloco.overlap.mixing:g}")),
+        ("format on the wire", "", lambda one: _codec(one)[0]),
+        ("on the wire", "bits/param.", lambda one: _codec(one)[1]),
+        # rounded down: 94.99 % must not look like 95 %
+        ("utilisation", "%", lambda one: f"{_floor(100 * one.prediction.utilisation):.1f}"),
+        ("training waits", "ms/step", lambda one: _ms(one.prediction.exposed_seconds_per_step)),
+        ("sent by a worker", "MB/step", lambda one: _mega(one.prediction.sent_bytes_per_step)),
+        ("mean rate", "Mbit/s", lambda one: _mega(one.prediction.mean_bits_per_second)),
+        ("peak rate", "Mbit/s", lambda one: _mega(one.prediction.peak_bits_per_second)),
+        (
+            f"bandwidth for {100 * plan.wanted:g} %",
+            "Mbit/s",
+            lambda one: _mega(one.needed_bits_per_second),
+        ),
+        ("memory of the device, a rank", "GiB", lambda one: _number(one.memory.device_bytes / GIB)),
+        ("memory of the host, a rank", "GiB", lambda one: _number(one.memory.host_bytes / GIB)),
+        ("whole run", "hours", lambda one: _number(one.hours)),
+        ("risk to the loss, for ranking", "%", lambda one: f"{one.risk.percent:.2f}"),
+    ]
+    names = [f"* {one.name}" if one is plan.best else one.name for one in plan.options]
+    lines = [["", "", *names]]
+    lines += [[what, unit, *(show(one) for one in plan.options)] for what, unit, show in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    return ["  ".join(line).rstrip() for line in aligned]
+
+
+def _reasons(plan: Plan) -> list[str]:
+    wanted = f"{100 * plan.wanted:g} %"
+    if not plan.reached:
+        first = f"No setting reaches {wanted} on these links. The one marked * comes closest."
+    elif plan.best is plan.present:
+        first = f"The present settings reach {wanted}, and no others do so with less risk."
+    else:
+        first = f"The one marked * reaches {wanted} with the least risk to the loss."
+    lines = [first, *(f"- {one.name}: {'; '.join(one.risk.reasons)}" for one in plan.options)]
+    if plan.data_parallel_without_latency is not None:
+        needed = format_bandwidth(plan.data_parallel_without_latency)
+        lines.append(f"Data parallelism would need {needed} for {wanted} on links without latency.")
+    return [
+        *lines,
+        "Risks add up single comparisons (docs/planning.md). They rank, and predict no loss.",
+        "Memory: parameters, gradients, AdamW, outer state and exchange buffers, no activations.",
+    ]
+
+
+def _pattern(one: Option) -> str:
+    fragments = one.diloco.fragments
+    if fragments.pattern == "explicit":
+        return "explicit"
+    layers = fragments.layers_per_fragment
+    return f"{fragments.pattern} {layers}" if layers else "whole model"
+
+
+def _codec(one: Option) -> tuple[str, str]:
+    if one.diloco.method == "none":
+        return "bf16", "16"
+    quantization = one.diloco.quantization
+    return quantization.codec, f"{bits_per_parameter(build_codec(quantization)):g}"
+
+
+def _number(value: float) -> str:
+    """Return four digits, or all before the point."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _mega(value: float | None) -> str:
+    return "out of reach" if value is None else _number(value / 1e6)
+
+
+def _ms(seconds: float) -> str:
+    return _number(1e3 * seconds)
+
+
+def _floor(percent: float) -> float:
+    return math.floor(10 * percent + 1e-8) / 10
