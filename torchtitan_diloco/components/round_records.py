@@ -1,53 +1,70 @@
-"""What the workers know of a round each, made one record: norms and angles, times, who came last, how fast the links were.
+"""Round records: one record of each round of a fragment, gathered from all workers.
 
-Durations are compared between machines, moments never are: the clocks of two machines have nothing in common. The last worker
-to arrive at an exchange waits the shortest for the others' headers, so by how much it was late is a difference of durations.
+Durations are compared between machines, moments are not: every machine has a clock of its own. The
+last worker to arrive at an exchange waits the shortest time for the headers of the others, so how
+late it was is a difference of durations.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.reductions import PendingReduction, start_sum
+from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.distributed.reductions import start_sum
 from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]
 
-MOMENTS = (
-    "due",
-    "taken",
-    "begun",
-    "encoded",
-    "heard",
-    "received",
-    "ready",
-    "asked",
-    "arrived",
-    "applied",
-)
-ALONE = (*MOMENTS, "weight", "encoding", "decoding")
-"""Of the first rank of a worker."""
-ADDED = (
-    "values",
-    "sent_bytes",
-    "received_bytes",
-    "delta_square",
-    "mean_square",
-    "dot",
-    "drift_square",
-    "update_square",
-)
-"""Summed over the ranks of a worker."""
-BY_OTHER = ("heard_after", "link_bytes", "link_seconds")
-"""Of the first rank of a worker, for every other worker."""
 
-LEAST_BYTES = 16_384
-"""Of a message whose way tells how fast a link is; with fewer it tells when a thread woke up."""
+class Field(NamedTuple):
+    """Number that every rank measures in a round."""
+
+    combine: Literal["sum", "first", "moment"]
+    """Over the ranks of a worker: their sum, or the value of the first one. A moment is the first
+    rank's as well, in seconds since `clock_start`."""
+    read: Callable[[Round], float]
+
+
+FIELDS: dict[str, Field] = {
+    "parameters": Field("sum", lambda r: r.values),
+    "sent_bytes": Field("sum", lambda r: r.traffic.bytes_sent),
+    "received_bytes": Field("sum", lambda r: r.traffic.bytes_received),
+    "delta_square": Field("sum", lambda r: r.delta_square),
+    "mean_square": Field("sum", lambda r: r.mean_square),
+    "dot": Field("sum", lambda r: r.traffic.dot),
+    "drift_square": Field("sum", lambda r: float(r.drift) ** 2),
+    "update_square": Field("sum", lambda r: r.update_square),
+    "weight": Field("first", lambda r: r.weight),
+    "encoding_seconds": Field("first", lambda r: r.traffic.encoding_seconds),
+    "decoding_seconds": Field("first", lambda r: r.traffic.decoding_seconds),
+    "due_at_seconds": Field("moment", lambda r: r.due),
+    "taken_at_seconds": Field("moment", lambda r: r.taken),
+    "begun_at_seconds": Field("moment", lambda r: r.begun),
+    "encoded_at_seconds": Field("moment", lambda r: r.traffic.encoded),
+    "heard_at_seconds": Field("moment", lambda r: max(r.traffic.heard.values(), default=math.nan)),
+    "received_at_seconds": Field("moment", lambda r: r.traffic.received),
+    "ready_at_seconds": Field("moment", lambda r: r.ready),
+    "asked_at_seconds": Field("moment", lambda r: r.asked),
+    "arrived_at_seconds": Field("moment", lambda r: r.fetched),
+    "applied_at_seconds": Field("moment", lambda r: r.applied),
+}
+LINK_FIELDS: dict[str, Callable[[Traffic, int], float]] = {
+    "heard_after_seconds": Traffic.heard_after,
+    "link_bytes": lambda traffic, other: traffic.link_bytes.get(other, 0),
+    "link_seconds": Traffic.link_seconds,
+}
+"""Numbers that the first rank of a worker measures for every other worker."""
+
+LEAST_LINK_BYTES = 16_384
+"""The time of a smaller message shows when a thread woke up, not how fast the link is."""
 
 
 class PendingRounds:
-    """The same rounds of all ranks, on their way to become records. Every rank begins them at the same step."""
+    """Rounds whose numbers are being summed over all ranks in the background.
+
+    A rank fills in its own worker's numbers and leaves those of other workers zero, so that the sum
+    is a table of all workers. Every rank starts it at the same step, with the same rounds.
+    """
 
     def __init__(
         self,
@@ -58,99 +75,49 @@ class PendingRounds:
         clock_start: float,
         where: str,
     ) -> None:
-        """`names`: of the fragments; `clock_start`: where this process's clock (time.perf_counter) begins to count."""
-        self._workers, self._rounds, self._names = world.workers, rounds, names
-        self._sums: PendingReduction | None = None
+        """`names`: of all fragments. `clock_start`: the `time.perf_counter()` at moment zero."""
+        self._rounds, self._names, self._workers = rounds, names, world.workers
+        table: dict[tuple[int, int, str], float] = {}
+        for number, facts in enumerate(rounds):
+            for name, value in _measured(world, facts, clock_start).items():
+                for worker in range(world.workers):
+                    table[number, worker, name] = value if worker == world.worker else 0.0
+        self._keys, self._sums = list(table), None
         if rounds:
-            self._sums = start_sum(world, self._own_part(world, clock_start), where)
-
-    @property
-    def _width(self) -> int:
-        return len(ALONE) + len(ADDED) + len(BY_OTHER) * self._workers
-
-    def _own_part(self, world: World, clock_start: float) -> list[float]:
-        """Zeros but for this rank's worker, so that the sum over ranks is a table of all."""
-        speaks = world.rank_in_worker == 0
-        values: list[float] = []
-        for facts in self._rounds:
-            mine = own_values(facts, clock_start, self._workers)
-            if not speaks:
-                mine[len(ADDED) :] = [0.0] * (self._width - len(ADDED))
-            for worker in range(self._workers):
-                values += mine if worker == world.worker else [0.0] * self._width
-        return values
+            self._sums = start_sum(world, list(table.values()), where)
 
     def records(self) -> list[RoundRecord]:
-        if self._sums is None:
-            return []
-        values = self._sums.result()
-        found = []
-        for number, facts in enumerate(self._rounds):
-            tables = []
-            for worker in range(self._workers):
-                start = (number * self._workers + worker) * self._width
-                tables.append(named(values[start : start + self._width], self._workers))
-            found.append(round_record(facts, self._names[facts.fragment], tables))
-        return found
+        """Wait for the sums and return one record for each round."""
+        tables: list[list[dict[str, float]]]
+        tables = [[{} for _ in range(self._workers)] for _ in self._rounds]
+        values = [] if self._sums is None else self._sums.result()
+        for (number, worker, name), value in zip(self._keys, values, strict=True):
+            tables[number][worker][name] = value
+        return [
+            _round_record(facts, self._names[facts.fragment], workers)
+            for facts, workers in zip(self._rounds, tables, strict=True)
+        ]
 
 
-def own_values(facts: Round, clock_start: float, workers: int) -> list[float]:
-    """What a rank knows of a round, in the order of ADDED, ALONE and BY_OTHER."""
-    traffic = facts.traffic
-    known = {
-        "values": float(facts.values),
-        "sent_bytes": float(traffic.bytes_sent),
-        "received_bytes": float(traffic.bytes_received),
-        "delta_square": facts.delta_square,
-        "mean_square": facts.mean_square,
-        "dot": traffic.dot,
-        "drift_square": float(facts.drift) ** 2,
-        "update_square": facts.update_square,
-        "weight": facts.weight,
-        "encoding": traffic.encoding_seconds,
-        "decoding": traffic.decoding_seconds,
-    }
-    moments = {
-        "due": facts.due,
-        "taken": facts.taken,
-        "begun": facts.begun,
-        "encoded": traffic.encoded,
-        "heard": max(traffic.heard.values(), default=math.nan),
-        "received": traffic.received,
-        "ready": facts.ready,
-        "asked": facts.asked,
-        "arrived": facts.fetched,
-        "applied": facts.applied,
-    }
-    known |= {name: moment - clock_start for name, moment in moments.items()}
-    by_other: dict[str, Callable[[int], float]] = {
-        "heard_after": traffic.heard_after,
-        "link_bytes": lambda worker: traffic.link_bytes.get(worker, 0),
-        "link_seconds": traffic.link_seconds,
-    }
-    alone = [known[name] for name in (*ADDED, *ALONE)]
-    return alone + [by_other[name](worker) for name in BY_OTHER for worker in range(workers)]
+def _measured(world: World, facts: Round, clock_start: float) -> dict[str, float]:
+    """Return this rank's numbers: FIELDS by name, and LINK_FIELDS by NAME/WORKER."""
+    first = world.rank_in_worker == 0
+    numbers = {}
+    for name, field in FIELDS.items():
+        start = clock_start if field.combine == "moment" else 0.0
+        numbers[name] = field.read(facts) - start if first or field.combine == "sum" else 0.0
+    for name, read in LINK_FIELDS.items():
+        for other in range(world.workers):
+            numbers[f"{name}/{other}"] = read(facts.traffic, other) if first else 0.0
+    return numbers
 
 
-def named(values: Sequence[float], workers: int) -> dict[str, Any]:
-    """The same, by name."""
-    names = (*ADDED, *ALONE)
-    table: dict[str, Any] = dict(zip(names, values[: len(names)], strict=True))
-    for number, name in enumerate(BY_OTHER):
-        start = len(names) + number * workers
-        table[name] = values[start : start + workers]
-    return table
-
-
-def round_record(facts: Round, name: str, workers: Sequence[dict[str, Any]]) -> RoundRecord:
-    """`workers`: the tables of all. Values that are not known are None."""
-    ahead = ahead_of_last([_longest(table["heard_after"]) for table in workers])
-    last_worker = next((worker for worker, seconds in enumerate(ahead) if seconds == 0.0), None)
-    late = [
-        seconds
-        for worker, seconds in enumerate(ahead)
-        if worker != last_worker and seconds is not None
-    ]
+def _round_record(facts: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
+    """`workers`: the numbers of each worker. Those that are not known are NaN."""
+    waited = [_known(_links(numbers, "heard_after_seconds")) for numbers in workers]
+    ahead = ahead_of_last([max(seconds, default=None) for seconds in waited])
+    last_worker = ahead.index(0.0) if 0.0 in ahead else None
+    late = _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker)
     return {
         "kind": "round",
         "step": facts.applied_step,
@@ -159,82 +126,111 @@ def round_record(facts: Round, name: str, workers: Sequence[dict[str, Any]]) -> 
         "outer_round": facts.outer_round,
         "sent_step": facts.sent_step,
         "applied_step": facts.applied_step,
-        "parameters": round(workers[0]["values"]),
+        "parameters": round(workers[0]["parameters"]),
         "participants": facts.participants,
-        "update_norm": _root(workers[0]["update_square"]),
+        "update_norm": _finite(math.sqrt(workers[0]["update_square"])),
         "last_worker": last_worker,
         "late_by_seconds": min(late, default=None),
-        "workers": [
-            _worker_record(table, seconds) for table, seconds in zip(workers, ahead, strict=True)
-        ],
+        "workers": [_worker_record(*pair) for pair in zip(workers, ahead, strict=True)],
     }
 
 
 def ahead_of_last(waited: Sequence[float | None]) -> list[float | None]:
-    """How much earlier than the last one each worker arrived, from how long each waited for the others: the last waited the
-    shortest."""
-    known = [seconds for seconds in waited if seconds is not None]
+    """Return how much earlier than the last worker each one arrived.
+
+    `waited` is how long each worker waited for the headers of the others.
+    """
+    known = _known(waited)
     if len(known) < 2:
         return [None] * len(waited)
     return [None if seconds is None else seconds - min(known) for seconds in waited]
 
 
-def _worker_record(table: dict[str, Any], ahead: float | None) -> dict[str, Any]:
-    moments = {name: _known(table[name]) for name in MOMENTS}
-    norms = (
-        math.sqrt(table["delta_square"] * table["mean_square"])
-        if table["delta_square"] >= 0
-        else math.nan
-    )
-    rates = [
-        8 * size / seconds if size >= LEAST_BYTES and seconds > 0 else None
-        for size, seconds in _pairs(table)
-    ]
-    sent, received = _known(table["sent_bytes"]), _known(table["received_bytes"])
-    taking, merging = _between(moments, "due", "taken"), _between(moments, "arrived", "applied")
-    waited = _between(moments, "asked", "arrived")
-    exposed = [seconds for seconds in (taking, waited, merging) if seconds is not None]
-    return {
-        "weight": _known(table["weight"]),
-        **{f"{name}_at_seconds": moment for name, moment in moments.items()},
-        "encoding_seconds": _known(table["encoding"]),
-        "decoding_seconds": _known(table["decoding"]),
-        "transfer_seconds": _between(moments, "heard", "received"),
-        "exchange_seconds": _between(moments, "begun", "ready"),
+def _worker_record(numbers: Mapping[str, float], ahead: float | None) -> dict[str, Any]:
+    def between(start: str, end: str) -> float:
+        seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
+        return max(seconds, 0.0)  # the last payload may be there before the last header
+
+    waited = between("asked", "arrived")
+    exposed = _known([between("due", "taken"), waited, between("arrived", "applied")])
+    norms = math.sqrt(numbers["delta_square"] * numbers["mean_square"])
+    values = {
+        **{name: numbers[name] for name, field in FIELDS.items() if field.combine != "sum"},
+        "transfer_seconds": between("heard", "received"),
+        "exchange_seconds": between("begun", "ready"),
         "waited_seconds": waited,
-        "exposed_seconds": math.fsum(exposed) if exposed else None,
-        "ahead_of_last_seconds": ahead,
-        "sent_bytes": None if sent is None else round(sent),
-        "received_bytes": None if received is None else round(received),
-        "sent_bits_per_parameter": 8 * sent / table["values"]
-        if sent is not None and table["values"]
-        else None,
-        "outer_gradient_norm": _root(table["delta_square"]),
-        "cosine_to_mean": _known(table["dot"] / norms) if norms > 0 else None,
-        "drift_norm": _root(table["drift_square"]),
-        "heard_after_seconds": [_known(seconds) for seconds in table["heard_after"]],
-        "received_bits_per_second_from": rates,
+        "exposed_seconds": math.fsum(exposed) if exposed else math.nan,
+        "sent_bytes": numbers["sent_bytes"],
+        "received_bytes": numbers["received_bytes"],
+        "sent_bits_per_parameter": 8 * numbers["sent_bytes"] / (numbers["parameters"] or math.nan),
+        "outer_gradient_norm": math.sqrt(numbers["delta_square"]),
+        "cosine_to_mean": numbers["dot"] / norms if norms else math.nan,
+        "drift_norm": math.sqrt(numbers["drift_square"]),
     }
+    sizes, seconds = _links(numbers, "link_bytes"), _links(numbers, "link_seconds")
+    record: dict[str, Any] = {name: _finite(value) for name, value in values.items()}
+    for name in ("sent_bytes", "received_bytes"):
+        record[name] = None if record[name] is None else round(record[name])
+    record["ahead_of_last_seconds"] = ahead
+    record["heard_after_seconds"] = list(map(_finite, _links(numbers, "heard_after_seconds")))
+    record["received_bits_per_second_from"] = [
+        8 * size / time if size >= LEAST_LINK_BYTES and time > 0 else None
+        for size, time in zip(sizes, seconds, strict=True)
+    ]
+    return record
 
 
-def _pairs(table: dict[str, Any]) -> list[tuple[float, float]]:
-    return list(zip(table["link_bytes"], table["link_seconds"], strict=True))
+def _links(numbers: Mapping[str, float], name: str) -> list[float]:
+    """Return a number of LINK_FIELDS for every worker."""
+    return [value for key, value in numbers.items() if key.startswith(f"{name}/")]
 
 
-def _between(moments: dict[str, float | None], start: str, end: str) -> float | None:
-    """At least 0: what was there before all headers had been heard needed no transfer after it."""
-    first, last = moments[start], moments[end]
-    return None if first is None or last is None else max(0.0, last - first)
-
-
-def _longest(seconds: Sequence[float]) -> float | None:
-    known = [value for value in seconds if math.isfinite(value)]
-    return max(known) if known else None
-
-
-def _known(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _root(square: float) -> float | None:
-    return math.sqrt(square) if math.isfinite(square) and square >= 0 else None
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+MEANS_OVER_WORKERS = (
+    "outer_gradient_norm",
+    "cosine_to_mean",
+    "drift_norm",
+    "exposed_seconds",
+    "transfer_seconds",
+    "encoding_seconds",
+    "decoding_seconds",
+    "sent_bytes",
+    "received_bytes",
+    "sent_bits_per_parameter",
+    "weight",
+)
+
+
+def round_scalars(record: RoundRecord) -> dict[str, float | None]:
+    """Return the numbers of a round by TensorBoard tag."""
+
+    def mean(key: str) -> float | None:
+        known = _known(worker[key] for worker in record["workers"])
+        return math.fsum(known) / len(known) if known else None
+
+    scalars = {f"round_{key}_mean_over_workers": mean(key) for key in MEANS_OVER_WORKERS}
+    waited, exchange = mean("waited_seconds"), mean("exchange_seconds")
+    if waited is not None and exchange:
+        scalars["round_hidden_percent_mean_over_workers"] = 100 * max(0.0, 1 - waited / exchange)
+    for key in ("update_norm", "late_by_seconds", "participants"):
+        scalars[f"round_{key}"] = record[key]
+    tag = "{}/fragment_" + str(record["fragment"])
+    return {tag.format(key): value for key, value in scalars.items()}
+
+
+def peak_bits_per_second(rounds: Sequence[RoundRecord]) -> float | None:
+    """Return the rate of the busiest worker in a transfer, in its busier direction."""
+    rates = [
+        8 * max(worker["sent_bytes"], worker["received_bytes"]) / worker["transfer_seconds"]
+        for record in rounds
+        for worker in record["workers"]
+        if worker["transfer_seconds"] and worker["sent_bytes"] is not None
+    ]
+    return max(rates, default=0.0 if rounds else None)

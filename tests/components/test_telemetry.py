@@ -1,0 +1,265 @@
+"""Steps through telemetry: what is recorded, when it is read, and where it is written."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_diloco.components import telemetry as module
+from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.telemetry import (
+    StepResult,
+    Telemetry,
+    TimedIterator,
+    drop_records_after,
+    time_shares,
+    worker_key,
+)
+from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.distributed.world import World
+
+LOSS, SENT = "train/loss_nats_per_token_global", "diloco/sent_bytes_sum_over_ranks"
+SHARES = ("compute", "data", "exposed_communication", "other")
+PLAN = RunPlan(1000, 100, accumulation=1, tokens_per_step=64, total_steps=20)
+
+
+@dataclass
+class State:
+    step: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+    elapsed_seconds: float = 0.0
+
+
+class Outer:
+    """Sends 10 bytes in a round that it applies at every step."""
+
+    fragment_names = ("blocks",)
+    exposed_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.steps, self.sums, self.applied = 0, dict[str, float](), list[Round]()
+
+    def step(self) -> None:
+        self.steps += 1
+        traffic = Traffic(10, 10, header_sent=1.0, heard={1: 1.5}, received=self.steps + 0.4)
+        round_ = Round(0, self.steps, self.steps, 80, 1.0, 2, self.steps, traffic=traffic)
+        round_.due = round_.taken = round_.begun = round_.asked = float(self.steps)
+        round_.ready = round_.fetched = round_.applied = self.steps + 0.5
+        self.applied.append(round_)
+
+    def metrics(self) -> dict[str, float]:
+        return {"diloco/sent_bytes": 10.0 * self.steps, "diloco/exposed_seconds": 1e-9}
+
+    def rounds(self) -> list[Round]:
+        applied, self.applied = self.applied, []
+        return applied
+
+
+class DataParallel(Outer):
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def rounds(self) -> list[Round]:
+        return []
+
+
+def telemetry(
+    folder: Path | None,
+    outer: Any = None,
+    *,
+    tensorboard: bool = False,
+    workers: int = 1,
+    lag: int = 1,
+    state: State | None = None,
+) -> Telemetry:
+    """Without process groups: the sums over ranks are this rank's own numbers."""
+    config, world = (
+        Metrics(tensorboard=tensorboard),
+        World(0, workers, workers, torch.device("cpu")),
+    )
+    outer = Outer() if outer is None else outer
+    return Telemetry(
+        config, world, folder, PLAN, outer, state or State(), flops_per_token=1, lag=lag
+    )
+
+
+def train(own: Telemetry, steps: Sequence[int], result: StepResult, log_every: int = 2) -> None:
+    for step in steps:
+        own.step_begins()
+        own._outer.step()
+        own.step_done(result, data_seconds=0.0)
+        if step % log_every == 0:
+            own.open(step, lr=0.1)
+        own.publish(step)
+
+
+def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if record.get("kind") == kind]
+
+
+def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
+    with telemetry(tmp_path, lag=2) as own:
+        train(own, range(1, 5), StepResult(128.0, 3.0, False))
+        assert [record["step"] for record in records(tmp_path)] == [2], "the next is in flight"
+        own.publish(4, all=True)
+    first, second = records(tmp_path)
+    assert first[LOSS] == second[LOSS] == 2.0, "nats of 64 tokens"
+    assert second["train/gradient_norm_mean_over_workers"] == 3.0
+    assert (first["train/tokens_global"], second["train/tokens_global"]) == (128, 256)
+    assert own.totals[worker_key(0, "steps")] == 4
+    assert own.totals["diloco/sent_bytes"] == first[SENT] + second[SENT] == 20 + 40
+    assert not [key for key in second if key.startswith("worker_")]
+    for record in (first, second):
+        shares = [record[f"time/share_{name}_percent_mean_over_ranks"] for name in SHARES]
+        assert sum(shares) == pytest.approx(100, abs=1e-6)
+    assert len(records(tmp_path, "round")) == len(own.round_records) == own._outer.steps
+
+
+def test_skipped_steps_count_in_no_loss(tmp_path: Path) -> None:
+    with telemetry(tmp_path) as own:
+        train(own, [1], StepResult(64.0, 1.0, False))
+        train(own, [2], StepResult(math.nan, math.inf, True))
+        train(own, [3, 4], StepResult(math.nan, math.inf, True))
+        own.publish(4, all=True)
+    first, second = records(tmp_path)
+    assert (first[LOSS], first["train/skipped_steps_mean_over_workers"]) == (1.0, 1)
+    assert (second[LOSS], second["train/gradient_norm_mean_over_workers"]) == ("nan", "inf")
+
+
+def test_pauses_and_earlier_sessions_count_once(tmp_path: Path) -> None:
+    state = State(10, {"diloco/sent_bytes": 5.0}, elapsed_seconds=1000.0)
+    with telemetry(tmp_path, state=state) as own:
+        own.pause(-50.0)  # as if the interval had taken longer
+        own.drained(20.0)
+        train(own, [11, 12], StepResult(64.0, 1.0, False))
+        own.publish(12, all=True)
+    (record,) = records(tmp_path)
+    assert record["speed/seconds_per_step"] == pytest.approx(25, abs=1)
+    assert record["time/share_compute_percent_mean_over_ranks"] == pytest.approx(40, abs=2)
+    assert 1000 <= record["time/elapsed_seconds"] < 1020
+    assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
+
+
+def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
+    with telemetry(tmp_path, DataParallel(), workers=2) as own:
+        train(own, [1, 2], StepResult(64.0, 1.0, False))
+        own.publish(2, all=True)
+        own.draw(2)
+    (record,) = records(tmp_path)
+    assert record["time/share_exposed_communication_percent_mean_over_ranks"] is None
+    assert not [key for key in record if key.startswith("diloco/")]
+    assert not (tmp_path / "traces").exists(), "no round, no timeline"
+
+
+@given(*[st.floats(0, 100)] * 5)
+def test_shares_add_up(
+    compute: float, data: float, exposed: float, agreement: float, other: float
+) -> None:
+    steps = compute + data + exposed
+    sums = {
+        "time/step_seconds": steps,
+        "time/data_seconds": data,
+        "time/agreement_seconds": agreement,
+    }
+    sums |= {"time/wall_seconds": steps + agreement + other + 1e-3}
+    for known in ({}, {"diloco/exposed_seconds": exposed}):
+        shares = time_shares(sums | known)
+        assert tuple(shares) == SHARES
+        assert math.fsum(share or 0.0 for share in shares.values()) == pytest.approx(100, abs=1e-6)
+        assert (shares["exposed_communication"] is None) == (not known)
+
+
+def test_tensorboard_and_trace(tmp_path: Path) -> None:
+    with telemetry(tmp_path, tensorboard=True, workers=2) as own:
+        train(own, [1, 2], StepResult(64.0, 1.0, False))
+        own.publish(2, all=True)
+        own.write(2, {"validation/loss_nats_per_token_global": 1.5, "unknown": None})
+        own.write_summary({"step": 2, "conditions": {"rate": math.inf}})
+        own.draw(2)
+    assert records(tmp_path, "summary")[0]["conditions"] == {"rate": "inf"}
+    assert json.loads((tmp_path / "traces/fragments.json").read_text())["traceEvents"]
+    size = {"images": 0, "scalars": 0, "tensors": 0}
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance=size).Reload()
+    tags = board.Tags()
+    assert tags["images"] == ["timeline/last_rounds"]
+    assert tags["tensors"] == ["custom_scalars__config__"]
+    assert {LOSS, SENT, "validation/loss_nats_per_token_global"} < set(tags["scalars"])
+    assert {"round_participants/fragment_0", "round_sent_bytes_mean_over_workers/fragment_0"} < set(
+        tags["scalars"]
+    )
+    absent = ["unknown", "speed/mfu_percent", "round_update_norm/fragment_0"]
+    assert not set(absent) & set(tags["scalars"]), "what is not known has no point"
+
+
+def test_only_the_first_rank_writes_and_only_with_a_folder(tmp_path: Path) -> None:
+    with telemetry(None) as own:
+        train(own, [1, 2, 3], StepResult(64.0, 1.0, False))
+        own.draw(3)
+        own.write_summary({})
+    world = World(1, 2, 2, torch.device("cpu"))
+    args = Metrics(), world, tmp_path, PLAN, Outer(), State()
+    with Telemetry(*args, flops_per_token=1, lag=1) as own:
+        train(own, [1, 2, 3], StepResult(64.0, 1.0, False))
+    assert own.round_records, "known on every rank"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_trace", full)
+    with telemetry(tmp_path) as own, caplog.at_level(logging.ERROR):
+        train(own, [1, 2, 3], StepResult(64.0, 1.0, False))
+        own.draw(3)
+        own.draw(3)
+    assert len(caplog.records) == 1, "said once"
+    assert "No space left" in caplog.text
+
+
+def test_only_the_latest_rounds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_ROUNDS", 3)
+    with telemetry(tmp_path) as own:
+        train(own, range(1, 9), StepResult(64.0, 1.0, False))
+    assert len(own.round_records) == 3 < len(records(tmp_path, "round"))
+
+
+def test_a_resume_drops_what_it_repeats_and_what_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
+    path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
+    with caplog.at_level(logging.WARNING):
+        drop_records_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n'
+    assert len(caplog.records) == 1
+    assert "4 lines" in caplog.text
+
+
+def test_a_run_that_starts_over_keeps_the_old_records_aside(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+        drop_records_after(tmp_path / "metrics.jsonl", 0)
+        assert (tmp_path / f"metrics-{number}.jsonl").read_text() == f'{{"step": {number}}}\n'
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_waiting_for_data_is_counted_to_the_end() -> None:
+    batches = TimedIterator(iter([1, 2]))
+    assert list(batches) == [1, 2]
+    assert batches.take_seconds() > 0
+    assert batches.take_seconds() == 0
