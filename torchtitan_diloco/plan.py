@@ -248,7 +248,7 @@ def _workload(config: Config) -> "Workload":
     import torch
 
     from torchtitan_diloco.components.run_plan import plan_run, vocabulary_rows
-    from torchtitan_diloco.data.splits import open_tokenizer
+    from torchtitan_diloco.data.corpus import open_tokenizer
     from torchtitan_diloco.distributed.world import World
     from torchtitan_diloco.planner.workload import Workload, model_facts
 
