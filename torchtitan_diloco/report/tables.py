@@ -1,202 +1,218 @@
-"""The tables of a report, the same for a page and for a terminal."""
+"""The tables and notes of a report, the same for the page and for Markdown."""
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchtitan_diloco.report.facts import (
+    SHARES,
     data_parallel_bytes,
-    exposed_percent,
     hidden_percent,
+    known_median,
     link_facts,
+    mean_share,
     sent_bytes_per_worker,
     worker_facts,
 )
-from torchtitan_diloco.report.run_records import Run, number
-from torchtitan_diloco.report.words import ABSENT, count, duration, percent, quantity, seconds
+from torchtitan_diloco.report.run_records import (
+    ELAPSED_SECONDS,
+    TOKENS,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Run,
+    number,
+)
+from torchtitan_diloco.utils import brief, clock
 
-PERSONAL = ("run.folder", "run.name", "run.description")
-"""Settings that name a run and do not change it."""
-MOST_LINKS = 12
+ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
+"""Settings that name a run without changing it."""
+MAX_LINKS = 12
 
 
 class Cell(NamedTuple):
-    text: str
+    text: str = ABSENT
     note: str = ""
-    """What it covers, or its unit: smaller, beside the text."""
+    """What the value covers, in small print."""
 
 
-def told(text: str, note: str) -> Cell:
-    """What is not known is not explained."""
-    return Cell(text, "" if text == ABSENT else note)
-
-
-@dataclass(frozen=True)
-class Table:
-    head: Sequence[str]
+class Table(NamedTuple):
+    heading: str
+    columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    """The first cell of a row says what the others are."""
+    """The first cell of a row is its name."""
 
 
 def facts_table(runs: Sequence[Run]) -> Table:
-    rows: list[tuple[str, Callable[[Run], Cell]]] = [
-        ("loss of the shared model", _validated),
-        ("training loss", _trained),
-        ("tokens, all workers", _tokens),
-        (
-            "time",
-            lambda run: told(
-                duration(_value(run, "time/elapsed_seconds")), "days, h:mm:ss, with validations"
-            ),
-        ),
-        ("tokens/s, all workers", _pace),
-        ("sent by each worker", _sent),
-        ("data parallelism would send", _data_parallel),
-        ("communication hidden", _hidden),
-        (
-            "exposed communication",
-            lambda run: told(percent(exposed_percent(run)), "of the time of training"),
-        ),
-        ("utilisation", _utilisation),
-        ("last to arrive", _last_to_arrive),
-        ("slowest link", _slowest_link),
-    ]
-    cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
-    told_of_some = [
-        [Cell(name), *facts] for name, facts in cells if any(fact != Cell(ABSENT) for fact in facts)
-    ]
-    return Table(["", *(run.name for run in runs)], told_of_some)
+    """Return the facts of all runs, without the rows that no run has."""
+    columns = [_facts(run) for run in runs]
+    rows = [[Cell(name), *(column[name] for column in columns)] for name in columns[0]]
+    known = [row for row in rows if set(row[1:]) != {Cell()}]
+    return Table("", ["", *(run.name for run in runs)], known)
 
 
-def workers_table(run: Run) -> Table:
-    head = ["worker", "last to arrive", "late by", "ahead of the last", "training waited"]
-    rows = [
-        [
-            Cell(f"worker {fact.worker}"),
-            Cell(f"{fact.last_in:,} of {fact.rounds:,}", "rounds"),
-            told(seconds(fact.median_late), "median, where it was last"),
-            told(seconds(fact.median_ahead), "median, where it was not"),
-            told(seconds(fact.mean_waited), "for an exchange, mean"),
+def detail_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return the workers and links of each run and the settings that differ, if there are any."""
+    tables = [table for run in runs for table in (_workers_table(run), _links_table(run))]
+    if len(runs) > 1:
+        names = [run.name for run in runs for _ in range(2)]
+        tables = [
+            table._replace(heading=f"{table.heading}, {name}")
+            for table, name in zip(tables, names, strict=True)
         ]
-        for fact in worker_facts(run)
-    ]
-    return Table(head, rows)
+    return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
 
-def links_table(run: Run) -> Table:
-    rows = [
-        [
-            Cell(f"worker {fact.sender} to worker {fact.receiver}"),
-            Cell(quantity(fact.median_bits_per_second, "bit/s"), "median"),
-            Cell(count(fact.rounds), "rounds"),
-        ]
-        for fact in link_facts(run)[:MOST_LINKS]
-    ]
-    return Table(["from, to", "rate of a payload", "measured in"], rows)
+def notes(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what is missing from the records."""
+    for run in runs:
+        if not run.steps:
+            yield f"{run.name} has not logged a step yet."
+        if run.unreadable:
+            lines = f"{run.unreadable} line(s) of metrics.jsonl"
+            yield f"{run.name}: {lines} are not readable and left out."
+        if not run.settings:
+            yield f"{run.name} has no readable config.toml: its settings are unknown."
+    if not any(run.rounds for run in runs):
+        yield "No exchange was recorded: there is no timeline, cosine or drift to show."
 
 
-def differences_table(runs: Sequence[Run]) -> Table:
-    """The settings that are not the same in all runs which have a config.toml."""
-    known = [run for run in runs if run.settings]
-    keys = dict.fromkeys(key for run in known for key in run.settings)
-    rows = [
-        [Cell(key), *(Cell(run.settings.get(key, ABSENT)) for run in known)]
-        for key in keys
-        if key not in PERSONAL and len({run.settings.get(key) for run in known}) > 1
-    ]
-    return Table(["setting", *(run.name for run in known)], rows)
-
-
-def _value(run: Run, key: str) -> float | None:
-    last = run.last(key)
-    return None if last is None else last[1]
-
-
-def _validated(run: Run) -> Cell:
-    last = run.last("validation/loss_nats_per_token_global")
-    if last is None:
-        return Cell(ABSENT, "no validation yet")
-    return Cell(f"{last[1]:.4f}", f"nats per held-out token, step {last[0]:,}")
-
-
-def _trained(run: Run) -> Cell:
-    last = run.last("train/loss_nats_per_token_global")
-    return (
-        Cell(ABSENT)
-        if last is None
-        else Cell(f"{last[1]:.4f}", f"nats per token, all workers, step {last[0]:,}")
+def _facts(run: Run) -> dict[str, Cell]:
+    validated, shared_loss = run.last(VALIDATION_LOSS)
+    trained, loss = run.last(TRAINING_LOSS)
+    shared_note = (
+        f"nats per held-out token, step {validated:,}" if validated else "no validation yet"
     )
-
-
-def _tokens(run: Run) -> Cell:
-    tokens = _value(run, "train/tokens_global")
-    return Cell(ABSENT) if tokens is None else Cell(count(tokens), f"{run.last_step:,} steps")
-
-
-def _pace(run: Run) -> Cell:
-    rates = [
-        value for _, value in run.curve("speed/tokens_per_second_global") if math.isfinite(value)
-    ]
-    return Cell(count(median(rates)), "median") if rates else Cell(ABSENT)
+    loss_note = f"nats per token, all workers, step {trained:,}"
+    _, rates = run.curve("speed/tokens_per_second_global")
+    return {
+        "loss of the shared model": Cell(
+            f"{shared_loss:.4f}" if validated else ABSENT, shared_note
+        ),
+        "training loss": Cell(f"{loss:.4f}", loss_note) if trained else Cell(),
+        "tokens, all workers": _cell(run.last(TOKENS)[1], _count, f"{run.last_step:,} steps"),
+        "time": _cell(run.last(ELAPSED_SECONDS)[1], clock, "days, h:mm:ss, with validations"),
+        "tokens/s, all workers": _cell(known_median(rates), _count, "median"),
+        "sent by each worker": _sent(run),
+        "data parallelism would send": _data_parallel(run),
+        "communication hidden": _cell(hidden_percent(run), _percent, "of the time of exchanges"),
+        "exposed communication": _cell(
+            mean_share(run, SHARES["exposed communication"]), _percent, "of the training time"
+        ),
+        "utilisation": _utilisation(run),
+        "last to arrive": _last_to_arrive(run),
+        "slowest link": _slowest_link(run),
+    }
 
 
 def _sent(run: Run) -> Cell:
-    sent = sent_bytes_per_worker(run)
-    if sent is not None:
-        return Cell(quantity(sent, "B"), "counted in the buffers")
-    if run.settings.get("diloco.method") != '"none"':
-        return Cell(ABSENT)
-    expected = data_parallel_bytes(run)
-    return Cell(
-        quantity(expected, "B") if expected else ABSENT,
-        "gradients at every step, in bf16; not counted",
-    )
+    if run.settings.get("diloco.method") == "none":
+        note = "gradients at every step, in bf16; computed, not counted"
+        return _cell(data_parallel_bytes(run), _bytes)._replace(note=note)
+    return _cell(sent_bytes_per_worker(run), _bytes, "counted in the buffers")
 
 
 def _data_parallel(run: Run) -> Cell:
-    expected, sent = data_parallel_bytes(run), sent_bytes_per_worker(run)
-    if expected is None:
-        return Cell(ABSENT, "size of the model not recorded" if run.workers != 1 else "one worker")
-    ratio = f"{expected / sent:,.1f} times as much; " if sent else ""
-    return Cell(quantity(expected, "B"), f"{ratio}bf16 gradients, every step")
-
-
-def _hidden(run: Run) -> Cell:
-    return told(percent(hidden_percent(run)), "of the time of exchanges")
+    expected, ratio = (
+        data_parallel_bytes(run),
+        data_parallel_bytes(run) / sent_bytes_per_worker(run),
+    )
+    if math.isnan(expected):
+        return Cell(note="one worker" if run.workers == 1 else "model size not recorded")
+    times = f"{ratio:,.1f} times as much; " if math.isfinite(ratio) else ""
+    return _cell(expected, _bytes, f"{times}bf16 gradients, every step")
 
 
 def _utilisation(run: Run) -> Cell:
-    """Measured beside predicted."""
+    if not run.summary:
+        return Cell(note="not recorded: the run has not ended")
     measured, predicted = (
         number(run.summary.get(f"{kind}_utilisation_percent")) for kind in ("measured", "predicted")
     )
-    if not run.summary:
-        return Cell(ABSENT, "not recorded: the run has not ended, or is an old one")
-    if measured is None and predicted is None:
-        return Cell(ABSENT)
-    beside = "no prediction recorded" if predicted is None else f"{percent(predicted)} predicted"
-    return Cell(percent(measured), f"measured; {beside}")
+    known = math.isfinite(predicted)
+    note = f"{predicted:.1f} % predicted" if known else "no prediction recorded"
+    return _cell(measured, _percent, f"measured; {note}")
 
 
 def _last_to_arrive(run: Run) -> Cell:
     facts = worker_facts(run)
     if not facts or not facts[0].rounds:
-        return Cell(ABSENT)
+        return Cell()
     slowest = facts[0]
-    late = "" if slowest.median_late is None else f", by {seconds(slowest.median_late)} (median)"
-    return Cell(
-        f"worker {slowest.worker}", f"in {slowest.last_in:,} of {slowest.rounds:,} rounds{late}"
-    )
+    late = f", by {brief(slowest.median_late)} (median)" if slowest.rounds_last else ""
+    note = f"in {slowest.rounds_last:,} of {slowest.rounds:,} rounds{late}"
+    return Cell(f"worker {slowest.worker}", note)
 
 
 def _slowest_link(run: Run) -> Cell:
-    facts = link_facts(run)
-    if not facts:
-        return Cell(ABSENT)
-    rate = quantity(facts[0].median_bits_per_second, "bit/s")
-    return Cell(
-        rate,
-        f"worker {facts[0].sender} to worker {facts[0].receiver}, median of {facts[0].rounds:,} rounds",
-    )
+    for rate, sender, receiver, rounds in link_facts(run)[:1]:
+        note = f"worker {sender} to worker {receiver}, median of {rounds:,} rounds"
+        return Cell(quantity(rate, "bit/s"), note)
+    return Cell()
+
+
+def _workers_table(run: Run) -> Table:
+    columns = ["worker", "last to arrive", "late by", "ahead of the last", "training waited"]
+    rows = [
+        [
+            Cell(f"worker {fact.worker}"),
+            Cell(f"{fact.rounds_last:,} of {fact.rounds:,}", "rounds"),
+            _cell(fact.median_late, brief, "median, where it was last"),
+            _cell(fact.median_ahead, brief, "median, where it was not"),
+            _cell(fact.mean_waited, brief, "for an exchange, mean"),
+        ]
+        for fact in worker_facts(run)
+    ]
+    return Table("Workers", columns, rows)
+
+
+def _links_table(run: Run) -> Table:
+    rows = [
+        [
+            Cell(f"worker {sender} to worker {receiver}"),
+            Cell(quantity(rate, "bit/s"), "median"),
+            Cell(f"{rounds:,}", "rounds"),
+        ]
+        for rate, sender, receiver, rounds in link_facts(run)[:MAX_LINKS]
+    ]
+    return Table("Links, slowest first", ["from, to", "rate of a payload", "measured in"], rows)
+
+
+def _differences_table(runs: Sequence[Run]) -> Table:
+    runs = [run for run in runs if run.settings]
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        texts = [setting_text(run.settings[key]) if key in run.settings else ABSENT for run in runs]
+        if key not in NAMING_SETTINGS and len(set(texts)) > 1:
+            rows.append([Cell(key), *map(Cell, texts)])
+    return Table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
+
+
+def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
+    return Cell(form(value), note) if math.isfinite(value) else Cell()
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1f} %"
+
+
+def _bytes(value: float) -> str:
+    return quantity(value, "B")
+
+
+def setting_text(value: object) -> str:
+    """Return a setting as TOML writes it, which is JSON for the types that settings have."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a value with three digits and a prefix: `1.23 GB`."""
+    scale, prefix = next((pair for pair in PREFIXES if abs(value) >= pair[0]), (1.0, ""))
+    digits = max(0, 3 - len(f"{abs(value / scale):.0f}"))
+    return f"{value / scale:,.{digits}f} {prefix}{unit}"
