@@ -42,18 +42,19 @@ COLOURS = {  # name: on a light and on a dark background
 }
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 SERIES = 8
+PHASE_COLOURS = {"computing": "band"} | {
+    name: f"series-{number}"
+    for name, number in zip(PHASE_NAMES, (5, 2, 4, 1, 8, 3, 6), strict=True)
+}
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
-STYLE: dict[str, Any] = {
-    "axes.axisbelow": True,
+STYLE: Any = {
     "axes.edgecolor": LIGHT["axis"],
     "axes.labelcolor": LIGHT["muted"],
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlecolor": LIGHT["muted"],
-    "axes.titlelocation": "left",
-    "axes.titlesize": "medium",
     "axes.xmargin": 0.02,
+    "figure.dpi": 72,  # a unit of the SVG is a point
     "font.size": 12.5,
     "grid.color": LIGHT["grid"],
     "text.color": LIGHT["text"],
@@ -64,18 +65,14 @@ STYLE: dict[str, Any] = {
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
 }
-LINE_CHART_SIZE = (430.0, 246.0)
+STEPS = [1, 2, 5, 10]
+"""Distances of the numbers on an axis, up to a power of ten."""
+LINE_CHART_SIZE = (430.0, 226.0)
 """Small, so that texts are readable on a telephone."""
 HOVER_STRIPS = 48
 MAX_DOTS = 80
-"""A curve of more points has no dots."""
 LARGEST = 1e100
 """Values beyond are not drawn: an axis cannot be computed for all floating-point numbers."""
-
-PHASE_COLOURS = {"computing": "band"} | {
-    name: f"series-{number}"
-    for name, number in zip(PHASE_NAMES, (5, 2, 4, 1, 8, 3, 6), strict=True)
-}
 TIMELINE_WIDTH = 980.0
 LEFT, RIGHT, BELOW = 86.0, 12.0, 46.0
 """Margins of a timeline."""
@@ -85,18 +82,21 @@ MAX_WORKERS = 8
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a line chart."""
+    """Curve of a line chart. Values that have no place on the axis are gaps."""
 
     name: str
     x: Array
     y: Array
-    """Values that have no place on the axis are gaps."""
     series: int
     """Curves of one series have one colour."""
     dashed: bool = False
     dots: bool = False
     faint: bool = False
     """Drawn thin and behind the other curves."""
+
+
+def series_colour(series: int) -> str:
+    return f"series-{series % SERIES + 1}"
 
 
 def css_variables(root: str = ":root") -> str:
@@ -118,7 +118,6 @@ def line_chart(
     curves: Sequence[Curve],
     *,
     x_label: str,
-    y_label: str,
     log: bool = False,
     bottom: float | None = None,
     top: float | None = None,
@@ -127,19 +126,18 @@ def line_chart(
 
     `log`: with a logarithmic y axis; `bottom` and `top`: ends of the y axis.
     """
-    figure = _figure(*LINE_CHART_SIZE, layout="constrained")
-    axes = figure.add_subplot(title=y_label, xlabel=x_label, yscale="log" if log else "linear")
+    figure = Figure(_inches(*LINE_CHART_SIZE), layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, yscale="log" if log else "linear")
     for curve in curves:
         _plot(axes, curve, log)
     axes.set_ylim(bottom, top)
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(
-        LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)) if log else MaxNLocator(5)
-    )
+    few = (1, 2, 5) if high < 1000 * low else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=few) if log else MaxNLocator(5, steps=STEPS))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: _short(value))
+        axis.set_major_formatter(_short)
     axes.grid(axis="y")
     return _svg(figure, title, _add_hover_strips(axes, curves, x_label))
 
@@ -153,11 +151,11 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     axes.plot(
         curve.x,
         np.where(shown, curve.y, np.nan),
-        color=LIGHT[f"series-{curve.series % SERIES + 1}"],
+        color=LIGHT[series_colour(curve.series)],
         linestyle="--" if curve.dashed else "-",
         linewidth=1.2 if curve.faint else 2.0,
         alpha=0.45 if curve.faint else None,
-        zorder=2 if curve.faint else 3,
+        zorder=2.1 if curve.faint else 2.2,
         marker="o",
         markersize=6,
         markevery=np.flatnonzero(dots).tolist(),
@@ -166,26 +164,24 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
 
 def _add_hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> list[str]:
     """Add invisible strips over the plot. Return their tooltips: the values below the pointer."""
-    strips: dict[int, dict[str, tuple[float, float]]] = {}
-    left, right = axes.get_xlim()
-    for curve in curves:
-        for x, y in zip(curve.x.tolist(), curve.y.tolist(), strict=True):
-            if np.isfinite(y):
-                strip = int(HOVER_STRIPS * (x - left) / (right - left))
-                strips.setdefault(strip, {})[curve.name] = (x, y)
-    tooltips = []
-    for strip, values in strips.items():
-        box = Rectangle((strip / HOVER_STRIPS, 0), 1 / HOVER_STRIPS, 1, transform=axes.transAxes)
-        box.set(gid=f"hover-{len(tooltips)}", linewidth=0, facecolor="none")
-        axes.add_patch(box)
-        position = max(x for x, _ in values.values())
-        lines = [f"{name}: {y:.4g}" for name, (_, y) in values.items()]
-        tooltips.append("\n".join([f"{_short(position)} {x_label}", *lines]))
+    edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
+    tooltips: list[str] = []
+    for left, right in zip(edges, edges[1:], strict=False):
+        lines, position = [], left
+        for curve in curves:
+            inside = np.flatnonzero((curve.x >= left) & (curve.x < right) & np.isfinite(curve.y))
+            if inside.size:
+                lines.append(f"{curve.name}: {curve.y[inside[-1]]:.4g}")
+                position = max(position, curve.x[inside[-1]])
+        if lines:
+            strip = axes.axvspan(left, right, facecolor="none", gid=f"hover-{len(tooltips)}")
+            strip.set_linewidth(0)
+            tooltips.append("\n".join([f"{_short(position)} {x_label}", *lines]))
     return tooltips
 
 
 def timeline_svg(title: str, phases: Sequence[Phase], width: float) -> str:
-    """Return what the two threads of every worker did over time as SVG, without title and legend."""
+    """Return the two threads of every worker over time as SVG, without title and legend."""
     figure, tooltips = _draw_timeline(phases, width)
     return _svg(figure, title, tooltips)
 
@@ -204,132 +200,116 @@ def _draw_timeline(
     phases: Sequence[Phase], width: float, title: str = ""
 ) -> tuple[Figure, list[str]]:
     """Draw two lanes per worker. Return the figure and the tooltips of its bars."""
-    shown = [phase for phase in phases if phase.worker < MAX_WORKERS and phase.seconds > 0]
-    workers = sorted({phase.worker for phase in shown})
-    start = min((phase.start_seconds for phase in shown), default=0.0)
-    end = max((phase.end_seconds for phase in shown), default=1.0)
-    hidden = len({phase.worker for phase in phases}) - len(workers)
-    lanes, above = WORKER_STEP * len(workers), 62.0 if title else 4.0
-    height, plot_width = above + lanes + BELOW, width - LEFT - RIGHT
-    figure = _figure(width, height)
+    workers = sorted({phase.worker for phase in phases})
+    hidden = f"; {len(workers) - MAX_WORKERS} more workers" if len(workers) > MAX_WORKERS else ""
+    rows = {
+        (worker, lane): row * WORKER_STEP + number * LANE_STEP
+        for row, worker in enumerate(workers[:MAX_WORKERS])
+        for number, lane in enumerate(LANES)
+    }
+    start = min(phase.start_seconds for phase in phases)
+    end = max(phase.end_seconds for phase in phases) - start
+    lanes = WORKER_STEP * len(rows) / len(LANES)
+    height, plot_width = lanes + BELOW + (62 if title else 4), width - LEFT - RIGHT
+    figure = Figure(_inches(width, height))
     axes = figure.add_axes(
         (LEFT / width, BELOW / height, plot_width / width, lanes / height),
-        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock"
-        + (f"; {hidden} more workers not drawn" if hidden else ""),
-        xlim=(0, end - start),
+        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock{hidden}",
+        xlim=(0, end),
         ylim=(lanes, 0),
     )
-    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4))
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
-    axes.set_yticks([])
-    tooltips: list[str] = []
-    for row, worker in enumerate(workers):
-        for number, lane in enumerate(LANES):
-            top = row * WORKER_STEP + number * LANE_STEP
-            name = f"worker {worker}" if lane == "training" else lane
-            _draw_lane_name(axes, name, top, bold=lane == "training")
-            own = [phase for phase in shown if (phase.worker, phase.lane) == (worker, lane)]
-            _draw_bars(axes, own, top, start, plot_width, tooltips)
+    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=STEPS))
+    axes.xaxis.set_major_formatter(_short)
+    names = [f"worker {worker}" if lane == "training" else lane for worker, lane in rows]
+    axes.set_yticks([top + LANE / 2 for top in rows.values()], names, ha="left")
+    axes.tick_params(axis="y", pad=LEFT - 2)
+    for (_, lane), top, label in zip(rows, rows.values(), axes.get_yticklabels(), strict=True):
+        if lane == "training":
+            axes.add_patch(Rectangle((0, top), end, LANE, color=LIGHT["band"], linewidth=0))
+            label.set(color=LIGHT["text"], weight="bold")
+        else:
+            axes.axhline(top + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
+    shown = [
+        (phase, rows[phase.worker, phase.lane])
+        for phase in phases
+        if phase.worker in workers[:MAX_WORKERS]
+    ]
+    for number, (phase, top) in enumerate(shown):
+        _draw_bar(axes, phase, phase.start_seconds - start, top, end / plot_width, number)
     if title:
-        figure.text(2 / width, 1 - 18 / height, title, fontsize=14, fontweight="bold")
-        present = {"computing", *(phase.name for phase in shown)}
+        present = {"computing", *(phase.name for phase, _ in shown)}
         handles = [
             Patch(color=LIGHT[colour], label=name)
             for name, colour in PHASE_COLOURS.items()
             if name in present
         ]
-        place = {"loc": "upper left", "bbox_to_anchor": (0, 1 - 22 / height), "ncols": 8}
-        figure.legend(handles=handles, frameon=False, borderpad=0, handlelength=0.8, **place)
-    return figure, tooltips
+        figure.text(2 / width, 1 - 18 / height, title, fontsize=14, fontweight="bold")
+        legend = figure.legend(handles=handles, ncols=8, frameon=False, handlelength=0.8)
+        legend.set(loc="upper left", bbox_to_anchor=(0, 1 - 18 / height))
+    return figure, [_bar_tooltip(phase) for phase, _ in shown]
 
 
-def _draw_lane_name(axes: Axes, name: str, top: float, *, bold: bool) -> None:
-    """Write a name in the left margin, over the band or line on which the bars will lie."""
-    _, end = axes.get_xlim()
-    middle = top + LANE / 2
-    if bold:
-        axes.add_patch(Rectangle((0, top), end, LANE, facecolor=LIGHT["band"]))
-    else:
-        axes.plot((0, end), (middle, middle), color=LIGHT["grid"], linewidth=1)
-    style = {"color": LIGHT["text" if bold else "muted"], "weight": "bold" if bold else "normal"}
-    offset = {"xytext": (2 - LEFT, 0), "textcoords": "offset points"}
-    axes.annotate(name, (0, middle), va="center_baseline", **offset, **style)
-
-
-def _draw_bars(
-    axes: Axes,
-    phases: Sequence[Phase],
-    top: float,
-    start: float,
-    plot_width: float,
-    tooltips: list[str],
+def _draw_bar(
+    axes: Axes, phase: Phase, left: float, top: float, seconds_per_point: float, number: int
 ) -> None:
-    """Draw phases with the numbers of their fragments where there is room. Extend `tooltips`."""
-    _, end = axes.get_xlim()
-    for phase in phases:
-        left = phase.start_seconds - start
-        length = max(phase.seconds, end / plot_width)  # at least a pixel
-        colour = LIGHT[PHASE_COLOURS[phase.name]]
-        gid = f"tip-{len(tooltips)}"
-        axes.add_patch(Rectangle((left, top), length, LANE, facecolor=colour, gid=gid))
-        number = str(phase.fragment)
-        if length / end * plot_width > 8 * len(number) + 4:
-            place = (left + length / 2, top + LANE / 2)
-            axes.text(*place, number, color=LIGHT["surface"], ha="center", va="center_baseline")
-        name = f" ({phase.fragment_name})" if phase.fragment_name else ""
-        sent = "" if phase.sent_bytes is None else f", {_short(phase.sent_bytes)}B sent"
-        tooltips.append(
-            f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
-            f"fragment {phase.fragment}{name}, round {phase.outer_round}{sent}"
-        )
+    """Draw a phase, with the number of its fragment if there is room."""
+    length = max(phase.seconds, seconds_per_point)
+    bar = Rectangle((left, top), length, LANE, linewidth=0, gid=f"tip-{number}")
+    bar.set_facecolor(LIGHT[PHASE_COLOURS[phase.name]])
+    axes.add_patch(bar)
+    fragment = str(phase.fragment)
+    if length / seconds_per_point > 8 * len(fragment) + 4:
+        text = axes.text(left + length / 2, top + LANE / 2, fragment, ha="center")
+        text.set(color=LIGHT["surface"], va="center_baseline")
 
 
-def _figure(width: float, height: float, **options: Any) -> Figure:
-    """Return a figure whose points are the units of its SVG."""
-    size = (width / 72, height / 72)
-    return Figure(figsize=size, dpi=72, facecolor=LIGHT["surface"], **options)
+def _bar_tooltip(phase: Phase) -> str:
+    name = f" ({phase.fragment_name})" if phase.fragment_name else ""
+    sent = "" if phase.sent_bytes is None else f", {_short(phase.sent_bytes)}B sent"
+    return (
+        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
+        f"fragment {phase.fragment}{name}, round {phase.outer_round}{sent}"
+    )
 
 
-def _short(value: float) -> str:
+def _inches(width: float, height: float) -> tuple[float, float]:
+    return width / 72, height / 72
+
+
+def _short(value: float, _: object = None) -> str:
     """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
-    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
+    return EngFormatter(sep="", places=None)(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def _svg(figure: Figure, title: str, tooltips: Sequence[str], *, standalone: bool = False) -> str:
     """Return a figure as SVG for a page or, `standalone`, for a file of its own."""
     buffer = io.StringIO()
     width, height = figure.get_size_inches() * 72
-    options = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {width}"}
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {width}"}
     with rc_context(options):  # the salt makes ids unique on a page and the same in every run
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=not standalone, metadata=no_metadata)
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=not standalone, metadata=metadata)
     body = buffer.getvalue().partition("</defs>")[2]
 
-    def with_tooltip(match: re.Match[str]) -> str:
-        return f'<g class="{match[1]}"><title>{_escape(tooltips[int(match[2])])}</title>'
+    def with_tooltip(group: re.Match[str]) -> str:
+        return f'<g class="{group[1]}"><title>{_escape(tooltips[int(group[2])])}</title>'
 
-    for pattern, replacement in (
-        (r'<g id="(tip|hover)-(\d+)">', with_tooltip),
-        (r'<g id="[^"]*">', "<g>"),
-        (r"<!--.*?-->|; font-family:[^;\"]*| transform=\"rotate\(-?0 [^\"]*\"", ""),
-        (r'(?<=[ "]\d)(\d*\.\d\d)\d{4}(?=[ "\n])', r"\1"),
-        (r"\s*\n\s*", "\n"),
-    ):
-        body = re.sub(pattern, replacement, body, flags=re.DOTALL)
+    body = re.sub(r'<g id="(tip|hover)-(\d+)">', with_tooltip, body)
+    body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
+    body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
     for name, light in LIGHT.items():
         body = body.replace(light, f"var(--{name})")
-    size = f'viewBox="0 0 {width:g} {height:g}"'
-    links = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
-    opening = f'<svg class="chart" role="img" aria-label="{_escape(title)}" {size} {links}'
+    opening = (
+        f'<svg class="chart" role="img" aria-label="{_escape(title)}" '
+        f'viewBox="0 0 {width:g} {height:g}" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    )
     if not standalone:
         return f"{opening}>{body}"
-    own = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
+    size = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
     style = f"<title>{_escape(title)}</title><style>{escape(css_variables('svg'))}</style>"
-    return f"{opening} {own}>{style}{body}"
+    return f"{opening} {size}>{style}{body}"
 
 
 def _escape(text: str) -> str:
-    """Escape text for XML, which has no way to write most control characters."""
-    return escape(
-        "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    )
+    """Escape text for XML, which cannot hold most control characters."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))

@@ -1,6 +1,6 @@
 """The figures of a page, each with a caption that says what it shows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torchtitan_diloco.report.charts import (
     TIMELINE_WIDTH,
     Curve,
     line_chart,
+    series_colour,
     timeline_svg,
 )
 from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
@@ -23,15 +24,20 @@ from torchtitan_diloco.report.run_records import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     Array,
+    Record,
     Run,
     number,
+    of_known,
+    round_workers,
 )
 
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
 BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
 SHARE_COLOURS = dict(zip(SHARES, ("series-1", "series-3", "series-2", "series-8"), strict=True))
+MAX_FRAGMENTS = 16
 LOG_RATIO = 30.0
 """Rates that differ by more are drawn on a logarithmic axis."""
+NARROW = 430.0
 TIMELINE_CAPTION = (
     "Upper lane: a worker's training thread, which computes where it does not take, wait or merge. "
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
@@ -40,12 +46,11 @@ TIMELINE_CAPTION = (
 
 
 class Key(NamedTuple):
-    """Entry of a legend."""
+    """Entry of a legend. `kind`: line, dashed, faint or box."""
 
     name: str
     colour: str
-    kind: str = "line"
-    """line, dashed, faint or box."""
+    kind: str = "box"
 
 
 class Share(NamedTuple):
@@ -56,11 +61,13 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """SVG or stacked bars with what stands around them."""
+    """An SVG or stacked bars, with what stands around them."""
 
     title: str
     caption: str
     legend: Sequence[Key]
+    unit: str = ""
+    """Label of the y axis."""
     svg: str = ""
     narrow_svg: str = ""
     """Replaces a wide `svg` on a narrow page."""
@@ -70,9 +77,9 @@ class Figure:
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
     """Return all figures for which at least one run has records."""
-    longest = max(run.last(ELAPSED_SECONDS)[1] for run in runs)
+    longest = np.nanmax([0.0, *(run.last(ELAPSED_SECONDS)[1] for run in runs)])
     unit, size = ("hours", 3600.0) if longest >= 3 * 3600 else ("minutes", 60.0)
-    if not longest >= 600:
+    if longest < 600:
         unit, size = "seconds", 1.0
     found = [
         _loss(runs, "Loss over tokens", TOKENS, "tokens, all workers", 1.0),
@@ -81,30 +88,48 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _bandwidth(runs, unit, size),
         _time_shares(runs),
         *_timelines(runs),
-        _cosine(runs),
-        _drift(runs),
+        _rounds(
+            runs,
+            "Cosine of a worker's update to the mean",
+            "1: all workers move in the same direction; near 0: in unrelated directions.",
+            "cosine",
+            lambda record: _mean_over_workers(record, "cosine_to_mean"),
+        ),
+        _rounds(
+            runs,
+            "Drift of the workers",
+            "Distance of a worker from the new shared parameters before it merged them.",
+            "root mean square over parameters",
+            lambda record: (
+                _mean_over_workers(record, "drift_norm") / number(record.get("parameters")) ** 0.5
+            ),
+        ),
     ]
     return [figure for figure in found if figure is not None]
 
 
 def _line_figure(
-    runs: Sequence[Run], title: str, caption: str, curves: Sequence[Curve], **axes: Any
+    runs: Sequence[Run],
+    title: str,
+    caption: str,
+    unit: str,
+    curves: Sequence[Curve],
+    **axes: Any,
 ) -> Figure | None:
-    """Draw the curves that have a value. The legend names them or, if there are several, the runs."""
+    """Draw the curves that have a value. The legend names the curves or, of several runs, the runs."""
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     legend: dict[str, Key] = {}
-    for curve in curves:
+    for place, curve in enumerate(curves):
         kind = "dashed" if curve.dashed else "faint" if curve.faint else "line"
-        key = Key(curve.name, f"series-{curve.series % SERIES + 1}", kind)
+        name = curve.name
         if len(runs) > 1:
-            key = Key(runs[curve.series].name, key.colour)
-        legend.setdefault(key.name, key)
-    if len(runs) > 1:
-        names = [f"{runs[curve.series].name}, {curve.name}" for curve in curves]
-        curves = [replace(curve, name=name) for curve, name in zip(curves, names, strict=True)]
+            name, kind = runs[curve.series].name, "line"
+            curves[place] = replace(curve, name=f"{name}, {curve.name}")
+        legend.setdefault(name, Key(name, series_colour(curve.series), kind))
     if not curves:
         return None
-    return Figure(title, caption, list(legend.values()), line_chart(title, curves, **axes))
+    svg = line_chart(title, curves, **axes)
+    return Figure(title, caption, list(legend.values()), unit, svg)
 
 
 def _loss(runs: Sequence[Run], title: str, x: str, x_label: str, size: float) -> Figure | None:
@@ -113,17 +138,18 @@ def _loss(runs: Sequence[Run], title: str, x: str, x_label: str, size: float) ->
         steps, losses = run.curve(VALIDATION_LOSS)
         shared = Curve("shared model", run.interpolate(x, steps) / size, losses, series, dots=True)
         steps, losses = run.curve(TRAINING_LOSS)
-        x_values, faint = run.interpolate(x, steps) / size, bool(shared.y.size)
-        curves += [Curve("training", x_values, losses, series, faint=faint), shared]
+        trained = Curve("training", run.interpolate(x, steps) / size, losses, series)
+        curves += [replace(trained, faint=bool(shared.y.size)), shared]
     caption = "Training loss over the tokens of all workers."
     if any(curve.faint for curve in curves):
-        caption = f"Faint: {caption} Strong, with dots: loss of the shared model on held-out text."
+        caption = (
+            "Faint: training loss over the tokens of all workers. Strong, with dots: loss of the "
+            "shared model on held-out text."
+        )
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 50, are above the chart."
-    return _line_figure(
-        runs, title, caption, curves, x_label=x_label, y_label="nats per token", top=top
-    )
+    return _line_figure(runs, title, caption, "nats per token", curves, x_label=x_label, top=top)
 
 
 def _top_of_axis(losses: Array) -> float | None:
@@ -143,19 +169,17 @@ def _sent(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
         if not (run.workers and np.nansum(sent)):
             continue
         times = run.interpolate(ELAPSED_SECONDS, steps) / size
-        total = np.nancumsum(sent) / run.workers
         expected = np.array([data_parallel_bytes(run, step) for step in steps])
-        curves.append(Curve("sent", times, total, series))
+        curves.append(Curve("sent", times, np.nancumsum(sent) / run.workers, series))
         curves.append(Curve("data parallelism would send", times, expected, series, dashed=True))
-    compared = any(np.isfinite(curve.y).any() for curve in curves if curve.dashed)
-    caption = "Bytes that one worker has sent so far, counted in the buffers, mean over workers."
-    if compared:
-        caption += (
-            " Dashed: what data parallelism sends in as many steps (bf16 gradients, ring). "
-            "Logarithmic axis."
-        )
-    axes = {"x_label": unit, "y_label": "bytes since the start", "log": compared}
-    return _line_figure(runs, "Bytes sent by each worker", caption, curves, **axes)
+    caption = (
+        "Bytes that one worker has sent so far, counted in the buffers, mean over workers. Dashed: "
+        "what data parallelism sends in as many steps (bf16 gradients, ring). Logarithmic axis."
+    )
+    title = "Bytes sent by each worker"
+    return _line_figure(
+        runs, title, caption, "bytes since the start", curves, x_label=unit, log=True
+    )
 
 
 def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
@@ -167,116 +191,81 @@ def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
             curves.append(Curve(name, times, rates, series, dashed=name == "peak"))
     rates = np.concatenate([curve.y for curve in curves])
     rates = rates[np.isfinite(rates) & (rates > 0)]
-    log = bool(rates.size) and rates.max() > LOG_RATIO * np.quantile(rates, 0.25)
+    log = bool(rates.size) and bool(rates.max() > LOG_RATIO * np.quantile(rates, 0.25))
     caption = (
         "Bytes sent in an interval over its length, mean over workers: the load on a link. Dashed: "
-        "the highest rate of one worker during a transfer."
+        f"the highest rate of one worker during a transfer.{' Logarithmic axis.' if log else ''}"
     )
-    caption += " Logarithmic axis." if log else ""
-    axes = {"x_label": unit, "y_label": "Mbit/s sent by a worker", "log": log}
-    return _line_figure(runs, "Bandwidth", caption, curves, bottom=None if log else 0.0, **axes)
+    axes = {"x_label": unit, "log": log, "bottom": None if log else 0.0}
+    return _line_figure(runs, "Bandwidth", caption, "Mbit/s sent by a worker", curves, **axes)
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
-    bars: dict[str, list[Share]] = {}
+    bars = {}
     for run in runs:
         shares = [
             Share(name, SHARE_COLOURS[name], mean_share(run, SHARES[name])) for name in SHARES
         ]
-        known = [share for share in shares if np.isfinite(share.percent)]
-        if known:
-            bars[run.name] = known
-    if not bars:
-        return None
+        bars[run.name] = [share for share in shares if np.isfinite(share.percent)]
+    bars = {name: shares for name, shares in bars.items() if shares}
     caption = (
         "Shares of the training thread's time, mean over ranks and over the run. Exposed "
         "communication is what training did not hide."
     )
     if any(len(shares) < len(SHARES) for shares in bars.values()):
-        caption += " In data parallelism communication is part of compute."
+        caption += " In data parallelism, communication is part of compute."
     if len(bars) < len(runs):
         caption += f" Not recorded by {len(runs) - len(bars)} of the runs."
-    legend = [Key(name, colour, "box") for name, colour in SHARE_COLOURS.items()]
-    return Figure("Where the time went", caption, legend, bars=bars)
+    legend = [Key(*entry) for entry in SHARE_COLOURS.items()]
+    return Figure("Where the time went", caption, legend, bars=bars) if bars else None
 
 
 def _timelines(runs: Sequence[Run]) -> list[Figure]:
     found = []
     for run in runs:
-        suffix = f", {run.name}" if len(runs) > 1 else ""
-        for (wide, narrow), title, caption in (
-            ((8, 3), "The last exchanges", TIMELINE_CAPTION),
-            ((1, 1), "The last exchange", "The same for the last exchange alone."),
+        for title, wide, narrow, caption in (
+            ("The last exchanges", 8, 3, TIMELINE_CAPTION),
+            ("The last exchange", 1, 1, "The same for the last exchange alone."),
         ):
-            shown = phases(run.rounds[-wide:])
-            fewer = phases(run.rounds[-narrow:])
-            if not any(phase.seconds > 0 for phase in fewer):
+            title += f", {run.name}" if len(runs) > 1 else ""
+            shown, fewer = (
+                [phase for phase in phases(run.rounds[-count:]) if phase.seconds > 0]
+                for count in (wide, narrow)
+            )
+            if not fewer:
                 continue
-            title += suffix
-            names = {"computing"} | {phase.name for phase in shown}
-            legend = [
-                Key(name, PHASE_COLOURS[name], "box") for name in PHASE_COLOURS if name in names
-            ]
-            images = [
-                timeline_svg(title, some, width)
-                for some, width in ((shown, TIMELINE_WIDTH), (fewer, 430.0))
-            ]
-            found.append(Figure(title, caption, legend, *images))
+            names = {"computing", *(phase.name for phase in shown)}
+            legend = [Key(*entry) for entry in PHASE_COLOURS.items() if entry[0] in names]
+            svg = timeline_svg(title, shown, TIMELINE_WIDTH)
+            narrow_svg = timeline_svg(title, fewer, NARROW)
+            found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
     return found
 
 
-def _cosine(runs: Sequence[Run]) -> Figure | None:
-    caption = "1: all workers move in the same direction; near 0: their directions have nothing in common."
-    values = [run.round_values("cosine_to_mean").mean(axis=1) for run in runs]
-    title = "Cosine of a worker's update to the mean"
-    return _rounds_figure(runs, title, caption, values, "cosine")
-
-
-def _drift(runs: Sequence[Run]) -> Figure | None:
-    caption = "Distance of a worker from the new shared parameters before it merged them."
-    values = []
-    for run in runs:
-        parameters = np.array([number(record.get("parameters")) for record in run.rounds])
-        values.append(run.round_values("drift_norm").mean(axis=1) / np.sqrt(parameters))
-    return _rounds_figure(runs, "Drift of the workers", caption, values, "root mean square")
-
-
-def _rounds_figure(
-    runs: Sequence[Run],
-    title: str,
-    caption: str,
-    values: Sequence[np.ma.MaskedArray[Any, Any]],
-    y_label: str,
+def _rounds(
+    runs: Sequence[Run], title: str, caption: str, unit: str, value: Callable[[Record], float]
 ) -> Figure | None:
-    """Draw a value of the rounds in which it was measured: a curve per fragment or, for several
-    runs, per run."""
+    """Draw a value over the rounds in which it was measured, by fragment or, of several runs, by
+    run."""
     curves: list[Curve] = []
-    for series, (run, masked) in enumerate(zip(runs, values, strict=True)):
-        measured = np.flatnonzero(np.isfinite(masked.filled(np.nan)))
-        rounds, y = [run.rounds[place] for place in measured], masked[measured].filled(np.nan)
-        x = np.array([float(record["step"]) for record in rounds])
-        fragments = np.array([int(record.get("fragment") or 0) for record in rounds])
-        names = {record.get("fragment"): record.get("fragment_name") for record in rounds}
+    for series, run in enumerate(runs):
+        rows = [(record.get("fragment"), record["step"], value(record)) for record in run.rounds]
+        measured = np.array([row for row in rows if np.isfinite(row[-1])], dtype=float)
+        fragments, x, y = measured.reshape(-1, 3).T
         if len(runs) == 1:
-            curves = [  # where the colours begin again, lines are dashed
-                Curve(
-                    f"{fragment}: {names[fragment] or 'fragment'}",
-                    x[own],
-                    y[own],
-                    place,
-                    place >= SERIES,
-                )
-                for place, fragment in enumerate(np.unique(fragments)[: 2 * SERIES].tolist())
-                for own in [fragments == fragment]
-            ]
-        elif measured.size:  # fragments differ more from each other than from round to round
-            cycle = len(names)
-            whole = y.size // cycle * cycle
-            means = y[:whole].reshape(-1, cycle).mean(axis=1)
-            curves.append(Curve("mean of a cycle", x[cycle - 1 :: cycle], means, series))
-    caption += (
-        " Mean over workers, a curve for each of the first fragments."
-        if len(runs) == 1
-        else " Mean over workers and the fragments of a cycle."
+            names = {record.get("fragment"): record.get("fragment_name") for record in run.rounds}
+            for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
+                name, own = f"{fragment}: {names[fragment]}", fragments == fragment
+                curves.append(Curve(name, x[own], y[own], place, dashed=place >= SERIES))
+        elif y.size:  # fragments differ more from each other than from one round to the next
+            cycle = np.unique(fragments).size
+            means = y[: y.size // cycle * cycle].reshape(-1, cycle).mean(axis=1)
+            curves.append(Curve("mean", x[cycle - 1 :: cycle], means, series))
+    caption += " Mean over workers" + (" and the fragments of a cycle." if len(runs) > 1 else ".")
+    return _line_figure(runs, title, caption, unit, curves, x_label="step")
+
+
+def _mean_over_workers(record: Record, key: str) -> float:
+    return of_known(
+        np.mean, np.array([number(worker.get(key)) for worker in round_workers(record)])
     )
-    return _line_figure(runs, title, caption, curves, x_label="step", y_label=y_label)

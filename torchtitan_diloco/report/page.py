@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from torchtitan_diloco.report.run_records import TRAINING_LOSS, Run
-from torchtitan_diloco.report.tables import (
+from torchtitan_diloco.report.facts import (
     Table,
     detail_tables,
     facts_table,
     notes,
     setting_text,
 )
+from torchtitan_diloco.report.run_records import TRAINING_LOSS, Array, Run
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -57,7 +57,7 @@ def markdown(runs: Sequence[Run]) -> str:
     """Return the report without figures, for a terminal or an issue."""
     parts = [_markdown_table(facts_table(runs))]
     for run in runs:
-        curve = sparkline(run.curve(TRAINING_LOSS)[1].tolist())
+        curve = sparkline(run.curve(TRAINING_LOSS)[1])
         parts += [f"Training loss of {_markdown_text(run.name)}: `{curve}`"] if curve else []
     parts += [_markdown_text(note) for note in notes(runs)]
     for table in detail_tables(runs):
@@ -65,9 +65,9 @@ def markdown(runs: Sequence[Run]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Array, width: int = 24) -> str:
     """Return a curve as one line of text."""
-    known = np.array([value for value in values if np.isfinite(value)])
+    known = values[np.isfinite(values)]
     if known.size < 2:
         return ""
     chosen = known[np.linspace(0, known.size - 1, width).round().astype(int)]

@@ -5,7 +5,7 @@ docs/report.md defines the records. A run may still be going on, so the last lin
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,19 +57,18 @@ class Run:
     def interpolate(self, key: str, steps: Array) -> Array:
         """Return the values of a key that counts from 0 at these steps."""
         known, values = self.curve(key)
-        return np.interp(steps, [0.0, *known], [0.0, *values])
+        return np.asarray(np.interp(steps, [0.0, *known], [0.0, *values]))
 
     def total(self, key: str) -> float:
-        _, values = self.curve(key)
-        return float(np.nansum(values)) if np.isfinite(values).any() else np.nan
+        return of_known(np.sum, self.curve(key)[1])
 
-    def round_values(self, key: str) -> np.ma.MaskedArray[Any, Any]:
-        """Return a value of every (round, worker), masked where it is not known."""
+    def round_values(self, key: str) -> Array:
+        """Return a value of every (round, worker)."""
         tables = [round_workers(record) for record in self.rounds]
-        values = np.full((len(tables), max(map(len, tables), default=0)), np.nan)
-        for row, workers in enumerate(tables):
-            values[row, : len(workers)] = [number(worker.get(key)) for worker in workers]
-        return np.ma.masked_invalid(values)
+        rows = [[number(worker.get(key)) for worker in workers] for workers in tables]
+        width = max(map(len, rows), default=0)
+        padded = [row + [np.nan] * (width - len(row)) for row in rows]
+        return np.array(padded, dtype=float).reshape(len(rows), width)
 
     @property
     def last_step(self) -> int:
@@ -95,6 +94,12 @@ def number(value: object) -> float:
     if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
         return float(value)
     return float(value) if isinstance(value, int | float) else np.nan
+
+
+def of_known(function: Callable[[Array], Any], values: Array) -> float:
+    """Return a mean, median or sum of the finite values, NaN if there are none."""
+    known = values[np.isfinite(values)]
+    return float(function(known)) if known.size else np.nan
 
 
 def round_workers(record: Record) -> list[Record]:
