@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-START = "import sys; from torchtitan_diloco.launch.__main__ import main; sys.exit(main(sys.argv[1:], 'stand_in'))"
+START = "import sys; from torchtitan_diloco.launch import main; sys.exit(main(sys.argv[1:], 'stand_in'))"
 PATIENCE_SECONDS = 90.0
 
 
