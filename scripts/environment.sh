@@ -15,18 +15,24 @@ fail() {
 }
 
 prepare_environment() { # EXTRAS
-    export PYTHONPATH="$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}"
-    if [ -n "${PYTHON:-}" ] && ! is_recent "$PYTHON"; then
+    local pythons=("${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$VENV/bin/python")
+    if [ -z "${PYTHON:-}" ]; then
+        pythons+=(python3)
+    elif is_recent "$PYTHON"; then
+        pythons=("$PYTHON" "${pythons[@]}")
+    else
         fail "PYTHON=$PYTHON is not Python 3.11 or newer; set it to one, or unset it"
     fi
-    for ENVIRONMENT_PYTHON in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$VENV/bin/python" python3; do
-        if is_recent "$ENVIRONMENT_PYTHON" && is_complete "$ENVIRONMENT_PYTHON" "$1"; then return; fi
-        if [ -n "${PYTHON:-}" ] && [ "$ENVIRONMENT_PYTHON" = "$PYTHON" ]; then
-            say "PYTHON=$PYTHON lacks $MISSING; using $VENV"
-        fi
+    export PYTHONPATH="$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}"
+    for ENVIRONMENT_PYTHON in "${pythons[@]}"; do
+        if is_complete "$ENVIRONMENT_PYTHON" "$1"; then return; fi
+        case "$ENVIRONMENT_PYTHON" in
+        "" | python3 | "$VENV/bin/python") ;;
+        *) say "$ENVIRONMENT_PYTHON lacks $MISSING; using $VENV" ;;
+        esac
     done
-    set_up "$1"
     ENVIRONMENT_PYTHON="$VENV/bin/python"
+    set_up "$1"
 }
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -65,7 +71,10 @@ install() { # BASE EXTRAS
     fi
     if ! "${pip[@]}" --version && ! "$VENV/bin/python" -m ensurepip; then # Debian without python3-venv
         pip=("$1" -m pip --python "$VENV/bin/python")
-        "${pip[@]}" --version || fail "$1 has neither ensurepip nor pip; install one (Debian: apt install python3-venv)"
+        if ! "${pip[@]}" --version; then
+            say "$1 has neither ensurepip nor pip; install one of them (Debian, Ubuntu: apt install python3-venv)"
+            return 1
+        fi
     fi
     # pip writes INSTALLER last. It would take a package that it was interrupted in for installed.
     for package in "$VENV"/lib/python*/site-packages/*.dist-info; do

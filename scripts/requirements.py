@@ -4,6 +4,10 @@ scripts/environment.sh calls it. It reads package metadata, as importing torch t
 """
 
 import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("Python 3.11 or newer")
+
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -44,7 +48,7 @@ def main(extras: list[str]) -> None:
             # Vendors' 2.11.0a0+x is taken for 2.11.0.
             if not wanted.specifier.contains(version.base_version):
                 lacks.append(f"{wanted.name}{wanted.specifier} (has {version})")
-    sys.exit(", ".join(lacks))
+    sys.exit(", ".join(lacks) or 0)
 
 
 if __name__ == "__main__":

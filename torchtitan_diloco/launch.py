@@ -101,7 +101,9 @@ def read_node(environment: Mapping[str, str]) -> Node:
             "set it to the number of nodes"
         )
     if rank is not None and rank >= (nodes or 1):
-        raise LaunchError(f"NODE_RANK={rank} with NNODES={nodes}; nodes are numbered from 0")
+        raise LaunchError(
+            f"NODE_RANK={rank} with NNODES={nodes}; nodes are numbered 0 to {(nodes or 1) - 1}"
+        )
     if nodes is None or nodes == 1:
         return Node()
     if not endpoint or (rank is None and backend == "static"):
@@ -134,8 +136,8 @@ def local_processes(*, workers: int, fsdp: int, nodes: int, gpus: int, nproc: in
         if rest or (nproc and nproc != each) or (not nproc and 0 < gpus < each):
             raise LaunchError(
                 f"diloco.workers={workers} x parallel.fsdp={fsdp or 1} = {workers * max(fsdp, 1)} "
-                f"processes do not fit {places}; change one of these numbers, use --parallel.fsdp 0 "
-                "to take what there is, or --run.device cpu to take no GPUs"
+                f"processes do not fit {places}; change one of these numbers, use "
+                "--parallel.fsdp 0 to take what there is, or --run.device cpu to take no GPUs"
             )
         return each
     if per_node * nodes % workers:
