@@ -6,6 +6,12 @@ REPOSITORY="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$REPOSITORY/.venv"
 INSTALL_LOG="$VENV/install.log"
 UNFINISHED="$VENV/unfinished" # exists while pip works in .venv; scripts/requirements.py reads it
+LOCK='import fcntl
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("another start is setting up .venv; waiting for it", flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)' # macOS has no flock command
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -47,9 +53,8 @@ set_up() { # EXTRAS
     [ -n "$base" ] || fail "there is no Python 3.11 or newer on PATH; install one, or set PYTHON to its path"
     { mkdir -p "$VENV" && touch "$VENV/lock"; } 2>/dev/null ||
         fail "cannot write to $VENV; use a writable copy of the repository, or set PYTHON to a complete Python"
-    exec 9>>"$VENV/lock" # held until file descriptor 9 is closed; macOS has no flock command
-    "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' ||
-        fail "cannot lock $VENV/lock; use a file system with locks, or set PYTHON to a complete Python"
+    exec 9>>"$VENV/lock" # locked until file descriptor 9 is closed
+    "$base" -c "$LOCK" >&2 2>/dev/null || true # some file systems have no locks
     if ! is_complete "$VENV/bin/python" "$1"; then # another start may have made it meanwhile
         say "setting up $VENV (minutes; later starts skip this)"
         touch "$UNFINISHED"
