@@ -20,7 +20,7 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
-from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.codecs.stochastic import random_key as key_of
 from torchtitan_diloco.diloco.config import CodecName, Link
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values

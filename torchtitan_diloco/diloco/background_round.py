@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.codecs.stochastic import random_key as key_of
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.header import NOT_FINITE, Header
 from torchtitan_diloco.diloco.messages import WorkerLostError

@@ -27,7 +27,8 @@ from torchtitan_diloco.diloco.chunks import (
     slice_bounds,
     slice_size,
 )
-from torchtitan_diloco.diloco.codecs import Codec, Place
+from torchtitan_diloco.diloco.codecs import Codec
+from torchtitan_diloco.diloco.codecs import Position as Place
 from torchtitan_diloco.diloco.header import HEADER_BYTES, Header, check_headers
 from torchtitan_diloco.diloco.messages import Messages, Messenger
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK

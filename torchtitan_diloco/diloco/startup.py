@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.config.fields import flat_settings, section_mistakes
-from torchtitan_diloco.diloco.codecs.fused import kernels_name
+from torchtitan_diloco.diloco.codecs import kernels_name
 from torchtitan_diloco.diloco.config import DiLoCo, Link, diloco_mistakes, quantization_mistakes
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.transport import transports
