@@ -19,8 +19,7 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
-from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Link
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values
@@ -119,8 +118,8 @@ class Wire:
             flat = torch.cat([shard.flatten() for shard in shards.values()])
             payload = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
             name = "mean" if sender.worker < 0 else sender.worker
-            key = key_of(0, rank, sender.fragment, self._round(sender), name)
-            codec.encode(flat, payload, Place(key))
+            key = random_key(0, rank, sender.fragment, self._round(sender), name)
+            codec.encode(flat, payload, Position(key))
             codec.decode(payload, flat)
             for name, part in zip(
                 shards, flat.split([shard.numel() for shard in shards.values()]), strict=True

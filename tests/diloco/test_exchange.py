@@ -11,12 +11,13 @@ from torch import Tensor
 from tests.diloco.test_streaming import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import chunks
-from torchtitan_diloco.diloco.chunks import Task, pipeline_schedule as programme
+from torchtitan_diloco.diloco.chunks import Task
+from torchtitan_diloco.diloco.chunks import pipeline_schedule as programme
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
+from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.distributed.world import WORKER
 
 SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]

@@ -15,8 +15,7 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.diloco.transport import HEADER_BYTES, Header
-from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.diloco.transport import HEADER_BYTES, Header, WorkerLostError
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 
 TIMEOUT = 3

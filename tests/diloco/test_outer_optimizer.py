@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from torchtitan_diloco.diloco.checksum import checksum
+
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, outer_lr, outer_update
 from torchtitan_diloco.diloco.reference import SignMomentum

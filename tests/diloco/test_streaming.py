@@ -24,10 +24,10 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.diloco.schedule import is_dropped
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo
+from torchtitan_diloco.diloco.schedule import is_dropped
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World, join_world
 
 AVERAGE_EVERY_STEP = DiLoCoConfig(

@@ -29,7 +29,7 @@ from torchtitan_diloco.diloco.chunks import (
     slice_bounds,
     slice_size,
 )
-from torchtitan_diloco.diloco.codecs import Codec, Place
+from torchtitan_diloco.diloco.codecs import Codec, Position
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
@@ -136,7 +136,7 @@ class Exchange:
             for number, both in enumerate(zip(values, lost, strict=False))
         ]
         try:
-            headers = self._run(header, chunks, Place(keys[0]), Place(keys[1]))
+            headers = self._run(header, chunks, Position(keys[0]), Position(keys[1]))
         except Exception as error:
             self._failure = error
             raise
@@ -144,7 +144,9 @@ class Exchange:
             self._traffic.dot = self._dot.item()
         return headers, self._traffic
 
-    def _run(self, header: Header, chunks: list[Chunk], mine: Place, mean: Place) -> list[Header]:
+    def _run(
+        self, header: Header, chunks: list[Chunk], mine: Position, mean: Position
+    ) -> list[Header]:
         greeting = self._send_header(header)
         for chunk in chunks[: self._window]:
             self._receive_parts(chunk)
@@ -252,7 +254,7 @@ class Exchange:
         rooms = [(worker, self._payload_from(chunk, worker)) for worker in self._others]
         chunk.parts = self._transport.receive(rooms)
 
-    def _send_parts(self, chunk: Chunk, place: Place) -> None:
+    def _send_parts(self, chunk: Chunk, place: Position) -> None:
         started = time.perf_counter()
         if not self._codec.is_fp32:
             pieces = self._pieces(self._codec, chunk.values, self._payload(chunk))
@@ -296,7 +298,7 @@ class Exchange:
             rooms = [(worker, self._mean_of(chunk, worker)) for worker in self._others]
             chunk.means = self._transport.receive(rooms, MEANS)
 
-    def _send_mean(self, chunk: Chunk, headers: list[Header], place: Place) -> None:
+    def _send_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
         start, end = slice_bounds(chunk.values.numel(), self.workers, self.me)
         mean, encoded = self._mean[: end - start], self._mean_of(chunk, self.me)
         self._average(chunk, headers, out=mean)

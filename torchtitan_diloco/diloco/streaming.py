@@ -29,7 +29,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs import describe as describe_codecs
-from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import (
@@ -243,7 +243,7 @@ class StreamingDiLoCo:
                     state.delta,
                     header,
                     state.residual,
-                    (key_of(*where, self.worker), key_of(*where, "mean")),
+                    (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
             round_.participants = sum(one.weight > 0 for one in headers)

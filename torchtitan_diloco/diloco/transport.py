@@ -229,7 +229,9 @@ class Transport:
                 work = works[min(number, len(works) - 1)]
                 messages.works.setdefault(worker, []).append(work)
 
-    def _operation(self, verb: Callable[..., Any], buffer: Tensor, worker: int, tag: int) -> dist.P2POp:
+    def _operation(
+        self, verb: Callable[..., Any], buffer: Tensor, worker: int, tag: int
+    ) -> dist.P2POp:
         return dist.P2POp(verb, buffer, group=self._group, tag=tag, group_peer=worker)
 
     def _whole_buffer(self, message: Tensor) -> Tensor:
