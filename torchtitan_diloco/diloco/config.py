@@ -1,4 +1,4 @@
-"""Settings of the outer loop: the `[diloco]` section and its subsections, their checks, and advice."""
+"""Settings of the outer loop: the `[diloco]` section, its checks, and advice."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -16,11 +16,12 @@ class Fragments:
     """How the model is cut into fragments, which take turns."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
-    """`strided`: fragment p holds blocks p, p + P, p + 2P ...; `sequential`: consecutive blocks; `balanced`: blocks and
-    rows of large matrices packed so that all fragments have about the same bytes; `explicit`: see `modules`."""
+    """`strided`: fragment p holds blocks p, p + P, p + 2P ...; `sequential`: consecutive blocks;
+    `balanced`: blocks and rows of large matrices packed so that all fragments have about the same
+    bytes; `explicit`: see `modules`."""
     layers_per_fragment: NotNegative = 3
-    """Blocks in one fragment; what is outside the blocks (embedding, head, final norm) is a fragment of its own.
-    0: the whole model is one fragment, which is DiLoCo without streaming."""
+    """Blocks in one fragment; what is outside the blocks (embedding, head, final norm) is a
+    fragment of its own. 0: the whole model is one fragment, which is DiLoCo without streaming."""
     blocks: str = ""
     """Name of the module that holds the blocks. Empty: the longest ModuleList."""
     modules: tuple[tuple[str, ...], ...] = ()
@@ -32,7 +33,8 @@ class OuterOptimizer:
     """Optimizer that turns the mean delta of the workers into the next shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
-    """`sgd` with lr 1 is plain averaging (FedAvg, Local SGD); `sign_momentum` moves by the sign of the momentum."""
+    """`sgd` with lr 1 is plain averaging (FedAvg, Local SGD); `sign_momentum` moves by the sign of
+    the momentum."""
     lr: Annotated[float, Meta(gt=0)] = 0.4
     """Peak outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -56,9 +58,11 @@ class Overlap:
     """How long training goes on while a fragment is in flight, and what happens when it is back."""
 
     delay: NotNegative = 1
-    """Steps between sending a fragment and applying what came back (tau). 0 waits for it at once."""
+    """Steps between sending a fragment and applying what came back (tau). 0 waits for it at
+    once."""
     mixing: Fraction = 0.5
-    """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1 keeps the local."""
+    """Share of the local parameters when a fragment is applied (alpha): 0 takes the shared ones, 1
+    keeps the local."""
 
 
 CodecName = Literal[
@@ -71,18 +75,23 @@ class Quantization:
     """Format of a fragment on the wire. Sums are always fp32."""
 
     codec: CodecName = "fp32"
-    """Format of what every worker sends of its own. `fp4_e3m0` is the paper's; docs/wire-formats.md defines all of them."""
+    """Format of what every worker sends of its own. `fp4_e3m0` is the paper's; docs/wire-formats.md
+    defines all of them."""
     gather_codec: Literal["same", CodecName] = "same"
-    """Format of the means that go back to all when there are more than two workers. `same`: that of `codec`."""
+    """Format of the means that go back to all when there are more than two workers. `same`: that of
+    `codec`."""
     block_size: Positive = 64
-    """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or 1024. A scale is 8 bits."""
+    """Values that share a scale, in the formats of 8 bits and fewer: 16, 32, 64, 128, 256, 512 or
+    1024. A scale is 8 bits."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down by chance, so that the mean of many is right; runs with the same seed draw the same
-    numbers."""
+    """`stochastic` rounds up or down by chance, so that the mean of many is right; runs with the
+    same seed draw the same numbers."""
     error_feedback: bool = False
-    """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4 bytes a parameter."""
+    """Each worker adds what was lost in encoding a fragment to what it sends next time. Costs 4
+    bytes a parameter."""
     threads: Positive = 1
-    """CPU threads that encode and decode. More of them take cores from training. Outer state on a GPU is encoded there."""
+    """CPU threads that encode and decode. More of them take cores from training. Outer state on a
+    GPU is encoded there."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +99,18 @@ class Link:
     """The links between workers."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of the group between workers: `auto` is NCCL where every process has a GPU of its own, else gloo."""
+    """Transport of the group between workers: `auto` is NCCL where every process has a GPU of its
+    own, else gloo."""
     interface: str = ""
     """Network interface that gloo and NCCL use, such as `eth0`. Empty: what they find."""
     timeout_seconds: Positive = 600
     """A worker that is silent for longer ends the run on all workers."""
     drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Chance that a worker is left out of the mean of a round, to study lossy links: it keeps its own parameters."""
+    """Chance that a worker is left out of the mean of a round, to study lossy links: it keeps its
+    own parameters."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Where shared parameters and outer momentum live: host memory (pinned under CUDA) or the accelerator's. `auto` is
-    host memory with gloo, the accelerator's with NCCL."""
+    """Where shared parameters and outer momentum live: host memory (pinned under CUDA) or the
+    accelerator's. `auto` is host memory with gloo, the accelerator's with NCCL."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +118,16 @@ class DiLoCoConfig:
     """How workers are kept together."""
 
     method: Literal["streaming", "none"] = "streaming"
-    """`streaming`: workers train on their own and exchange fragments (Streaming DiLoCo; DiLoCo and Local SGD are
-    settings of it). `none`: data parallelism, gradients are averaged over all workers at every step (HSDP)."""
+    """`streaming`: workers train on their own and exchange fragments (Streaming DiLoCo; DiLoCo and
+    Local SGD are settings of it). `none`: data parallelism, gradients are averaged over all workers
+    at every step (HSDP)."""
     workers: Positive = 1
     """Number of workers (islands)."""
     sync_every: Positive = 100
     """Inner steps between two exchanges of the same fragment (H)."""
     measure_every: NotNegative = 10
-    """Outer rounds of a fragment between two in which norms, cosines and drift are measured. 0: never."""
+    """Outer rounds of a fragment between two in which norms, cosines and drift are measured. 0:
+    never."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
