@@ -40,9 +40,9 @@ from torchtitan_diloco.diloco.transport import (
     check_headers,
 )
 
-CODED_PIECE = 2 * BLOCK
-"""Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: smaller
-pieces cost calls, larger ones do not fit the cache."""
+PIECE = 2 * BLOCK
+"""Values encoded, decoded or averaged at once on a CPU. A format takes a dozen passes over a piece:
+smaller pieces cost calls, larger ones do not fit the cache."""
 
 MEANS = 1
 """Tag of the second hop: receives of both hops are posted ahead, and must not be confused."""
@@ -83,8 +83,7 @@ class Exchange:
         self._failure: Exception | None = None
         self._codec, self._gather_codec = codec, gather_codec
         self._chunk, self._window = chunk_and_window(largest, codec)
-        fitting = BLOCK if codec.is_fp32 else CODED_PIECE
-        self._piece = min(fitting, self._chunk) if device.type == "cpu" else self._chunk
+        self._piece = min(PIECE, self._chunk) if device.type == "cpu" else self._chunk
         part = min(self._chunk, slice_size(self._chunk, self.workers))
         meaning = range(self.workers if self.workers > 2 else 0)
 

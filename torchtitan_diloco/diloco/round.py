@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,7 @@ class Round:
     values: int
     weight: float = 0.0
     participants: int = 0
+    """Workers whose delta went into the mean."""
     applied_step: int = 0
     due: float = NEVER
     taken: float = NEVER
@@ -88,6 +90,8 @@ class Round:
     """Of the change of the shared parameters."""
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
     """Distance of this worker's parameters from the new shared ones, before both were mixed."""
+    flags: int = 0
+    """Of this worker's header."""
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
 
@@ -121,9 +125,16 @@ class Round:
         }
 
 
-def resumed_traffic() -> Traffic:
-    """Return the traffic of an exchange whose result was loaded: it was seen by another process."""
-    return Traffic(NEVER, NEVER, NEVER, NEVER)
+InFlight = tuple[Round, "Future[None]"]
+"""A round, and the completion of its exchange."""
+
+
+def resumed_round(fragment: int, outer_round: int, values: int, record: dict[str, int]) -> Round:
+    """Return a round whose result was loaded: its exchange was seen by another process."""
+    traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
+    round_ = Round(fragment, outer_round, record["sent_step"], values, NEVER, traffic=traffic)
+    round_.flags, round_.participants = record["flags"], record["participants"]
+    return round_
 
 
 def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:

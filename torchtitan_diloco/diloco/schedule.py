@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Turns of the fragments: each is sent every `sync_every` steps and applied `delay` steps later.
+    """Turns of the fragments: each is sent every `sync_every` steps, applied `delay` steps later.
 
     Steps are counted from 1. Everything follows from the step alone, so a run can be resumed at any
     step, and all workers do the same things in the same order.

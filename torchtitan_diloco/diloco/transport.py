@@ -73,7 +73,7 @@ class Header:
         if magic != MAGIC or version != VERSION:
             raise ValueError(
                 f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
-                f"{VERSION}: some worker runs other code, or another program uses this process group"
+                f"{VERSION}: some worker runs other code, or another program uses the process group"
             )
         return Header(*values)
 
@@ -167,7 +167,7 @@ class Transport:
         """Send buffers in return for what `messages` receive.
 
         `watched`: threads wait for the arrivals, so that their moments are known. With more than
-        two workers they always do: whichever fails first is the lost one, others leave because of it.
+        two workers they always do: the first to fail is the lost one, the others leave because of it.
         """
         operations = []
         for worker, buffer in parts:
