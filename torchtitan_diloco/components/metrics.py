@@ -11,7 +11,6 @@ from typing import Any, Self, TextIO
 
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.components.round_trace import RoundTrace
-from torchtitan_diloco.components.run_folder import hold_run_folder
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.utils import clock, logger
 
@@ -31,7 +30,7 @@ class MetricsWriter:
     ) -> None:
         """`start_step`: records of later steps, by a run that was killed after its last checkpoint, are taken back. `held`:
         what keeps the folder for this run, if it has been taken already; closed with the rest."""
-        self._held = held or (None if folder is None else hold_run_folder(folder))
+        self._held = held
         self._told = False
         if folder is not None:
             drop_records_after(folder / "metrics.jsonl", start_step)

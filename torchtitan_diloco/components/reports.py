@@ -12,7 +12,7 @@ from torchtitan_diloco.components.round_records import PendingRounds, RoundRecor
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.step_time import time_shares
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.reductions import PendingReduction, start_max, start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.planner.utilisation import Observed, worker_key
 from torchtitan_diloco.utils import GIB, peak_flops, peak_memory_bytes

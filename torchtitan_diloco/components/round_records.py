@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.reductions import PendingReduction, start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction, start_sum
 from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]

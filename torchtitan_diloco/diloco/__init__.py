@@ -12,6 +12,7 @@ from torchtitan_diloco.diloco.config import (
 )
 
 if TYPE_CHECKING:
+    from torchtitan_diloco.diloco.messages import WorkerLostError
     from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 
 __all__ = [
@@ -22,11 +23,16 @@ __all__ = [
     "Overlap",
     "Quantization",
     "StreamingDiLoCo",
+    "WorkerLostError",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import StreamingDiLoCo on first use: reading a configuration must not import torch."""
+    if name == "WorkerLostError":
+        from torchtitan_diloco.diloco.messages import WorkerLostError
+
+        return WorkerLostError
     if name == "StreamingDiLoCo":
         from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 

@@ -51,6 +51,7 @@ from torchtitan_diloco.diloco.shared_model import (
     lend_shared_parameters,
     shared_state_dict,
 )
+from torchtitan_diloco.diloco.state_dict import SavedState, from_dict, to_dict
 from torchtitan_diloco.diloco.startup import (
     agree_on_run,
     broadcast_from_first,
@@ -237,9 +238,9 @@ class StreamingDiLoCo:
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
         """All that a restart needs beside the model and the inner optimizer, in host memory, by the names of the parameters.
         Fragments in flight are waited for, not applied: what came back for them is part of the state."""
-        return self.start_state_dict(mesh).result()
+        return to_dict(self.start_state_dict(mesh).result())
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[dict[str, Any]]":
+    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[Any]":
         """The state as it is now, copied in the background while training goes on; what is in flight is waited for there.
         `mesh`: a mesh of this worker's ranks on the CPU, for models that are sharded over GPUs."""
         self.check()
@@ -266,7 +267,7 @@ class StreamingDiLoCo:
         flights: "list[tuple[int, _InFlight, bool]]",
         facts: dict[str, Any],
         mesh: DeviceMesh | None,
-    ) -> dict[str, Any]:
+    ) -> SavedState:
         copies = [copy_out(state, one) for state, one in zip(self._states, frozen, strict=True)]
         for index, flight, _ in flights:
             known = flight.outcome.result()
@@ -286,19 +287,26 @@ class StreamingDiLoCo:
             by_name(self._states, [copy.slots[number] for copy in copies], mesh)
             for number in range(len(copies[0].slots))
         ]
-        return facts | {
-            "exchanged": uncounted,  # for who keeps totals: a load does not read it
-            "fragments": [copy.record for copy in copies],
-            "outer": named(lambda copy: copy.outer),
-            "next": by_name(self._states, [copy.next for copy in copies], mesh, otherwise=outer),
-            "slots": slots,
-            "residual": named(lambda copy: copy.residual),
-        }
+        return from_dict(
+            facts
+            | {
+                "exchanged": uncounted,  # for who keeps totals: a load does not read it
+                "fragments": [copy.record for copy in copies],
+                "outer": named(lambda copy: copy.outer),
+                "next": by_name(
+                    self._states, [copy.next for copy in copies], mesh, otherwise=outer
+                ),
+                "slots": slots,
+                "residual": named(lambda copy: copy.residual),
+            }
+        )
 
-    def load_state_dict(self, saved: dict[str, Any]) -> list[str]:
+    def load_state_dict(self, saved: Any) -> list[str]:
         """After it, the run goes on as the one that was saved; what is in flight here is waited for and given up. Other
         fragments, another schedule, codec or outer optimizer are taken over as far as they can be: returns, one line each, what
         could not. Load the model first: fragments whose turn has changed are applied to it."""
+        if isinstance(saved, SavedState):
+            saved = to_dict(saved)
         check_same_model(self._states, saved["outer"])
         self._give_up_flights()
         drop_gathered(self._model)
@@ -400,6 +408,12 @@ class StreamingDiLoCo:
     def state_bytes(self) -> int:
         """Memory of this rank's shared parameters, optimizer buffers and deltas."""
         return sum(state.bytes for state in self._states)
+
+    def describe(self) -> list[str]:
+        from torchtitan_diloco.planner.summary import outer_line, wire_line
+
+        lines = [outer_line(self.config), wire_line(self.config)]
+        return [f"outer      {lines[0]}", f"wire       {lines[1]}", self.table()]
 
     def table(self) -> str:
         """The fragments and when they have their turn."""

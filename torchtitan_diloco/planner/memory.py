@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
+from torchtitan_diloco.components.run_plan import INNER_BYTES
 from torchtitan_diloco.diloco.config import DiLoCo
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.planner.outer_loop import exchange_buffer_bytes
 from torchtitan_diloco.planner.workload import Workload
 
-INNER_BYTES = 16
-"""A parameter: itself, its gradient and AdamW's two moments, all fp32."""
 
 
 @dataclass(frozen=True)
