@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torchtitan_diloco.components.resume import changed_settings, find_start, re
 from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry, TimedIterator
-from torchtitan_diloco.components.validation import Validator
+from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.fields import flat_settings
 from torchtitan_diloco.config.unused import unused_settings
@@ -136,34 +137,22 @@ class Trainer:
         folder, lock = self._claim_folder(stops_early=last_step < total_steps)
         self._log_plan(folder)
         self._resume()
-        telemetry = Telemetry(
-            config.metrics,
-            self.world,
-            folder,
-            self.plan,
-            self.outer,
-            self.resumed,
-            flops_per_token=self.model.flops_per_token(config.training.sequence_length),
-            lag=self._lag,
-        )
-        checkpointer = Checkpointer(
-            config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer
-        )
         batches = TimedIterator(iter(self.loader))
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
             lock,
             StopRequest(self.world, self._lag) as stop,
-            telemetry,
+            self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            checkpointer,
+            closing(self._checkpointer(folder)) as checkpointer,
         ):
             if self._validation_missed():
                 telemetry.pause(self.validator.validate(self.step, telemetry))
             while self.step < last_step:
                 telemetry.step_begins()
                 telemetry.step_done(self.train_step(batches), batches.take_seconds())
-                profiler.step()
+                if profiler is not None:
+                    profiler.step()
                 garbage.after_step(self.step)
                 requests = stop.agreed(self.step, save=checkpointer.due_by_time())
                 then = after_step(self.step, total_steps, config, requests)
@@ -236,6 +225,22 @@ class Trainer:
                 f"that are not finite, more than training.max_skipped_steps = {limit}: lower "
                 "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data"
             )
+
+    def _open_telemetry(self, folder: Path) -> Telemetry:
+        return Telemetry(
+            self.config.metrics,
+            self.world,
+            folder,
+            self.plan,
+            self.outer,
+            self.resumed,
+            flops_per_token=self.model.flops_per_token(self.config.training.sequence_length),
+            lag=self._lag,
+        )
+
+    def _checkpointer(self, folder: Path) -> Checkpointer:
+        parts = self.model, self.optimizer, self.outer
+        return Checkpointer(self.config.checkpoint, folder, self.world, *parts)
 
     @property
     def _lag(self) -> int:
@@ -423,16 +428,16 @@ class Trainer:
                 sequences=config.validation.sequences,
             )
             batches = list(held_out)
-        return Validator(
+        evaluate = partial(
+            validate,
             self.model,
-            self.outer,
             batches,
             self.world,
-            local=config.validation.local,
             chunk_tokens=config.training.loss_chunk_tokens,
             precision=self.precision,
-            validated=self.resumed.validated,
         )
+        local, validated = config.validation.local, self.resumed.validated
+        return Validator(self.outer, evaluate, local=local, validated=validated)
 
     def _log_plan(self, folder: Path) -> None:
         config, shape = self.config, self.model.shape

@@ -6,12 +6,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,7 +29,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     prune,
     worker_folder,
 )
-from torchtitan_diloco.components.inner_state import inner_state
+from torchtitan_diloco.components.inner_state import copy_to_host, inner_tensors, random_states
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
@@ -94,11 +93,13 @@ class Checkpointer:
         started = time.perf_counter()
         self.wait()
         self._timer_start = time.monotonic()
-        inner: dict[str, Tensor] = {}
+        mesh, inner = self._world.host_mesh, dict[str, Tensor]()
         if self._outer.fragment_names or self._world.worker == 0:  # else all workers hold the same
-            mesh, rank = self._world.host_mesh, self._world.rank_in_worker
-            inner = inner_state(self._model, self._optimizer, mesh, rank)
-        outer = self._outer.start_state_dict(self._world.host_mesh)
+            tensors = inner_tensors(self._model, self._optimizer)
+            inner = {name: copy_to_host(value, mesh) for name, value in tensors.items()}
+            states = random_states(self._world.device, self._world.rank_in_worker)
+            inner |= {name: get_state() for name, (get_state, _) in states.items()}
+        outer = self._outer.start_state_dict(mesh)
         self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
         if not self._config.asynchronous:
             self.wait()
@@ -114,16 +115,8 @@ class Checkpointer:
             self.failure = self._saving.result()
         self._saving = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give a save under way some time; its own failure must not hide what ended the run."""
+    def close(self) -> None:
+        """Give a save under way some time. Its failure must not hide what has ended the run."""
         if self._saving is not None:
             with suppress(TimeoutError):
                 self._saving.exception(LAST_SECONDS)

@@ -23,7 +23,6 @@ VERSION = 2
 MANIFEST, SHARED, INCOMPLETE = "manifest.json", "shared", ".incomplete"
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of the tensors in a worker's folder; all other names there are the outer loop's."""
-OPTIMIZER_STEPS = OPTIMIZER + "steps"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -12,19 +11,10 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger
 
 
-class Profiler(Protocol):
-    def step(self) -> None: ...
-
-
-class _NoProfiler:
-    def step(self) -> None:
-        pass
-
-
 def build_profiler(
     config: Profiling, folder: Path, world: World
-) -> AbstractContextManager[Profiler]:
-    """Return a profiler that writes traces of `steps` steps into folder/traces."""
+) -> AbstractContextManager[profile | None]:
+    """Return a profiler that writes traces of `steps` steps into folder/traces, or None."""
     absent = [rank for rank in config.ranks if rank >= world.size]
     if config.enable and absent:
         raise ValueError(
@@ -32,11 +22,11 @@ def build_profiler(
             "choose among them"
         )
     if not config.enable or world.rank not in config.ranks:
-        return nullcontext(_NoProfiler())
+        return nullcontext()
     traces = folder / "traces"
     traces.mkdir(parents=True, exist_ok=True)
 
-    def save(profiler: Any) -> None:
+    def save(profiler: profile) -> None:
         path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of {config.steps} steps: {path}")
@@ -50,10 +40,9 @@ def build_profiler(
         repeat=0 if config.every else 1,
         skip_first_wait=1,
     )
-    profiler = profile(
+    return profile(
         activities=[ProfilerActivity.CPU, *gpu],
         schedule=cycle,
         on_trace_ready=save,
         record_shapes=True,
     )
-    return cast(AbstractContextManager[Profiler], profiler)

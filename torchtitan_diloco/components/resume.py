@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -18,7 +17,6 @@ from torchtitan_diloco.components.checkpoint_schema import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
-    OPTIMIZER_STEPS,
     RANDOM,
     SHARED,
     Manifest,
@@ -28,7 +26,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     read_manifest,
     worker_folder,
 )
-from torchtitan_diloco.components.inner_state import inner_template, set_optimizer_steps
+from torchtitan_diloco.components.inner_state import inner_tensors, random_states
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
@@ -79,7 +77,7 @@ def find_start(resume: str, run_folder: str) -> Start:
         )
     raise ValueError(
         f'checkpoint.resume = "{resume}" is neither "auto" nor "never", and no folder of a '
-        "checkpoint or of a run with a complete one: look into the run's folder, below checkpoints/"
+        "checkpoint or of a run with a complete one: look into checkpoints/ of the run"
     )
 
 
@@ -160,24 +158,17 @@ def saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: one for name, one in known.items() if isinstance(one, TensorStorageMetadata)}
 
 
-def read_tensors(
-    folder: Path, template: dict[str, Tensor], group: dist.ProcessGroup | None = None
-) -> None:
-    """Fill the tensors of the template, whatever ranks wrote them.
-
-    `group` holds the ranks that share the tensors; None is a single process.
-    """
+def read_tensors(folder: Path, template: dict[str, Tensor]) -> None:
+    """Fill the tensors of the template, whatever ranks wrote them. Each rank reads its own part."""
     if template:
-        reader = FileSystemReader(folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(template, storage_reader=reader, process_group=group, no_dist=group is None)
+            load(template, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 class _Reader:
     def __init__(self, path: Path, manifest: Manifest, world: World) -> None:
         self._path, self._manifest, self._world = path, manifest, world
-        self._group = None if world.host_mesh is None else world.host_mesh.get_group()
 
     def check_files(self, folders: list[str]) -> None:
         """Raise on every rank if a file is damaged. The ranks of a worker share the work."""
@@ -200,28 +191,32 @@ class _Reader:
             name = differing[0]
             raise ValueError(
                 f"{self._path} is of another model: {name} is {theirs.get(name, 'absent')} there "
-                f"and {mine.get(name, 'absent')} in this run, and {len(differing) - 1} more differ. "
-                "Set the [model] section, the tokenizer and training.sequence_length as in the "
-                "run's config.toml"
+                f"and {mine.get(name, 'absent')} in this run, and {len(differing) - 1} more differ. Set "
+                "the [model] section, the tokenizer and training.sequence_length as in the run's "
+                "config.toml"
             )
 
     def load_inner(
         self, source: int, model: nn.Module, optimizer: AdamW, *, parameters: bool
     ) -> None:
-        """Load the inner state of the saved worker `source`; `parameters`: its model as well."""
-        template = inner_template(model, optimizer, parameters=parameters)
-        known = saved_tensors(self._path / worker_folder(source))
-        rank, device = self._world.rank_in_worker, next(model.parameters()).device.type
-        setters = {f"{RANDOM}cpu/{rank}": torch.set_rng_state}
-        if device == "cuda":
-            setters[f"{RANDOM}cuda/{rank}"] = torch.cuda.set_rng_state
-        same_ranks = self._world.ranks_per_worker == self._manifest.ranks_per_worker
-        random = [name for name in setters if parameters and same_ranks and name in known]
-        template |= {name: torch.zeros(known[name].size, dtype=torch.uint8) for name in random}
-        self._read(worker_folder(source), template)
-        set_optimizer_steps(model, optimizer, template[OPTIMIZER_STEPS])
-        for name in random:
-            setters[name](template[name])
+        """Load the optimizer of the saved worker `source`, and its parameters if asked for."""
+        folder = self._path / worker_folder(source)
+        tensors = inner_tensors(model, optimizer)
+        if not parameters:
+            tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
+        known, same_ranks = saved_tensors(folder), self._manifest.ranks_per_worker
+        states = random_states(self._world.device, self._world.rank_in_worker)
+        if not parameters or same_ranks != self._world.ranks_per_worker:
+            states = {}
+        random = {
+            name: torch.zeros(known[name].size, dtype=torch.uint8)
+            for name in states
+            if name in known
+        }
+        read_tensors(folder, tensors | random)
+        for name, value in random.items():
+            set_state = states[name][1]
+            set_state(value)
 
     def load_shared_into(self, model: nn.Module) -> None:
         """Load the shared parameters into the model; frozen ones are not among them."""
@@ -230,7 +225,8 @@ class _Reader:
             shared_parameter_name(name): parameter.detach()
             for name, parameter in model.named_parameters()
         }
-        self._read(SHARED, {name: one for name, one in parameters.items() if name in known})
+        shared = {name: one for name, one in parameters.items() if name in known}
+        read_tensors(self._path / SHARED, shared)
 
     def outer_state(self, worker: int, model: nn.Module) -> SavedState:
         """Return the state of the outer loop for `worker`, which the saved run may not have had."""
@@ -241,9 +237,6 @@ class _Reader:
             own = [name for name in names if not name.startswith((MODEL, OPTIMIZER, RANDOM))]
         shared = list(saved_tensors(self._path / SHARED))
         saved = SavedState.template(model, facts, shared, own, self._world.host_mesh)
-        self._read(SHARED, saved.shared)
-        self._read(worker_folder(worker), saved.own)
+        read_tensors(self._path / SHARED, saved.shared)
+        read_tensors(self._path / worker_folder(worker), saved.own)
         return saved
-
-    def _read(self, folder: str, template: dict[str, Tensor]) -> None:
-        read_tensors(self._path / folder, template, self._group)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -57,19 +57,14 @@ class Validator:
 
     def __init__(
         self,
-        model: nn.Module,
         outer: OuterLoop,
-        batches: Sequence[tuple[Tensor, Tensor]],
-        world: World,
+        evaluate: Callable[[], ValidationResult],
         *,
         local: bool,
-        chunk_tokens: int,
-        precision: AbstractContextManager[object],
         validated: tuple[int, float] | None = None,
     ) -> None:
-        """`local`: also the workers' own; `validated`: the last validation of a resumed run."""
-        self._model, self._outer, self._batches, self._world = model, outer, batches, world
-        self._local, self._chunk_tokens, self._precision = local, chunk_tokens, precision
+        """`evaluate` validates what the model holds; `local` asks for the workers' own."""
+        self._outer, self._evaluate, self._local = outer, evaluate, local
         self.validated = validated
         """Step of the last validation and its loss."""
 
@@ -77,7 +72,7 @@ class Validator:
         """Validate, report the result, and return the seconds it took."""
         started = time.perf_counter()
         with self._outer.global_parameters():
-            shared = self._result()
+            shared = self._evaluate()
         self.validated = step, shared.loss
         record: dict[str, float | None] = {
             "validation/loss_nats_per_token_global": shared.loss,
@@ -86,7 +81,7 @@ class Validator:
         }
         local = ""
         if self._local:
-            own = self._result()
+            own = self._evaluate()
             record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
             local = f" (the workers' own parameters: {own.loss:.4f})"
         telemetry.write(step, record)
@@ -96,12 +91,3 @@ class Validator:
             f"perplexity {shared.perplexity:,.2f} over {shared.tokens:,} held-out tokens"
         )
         return time.perf_counter() - started
-
-    def _result(self) -> ValidationResult:
-        return validate(
-            self._model,
-            self._batches,
-            self._world,
-            chunk_tokens=self._chunk_tokens,
-            precision=self._precision,
-        )

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections import deque
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple, Self
 
 import torch
@@ -93,12 +93,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         """Restore the signal handlers, and wait for open questions unless the run has failed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
