@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_diloco.diloco.round import Round, Traffic
-from torchtitan_diloco.distributed.reductions import start_sum
+from torchtitan_diloco.distributed.collectives import start_sum
 from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]

@@ -25,7 +25,7 @@ from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.timeline import timeline_figure, write_trace
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.reductions import PendingReduction, start_max, start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
