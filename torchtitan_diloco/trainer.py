@@ -409,7 +409,7 @@ class Trainer:
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
         if config.method == "none":
-            return DataParallel()
+            return DataParallel(self.model, self.world.workers)
         seed = self.config.run.seed
         return StreamingDiLoCo(self.model, group, config, shard_group=self.world.shards, seed=seed)
 

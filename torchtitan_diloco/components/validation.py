@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.telemetry import Telemetry
+from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.shared_model import drop_gathered
 from torchtitan_diloco.distributed.collectives import start_sum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger

@@ -277,31 +277,3 @@ def probe(arguments: Sequence[str], delay: int) -> Conditions | None:
             last = "\n  ".join(outcome.stdout.strip().splitlines()[-8:])
             raise ValueError(f"the probe failed with exit code {outcome.returncode}:\n  {last}")
         return conditions_of_run(run) if (run / "metrics.jsonl").exists() else None
-
-
-def run_summary(
-    plan: Any,
-    diloco_config: Any,
-    ranks: int,
-    steps: int,
-    validated: tuple[int, float] | None,
-    totals: dict[str, float],
-    totals_after: int,
-    round_records: Any,
-    ranks_per_worker: int,
-) -> dict[str, Any]:
-    from torchtitan_diloco.planner.summary import summary_record
-    from torchtitan_diloco.planner.utilisation import Observed
-
-    observed = Observed(diloco_config.workers, ranks_per_worker)
-    for record in round_records:
-        observed.add(record)
-    return summary_record(
-        plan, diloco_config, ranks, steps, validated, totals, totals_after, observed
-    )
-
-
-def log_summary(record: dict[str, Any]) -> None:
-    from torchtitan_diloco.planner import summary
-
-    summary.log_summary(record)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def _add_hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> list
     """Add invisible strips over the plot. Return their tooltips: the values below the pointer."""
     edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
     tooltips: list[str] = []
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in pairwise(edges):
         lines, position = [], left
         for curve in curves:
             inside = np.flatnonzero((curve.x >= left) & (curve.x < right) & np.isfinite(curve.y))
