@@ -29,7 +29,7 @@ from torchtitan_diloco.components.resume import read_tensors, saved_tensors
 from torchtitan_diloco.components.run_plan import vocabulary_rows
 from torchtitan_diloco.config.loader import config_from_text
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.data.splits import open_tokenizer
+from torchtitan_diloco.data.corpus import open_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.models.chinchilla.model import Decoder

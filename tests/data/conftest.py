@@ -6,8 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_diloco.data.shard_writer import ShardWriter
-from torchtitan_diloco.data.shards import SPLITS, write_manifest
+from torchtitan_diloco.data.shards import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    SPLITS,
+    STARTED_NAME,
+    Index,
+    ShardWriter,
+    SplitIndex,
+    write_index,
+)
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 # Read when `datasets` is imported, which no test has done yet.
@@ -15,28 +23,34 @@ _hugging_face_home = tempfile.TemporaryDirectory()
 os.environ["HF_HOME"] = _hugging_face_home.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-SETTINGS = {"source": "made by a test", "tokenizer": "bytes", "validation_fraction": 0.1}
-
 MakeShards = Callable[..., Path]
 
 
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    """A folder of shards whose token i of a split is i % 251, in pieces of the given lengths."""
+    """Makes a folder whose token i of a split is i % 251, in pieces of 53 tokens."""
 
     def make(
         name: str = "shards", *, train: int = 1000, validation: int = 300, shard_tokens: int = 170
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
+        settings = {
+            "source": "made by a test",
+            "tokenizer": "bytes",
+            "tokenizer_fingerprint": build_tokenizer("bytes").fingerprint,
+            "vocab_size": 257,
+            "validation_fraction": 0.1,
+        }
+        index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
         for split, tokens in zip(SPLITS, (train, validation), strict=True):
-            writer = ShardWriter(folder, split, build_tokenizer("bytes"), shard_tokens)
+            writer = ShardWriter(folder, split, index, shard_tokens)
             for piece, start in enumerate(range(0, tokens, 53)):
-                writer.add(
-                    piece, np.arange(start, min(start + 53, tokens)) % 251, ends_document=True
-                )
+                content = np.arange(start, min(start + 53, tokens)) % 251
+                writer.add(piece, content, ends_document=True)
             writer.finish_shard()
-        write_manifest(folder, SETTINGS)
+        write_index(folder / INDEX_NAME, index)
+        (folder / STARTED_NAME).unlink(missing_ok=True)
         return folder
 
     return make

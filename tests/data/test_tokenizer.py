@@ -1,6 +1,5 @@
 import base64
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -9,78 +8,58 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.data.tokenizer import build_tokenizer, format_ranks
+from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer, format_ranks
 
-BYTES = {bytes([byte]): byte for byte in range(256)}
-
-
-def write(path: Path, lines: list[bytes]) -> str:
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return str(path)
+RANKS = {bytes([byte]): byte for byte in range(256)}
+BYTES = build_tokenizer("bytes")
 
 
-def line(token: bytes, rank: int) -> bytes:
-    return base64.b64encode(token) + b" %d" % rank
+def from_ranks(path: Path, ranks: dict[bytes, int]) -> Tokenizer:
+    path.write_bytes(format_ranks(ranks))
+    return build_tokenizer(str(path))
 
 
 @given(st.text())
 def test_bytes_tokenizer_is_utf8(text: str) -> None:
-    tokenizer = build_tokenizer("bytes")
-    assert bytes(tokenizer.encode(text).tolist()) == text.encode()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert bytes(BYTES.encode(text).tolist()) == text.encode()
+    assert BYTES.decode(BYTES.encode(text)) == text
 
 
 def test_bytes_tokenizer_has_257_tokens() -> None:
-    tokenizer = build_tokenizer("bytes")
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
-
-
-def test_time_is_linear_in_the_length() -> None:
-    tokenizer = build_tokenizer("bytes")
-    start = time.perf_counter()
-    assert len(tokenizer.encode("x" * 4_000_000)) == 4_000_000
-    assert time.perf_counter() - start < 10, (
-        "0.1 s where it is linear, minutes where it is quadratic"
-    )
+    assert (BYTES.vocab_size, BYTES.end_of_document) == (257, 256)
+    assert len(BYTES.encode("x" * 4_000_000)) == 4_000_000  # hours where it is not linear
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "\ud83d\ude00"])
 def test_surrogates_do_not_stop_the_encoding(text: str) -> None:
-    decoded = build_tokenizer("bytes").decode(build_tokenizer("bytes").encode(text))
-    assert decoded == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert BYTES.decode(BYTES.encode(text)) == expected
 
 
 def test_special_tokens_in_a_text_are_text() -> None:
-    tokenizer = build_tokenizer("bytes")
-    ids = tokenizer.encode("<|endoftext|>")
-    assert tokenizer.end_of_document not in ids
-    assert tokenizer.decode(ids) == "<|endoftext|>"
+    ids = BYTES.encode("<|endoftext|>")
+    assert BYTES.end_of_document not in ids
+    assert BYTES.decode(ids) == "<|endoftext|>"
 
 
 def test_rank_file_merges_by_rank(tmp_path: Path) -> None:
-    ranks = BYTES | {b"ab": 256, b"abc": 257}
-    path = tmp_path / "small.tiktoken"
-    path.write_bytes(format_ranks(ranks))
-    tokenizer = build_tokenizer(str(path))
+    tokenizer = from_ranks(tmp_path / "small.tiktoken", RANKS | {b"ab": 256, b"abc": 257})
     assert tokenizer.encode("abcab").tolist() == [257, 256]
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (259, 258)
 
 
-def test_fingerprint_is_that_of_the_encoding_not_of_the_path(tmp_path: Path) -> None:
-    specs = [str(tmp_path / name) for name in ("a.tiktoken", "b.tiktoken", "c.tiktoken")]
-    for spec, merge in zip(specs, (b"ab", b"ab", b"ba"), strict=True):
-        Path(spec).write_bytes(format_ranks(BYTES | {merge: 256}))
-    first, same, other = (build_tokenizer(spec).fingerprint for spec in specs)
-    assert first == same != other
-    assert build_tokenizer("bytes").fingerprint == "3625b1f403981c51", (
-        "prepared corpora of users carry it"
+def test_fingerprint_depends_on_the_encoding_not_on_the_path(tmp_path: Path) -> None:
+    merges = {"a": b"ab", "b": b"ab", "c": b"ba"}
+    first, same, other = (
+        from_ranks(tmp_path / f"{name}.tiktoken", RANKS | {merge: 256}).fingerprint
+        for name, merge in merges.items()
     )
+    assert first == same != other
+    assert BYTES.fingerprint == "3625b1f403981c51", "prepared corpora of users carry it"
 
 
 def test_pickled_tokenizer_encodes_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "small.tiktoken"
-    path.write_bytes(format_ranks(BYTES | {b"ab": 256}))
-    tokenizer = build_tokenizer(str(path))
+    tokenizer = from_ranks(tmp_path / "small.tiktoken", RANKS | {b"ab": 256})
     pickled = pickle.dumps(tokenizer)
     assert len(pickled) < 1000
     copy = pickle.loads(pickled)
@@ -88,7 +67,11 @@ def test_pickled_tokenizer_encodes_the_same(tmp_path: Path) -> None:
     assert copy.encode("abab").tolist() == tokenizer.encode("abab").tolist()
 
 
-GOOD = [line(token, rank) for token, rank in BYTES.items()]
+def line(token: bytes, rank: int) -> bytes:
+    return base64.b64encode(token) + b" %d" % rank
+
+
+GOOD = [line(token, rank) for token, rank in RANKS.items()]
 
 
 @pytest.mark.parametrize(
@@ -97,29 +80,23 @@ GOOD = [line(token, rank) for token, rank in BYTES.items()]
         ([*GOOD[:9], b"no base64! 9"], r"line 10: .*is not a token in base64"),
         ([*GOOD[:9], b"onlyoneword"], r"line 10: .*is not a token in base64"),
         ([*GOOD[:9], b"YQ== x"], r"line 10"),
-        ([*GOOD, line(b"ab", 300)], r"line 257: rank 300 where 256 should follow"),
-        ([*GOOD, line(b"a", 256)], r"line 257: token b'a' is there twice"),
+        ([*GOOD, line(b"ab", 300)], r"line 257: .* rank 256 and a new token should follow"),
+        ([*GOOD, line(b"a", 256)], r"line 257: .* rank 256 and a new token should follow"),
         (GOOD[:200], r"no token for 56 of the 256 bytes \(the first is 0xc8\)"),
     ],
 )
-def test_damaged_rank_file_is_refused_with_its_line(
-    tmp_path: Path, lines: list[bytes], message: str
-) -> None:
+def test_damaged_rank_file_is_refused(tmp_path: Path, lines: list[bytes], message: str) -> None:
+    (tmp_path / "bad.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(ValueError, match=rf"(?s)bad\.tiktoken.*{message}"):
-        build_tokenizer(write(tmp_path / "bad.tiktoken", lines))
+        build_tokenizer(str(tmp_path / "bad.tiktoken"))
 
 
 def test_missing_rank_file_names_the_command(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"none\.tiktoken.*does not exist.*data\.train_tokenizer --source"
-    ):
-        build_tokenizer(str(tmp_path / "none.tiktoken"))
-
-
-def test_unreadable_rank_file(tmp_path: Path) -> None:
     (tmp_path / "folder.tiktoken").mkdir()
-    with pytest.raises(ValueError, match=r"folder\.tiktoken.*cannot be read"):
-        build_tokenizer(str(tmp_path / "folder.tiktoken"))
+    for name in ("none", "folder"):
+        message = rf"(?s){name}\.tiktoken\" is not a file.*data\.train_tokenizer --source TEXT"
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer(str(tmp_path / f"{name}.tiktoken"))
 
 
 @pytest.mark.parametrize(
@@ -138,30 +115,25 @@ def test_encoding_that_cannot_be_fetched_names_the_remedies(
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)p50k_edit.*could not fetch.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer",
-    ):
+    message = r"(?s)p50k_edit.*could not fetch.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer"
+    with pytest.raises(ValueError, match=message):
         build_tokenizer("p50k_edit")
 
 
-def test_named_encoding_keeps_its_own_end_of_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    special = {"<|endoftext|>": 256, "<|other|>": 300}
+@pytest.mark.parametrize("special", [{"<|endoftext|>": 256, "<|other|>": 300}, {}])
+def test_named_encoding_keeps_its_own_end_of_document(
+    monkeypatch: pytest.MonkeyPatch, special: dict[str, int]
+) -> None:
     encoding = tiktoken.Encoding(
-        "named", pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens=special
+        "named", pat_str=r"[\s\S]", mergeable_ranks=RANKS, special_tokens=special
     )
     monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["named"])
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
+    if not special:
+        with pytest.raises(ValueError, match=r'"named" has no <\|endoftext\|> token'):
+            build_tokenizer("named")
+        return
     tokenizer = build_tokenizer("named")
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (301, 256)
-    assert tokenizer.fingerprint != build_tokenizer("bytes").fingerprint
-
-
-def test_named_encoding_without_end_of_document_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = tiktoken.Encoding(
-        "endless", pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens={}
-    )
-    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["endless"])
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
-    with pytest.raises(ValueError, match=r'"endless" has no <\|endoftext\|> token'):
-        build_tokenizer("endless")
+    assert tokenizer.fingerprint != BYTES.fingerprint
+    assert tokenizer.decode_bytes([97, 280, 98]) == "\ufffd".encode(), "280 is a gap"

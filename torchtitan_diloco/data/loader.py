@@ -1,12 +1,13 @@
 """Batches of token sequences, for training and for validation.
 
-Sequence i of a corpus is its tokens i*L ... i*L + L: L inputs, and the L targets that follow them by one. Neighbours
-share one token, so that every token but the first is a target exactly once.
+Sequence i of a corpus is its tokens i*L ... i*L + L: L inputs, and the L targets one behind them.
+Neighbours share one token, so every token but the first is a target exactly once.
 """
 
+import itertools
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_diloco.data.order import Indices
-from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.data.splits import open_split, open_tokenizer
-from torchtitan_diloco.data.stream import MicroBatches, Place, StreamIdentity
-from torchtitan_diloco.data.worker_shards import WorkerShards, WorkerTokens
+from torchtitan_diloco.data.corpus import open_split, open_tokenizer
+from torchtitan_diloco.data.order import Indices, sequence_indices
+from torchtitan_diloco.data.shards import TokenArray, TokenShards
+from torchtitan_diloco.data.worker_shards import WorkerShards
+from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
 
 __all__ = [
     "IGNORE_INDEX",
@@ -31,107 +32,116 @@ __all__ = [
     "open_tokenizer",
 ]
 
-IGNORE_INDEX = -100
-"""Target of a place that counts for nothing; the default of torch's cross-entropy."""
-
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
 
+_MICRO_BATCHES_AT_ONCE = 64  # computing the order of so many at once makes it cheap
+
 
 class SequenceReader(Dataset[Batch]):
-    """Sequences of a fixed length out of shards, by number."""
+    """Sequences of a fixed length, by number."""
 
-    def __init__(self, shards: TokenShards | WorkerTokens, sequence_length: int) -> None:
-        self._shards = shards
-        self._length = sequence_length
-        self.sequences = (len(shards) - 1) // sequence_length
+    def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
+        self._tokens, self._length = tokens, sequence_length
+        self.sequences = (len(tokens) - 1) // sequence_length
         if self.sequences < 1:
+            more = ", a larger data.validation_fraction" if tokens.split == "validation" else ""
             raise ValueError(
-                f"{shards.name} is shorter than one sequence: it has {len(shards)} tokens, training.sequence_length = "
-                f"{sequence_length} needs {sequence_length + 1}. Use a larger corpus"
-                f"{', a larger data.validation_fraction' if shards.split == 'validation' else ''} or a smaller "
-                f"training.sequence_length."
+                f"{tokens.name} is shorter than one sequence: it has {len(tokens)} tokens, "
+                f"training.sequence_length = {sequence_length} needs {sequence_length + 1}. Use a "
+                f"larger corpus{more} or a smaller training.sequence_length."
             )
 
     def __getitem__(self, indices: Indices) -> Batch:
         batch = np.empty((2, len(indices), self._length), dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
-            tokens = self._shards.read(index * self._length, (index + 1) * self._length + 1)
+            tokens = self._tokens.read(index * self._length, (index + 1) * self._length + 1)
             batch[0, row] = tokens[:-1]
             batch[1, row] = tokens[1:]
         inputs, targets = torch.from_numpy(batch)
         return inputs, targets
 
 
-class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
-    """A StatefulDataLoader whose state is a place in the order of samples, and nothing else.
+@dataclass
+class SampleStream:
+    """Numbers of the sequences in each micro-batch of one rank, without end.
 
-    The order is a pure function of the position, so neither torchdata's snapshots nor the state of the processes that
-    read ahead need saving: a state can be loaded with any number of them, and every rank's is the same. Iterating
-    again goes on where the last iterator stopped.
+    A step takes ranks * accumulation * batch_size consecutive positions of the global order, and
+    rank r the r-th equal part of them.
+    """
+
+    sequences: int
+    seed: int
+    shuffle: bool
+    rank: int
+    ranks: int
+    accumulation: int
+    batch_size: int
+    start: int
+    """Position of the first sample of the first step."""
+    taken: int = 0
+    """Micro-batches that this rank has taken."""
+
+    def position(self) -> int:
+        """Return the position of the first sample of the current step."""
+        step_size = self.ranks * self.accumulation * self.batch_size
+        return self.start + self.taken // self.accumulation * step_size
+
+    def __iter__(self) -> Iterator[Indices]:
+        for first in itertools.count(self.taken, _MICRO_BATCHES_AT_ONCE):
+            numbers = first + np.arange(_MICRO_BATCHES_AT_ONCE)
+            steps, within = np.divmod(numbers, self.accumulation)
+            parts = (steps * self.ranks + self.rank) * self.accumulation + within
+            positions = self.start + parts[:, None] * self.batch_size + np.arange(self.batch_size)
+            indices = sequence_indices(
+                positions.ravel(),
+                sequences=self.sequences,
+                seed=self.seed,
+                shuffle=self.shuffle,
+            )
+            yield from indices.reshape(positions.shape)
+
+
+class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
+    """StatefulDataLoader whose state is one integer: the position in the order of samples.
+
+    torchdata's own state describes its reading processes and fits no other number of them, of ranks
+    or of samples in a batch. The order is a pure function of the position, which fits all of them.
     """
 
     def __init__(
-        self,
-        reader: SequenceReader,
-        stream: StreamIdentity,
-        rank: int,
-        processes: int,
-        place: Place,
-        streams: int = 1,
-        pin_memory: bool = False,
+        self, reader: SequenceReader, stream: SampleStream, streams: int, **options: Any
     ) -> None:
-        self._stream = stream
-        self._place = place
-        self._streams = streams
-        self._iterators_started = 0
-        self._micro_batches = MicroBatches(stream, rank, reader.sequences, place)
+        self._stream, self._streams = stream, streams
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="'set_vital' is deprecated"
-            )  # torchdata's affair, not the user's
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
             super().__init__(
                 reader,
                 batch_size=None,  # the reader makes whole batches
-                sampler=self._micro_batches,
-                num_workers=processes,
-                pin_memory=pin_memory,
-                generator=torch.Generator(),  # its own, so that reading draws nothing from the run's random numbers
+                sampler=stream,
+                generator=torch.Generator(),  # draws nothing from the random numbers of the run
                 snapshot_every_n_steps=None,
+                **options,
             )
 
     @property
     def position(self) -> int:
-        """Global position of the first sample of the current step: how many samples all ranks took before it."""
-        return self._place.step_start * self._streams
+        """Position of the first sample of the current step: samples that all ranks took before."""
+        return self._stream.position() * self._streams
 
     def __iter__(self) -> Iterator[Batch]:
-        self._drop_iterator()
-        return self._batches(self._iterators_started)
-
-    def _batches(self, iterator: int) -> Iterator[Batch]:
+        """Continue where the last iterator stopped."""
+        super().load_state_dict({})  # drops the last iterator, and what it has read ahead
         for batch in super().__iter__():
-            if iterator != self._iterators_started:
-                break
-            self._place = self._place.after(1, self._stream)
+            self._stream.taken += 1
             yield batch
-        raise RuntimeError(
-            "this iterator is out of date: another one was started or a state was loaded; take iter(loader) again"
-        )
-
-    def _drop_iterator(self) -> None:
-        """Forgets what was read ahead; the next iterator starts at the current place."""
-        self._iterators_started += 1
-        super().load_state_dict({})
-        self._micro_batches.place = self._place
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self._stream) | asdict(self._place)
+        return {"position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._stream.check(state_dict)
-        self._place = Place(int(state_dict["step_start"]), int(state_dict["micro_batch"]))
-        self._drop_iterator()
+        """Continue from a position. Take a new iterator afterwards."""
+        self._stream.start, self._stream.taken = state_dict["position"] // self._streams, 0
 
 
 def build_train_loader(
@@ -149,56 +159,59 @@ def build_train_loader(
     worker_shards: WorkerShards | None = None,
     pin_memory: bool = False,
 ) -> TrainLoader:
-    """An endless stream of this rank's micro-batches, epoch after epoch.
+    """Build an endless stream of this rank's micro-batches, epoch after epoch.
 
-    A step of the run takes the next ranks * accumulation * batch_size samples of one global order, so which samples
-    are in it does not depend on how many ranks share it. `start` is the global position of the first step.
-
-    Where the workers have shards of their own, each has an order of its own, which its ranks share in the same way.
-    `pin_memory` is for training on a GPU.
+    A step takes the next ranks * accumulation * batch_size samples of one global order, so its
+    samples do not depend on how many ranks share it. Workers with shards of their own each have an
+    order of their own, which their ranks share in the same way. `start` is the global position of
+    the first step.
     """
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     assert start >= 0, start
-    own = worker_shards.parts if worker_shards else ()
-    sources: Sequence[TokenShards | WorkerTokens] = own or [shards]
-    # Those of all workers, so that every rank sees when one is too short.
-    readers = [SequenceReader(one, sequence_length) for one in sources]
+    if processes > available_cores():
+        raise ValueError(
+            f"data.loader_processes = {processes} is more than the {available_cores()} cores of "
+            f"this machine; 0 or 1 is enough for memory-mapped tokens"
+        )
+    sources: list[TokenArray] = [*(worker_shards.parts if worker_shards else ())] or [shards]
+    # Readers for all workers, so that every rank sees if the shard of one is too short.
+    readers = [SequenceReader(source, sequence_length) for source in sources]
     streams = len(readers)
-    ranks //= streams
-    worker, rank = divmod(rank, ranks)
-    stream = StreamIdentity(
-        corpus=sources[worker].fingerprint,
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        ranks=ranks,
+    worker, rank = divmod(rank, ranks // streams)
+    stream = SampleStream(
+        sequences=readers[worker].sequences,
         seed=seed,
         shuffle=shuffle,
+        rank=rank,
+        ranks=ranks // streams,
+        accumulation=accumulation,
+        batch_size=batch_size,
+        start=start // streams,
     )
     return TrainLoader(
-        readers[worker], stream, rank, processes, Place(start // streams), streams, pin_memory
+        readers[worker], stream, streams, num_workers=processes, pin_memory=pin_memory
     )
 
 
 class ValidationBatches:
-    """The first sequences of a split, shared out over the ranks, the same each time it is iterated."""
+    """First sequences of a split, shared out over the ranks, the same each time it is iterated."""
 
     def __init__(
         self, reader: SequenceReader, batch_size: int, rank: int, ranks: int, sequences: int
     ) -> None:
         self._reader, self._batch_size, self._rank, self._ranks = reader, batch_size, rank, ranks
         self.sequences = min(sequences, reader.sequences)
-        """Sequences that all ranks together read: fewer than asked for if the split has fewer."""
+        """Sequences that all ranks together read; the split may have fewer than asked for."""
 
     def __len__(self) -> int:
-        """Batches of each rank."""
+        """Return the number of batches of each rank."""
         return -(-self.sequences // (self._batch_size * self._ranks))
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(len(self)):
             first = (number * self._ranks + self._rank) * self._batch_size
             wanted = np.arange(first, first + self._batch_size)
-            # Past the end any sequence will do: it fills the shape, and its targets count for nothing.
+            # Past the end any sequence fills the shape; its targets do not count.
             inputs, targets = self._reader[np.minimum(wanted, self.sequences - 1)]
             targets[torch.from_numpy(wanted >= self.sequences)] = IGNORE_INDEX
             yield inputs, targets
@@ -213,9 +226,8 @@ def build_validation_batches(
     ranks: int,
     sequences: int,
 ) -> ValidationBatches:
-    """The first `sequences` sequences as batches, equally many of equal shape on every rank, as collectives need it.
-    Where sequences are missing, the targets are IGNORE_INDEX, so that nothing is counted twice."""
+    """Build batches of the first `sequences` sequences: equally many of equal shape on every rank,
+    as collectives need it. Where sequences are missing, the targets are IGNORE_INDEX."""
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
-    return ValidationBatches(
-        SequenceReader(shards, sequence_length), batch_size, rank, ranks, sequences
-    )
+    reader = SequenceReader(shards, sequence_length)
+    return ValidationBatches(reader, batch_size, rank, ranks, sequences)

@@ -1,258 +1,290 @@
-"""Token shards: how tokens lie on disk, and reading them through memory maps.
+"""Token shards: how tokens lie on disk, writing them, and reading them through memory maps.
 
-A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, ... and a manifest `corpus.json`, which
-is written last: a folder without it is not finished. A shard is a header of 128 bytes and its tokens, little-endian.
+A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, ... and an index
+`corpus.json`, which is written last: a folder without it is not finished. A shard is its tokens and
+a CRC-32 for each block of 64 KiB of them, little-endian.
 """
 
+import functools
 import hashlib
-import json
-import struct
 import zlib
-from collections import OrderedDict
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.data.files import write_whole
+from torchtitan_diloco.data.files import aside_path, force_to_disk, write_whole
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-
-MANIFEST_NAME = "corpus.json"
-MAGIC = b"TDTOKENS"
-FORMAT_VERSION = 1
-HEADER_BYTES = 128
-
 Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
-# Magic, version, then the fields of ShardHeader in their order; the crc32 of all that; zeros up to HEADER_BYTES.
-_FIELDS = struct.Struct("<8sIIIIQQQQ8s")
-_HEADER_CHECKSUM = struct.Struct("<I")
+INDEX_NAME = "corpus.json"
+STARTED_NAME = "prepare.json"
+"""Index of a folder that is not finished: settings, and shards so far."""
+FORMAT_VERSION = 2
+BLOCK_BYTES = 1 << 16
+_HEADER_BYTES_V1 = 128  # version 1 had a header, and one checksum for all tokens of a shard
 
-_MAPS_AT_ONCE = 256  # every map holds a file descriptor, of which a process commonly has 1024
-_CHECKSUM_CHUNK_BYTES = 1 << 24
 
+class Shard(msgspec.Struct, frozen=True):
+    """One file of tokens."""
 
-@dataclass(frozen=True)
-class ShardHeader:
-    """What the first 128 bytes of a shard say."""
-
-    token_bytes: int
-    """2 or 4."""
-    vocab_size: int
-    checksum: int
-    """crc32 of the payload."""
+    file: str
     tokens: int
-    documents: int
-    """Documents that end in this shard."""
-    first_piece: int
-    end_piece: int
-    """Of the source's pieces first_piece ... end_piece - 1, those of this split are in this shard."""
-    tokenizer: str
-    """Fingerprint of the tokenizer, 16 hexadecimal digits."""
-
-    def pack(self) -> bytes:
-        *numbers, tokenizer = asdict(self).values()
-        fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, *numbers, bytes.fromhex(tokenizer))
-        return (fields + _HEADER_CHECKSUM.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
+    checksum: int
+    """CRC-32 of the checksums of all blocks (in version 1: of the tokens)."""
+    end_piece: int = 0
+    """All pieces of the source before this one are in this shard or before it, if of its split."""
 
 
-def read_header(path: Path) -> ShardHeader:
-    """The header of a shard whose size agrees with it. Reads 128 bytes, whatever the size of the shard."""
+class SplitIndex(msgspec.Struct):
+    """Shards of one split."""
+
+    tokens: int = 0
+    documents: int = 0
+    shards: list[Shard] = []
+
+
+class Index(msgspec.Struct):
+    """Content of `corpus.json`."""
+
+    format_version: int
+    settings: dict[str, Any]
+    splits: dict[Split, SplitIndex]
+
+    def token_type(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.settings["vocab_size"] <= 2**16 else "<u4")
+
+
+def read_index(path: Path) -> Index:
     try:
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-            size = file.seek(0, 2)
-    except OSError as error:
-        raise ValueError(f"cannot read the token shard {path}: {error}") from error
-    if len(head) < HEADER_BYTES:
-        raise ValueError(
-            f"{path} is too short for a token shard: {size} bytes, its header alone has {HEADER_BYTES}"
-        )
-    magic, version, *numbers, tokenizer = _FIELDS.unpack(head[: _FIELDS.size])
-    if magic != MAGIC:
-        raise ValueError(
-            f"{path} is not a token shard: it begins with {magic!r} instead of {MAGIC!r}"
-        )
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has version {version} of the shard format, this code reads version {FORMAT_VERSION}; prepare the "
-            f"corpus again"
-        )
-    (checksum,) = _HEADER_CHECKSUM.unpack_from(head, _FIELDS.size)
-    if checksum != zlib.crc32(head[: _FIELDS.size]):
-        raise ValueError(
-            f"the header of {path} is damaged (its checksum is wrong); prepare the corpus again"
-        )
-    header = ShardHeader(*(*numbers, tokenizer.hex()))
-    expected = HEADER_BYTES + header.tokens * header.token_bytes
-    if size != expected:
-        kind = "truncated" if size < expected else "followed by something else"
-        raise ValueError(
-            f"{path} is {kind}: {size} bytes where {header.tokens} tokens of {header.token_bytes} bytes and the header "
-            f"make {expected}; copy it or prepare the corpus again"
-        )
-    return header
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Two bytes a token wherever the vocabulary allows it."""
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
-
-
-def shard_name(split: Split, number: int) -> str:
-    return f"{split}-{number:05d}.tokens"
-
-
-def write_manifest(folder: Path, settings: dict[str, Any]) -> None:
-    """Lists the shards of the folder. Its presence says that the corpus is complete."""
-    splits = {}
-    for split in SPLITS:
-        paths = sorted(folder.glob(f"{split}-*.tokens"))
-        headers = {path.name: read_header(path) for path in paths}
-        splits[split] = {
-            "tokens": sum(header.tokens for header in headers.values()),
-            "documents": sum(header.documents for header in headers.values()),
-            "shards": [
-                {"file": name, "tokens": header.tokens, "checksum": header.checksum}
-                for name, header in headers.items()
-            ],
-        }
-    manifest = {"format_version": FORMAT_VERSION, "settings": settings, "splits": splits}
-    write_whole(folder / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST_NAME
-    try:
-        manifest = json.loads(path.read_bytes())
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
     except FileNotFoundError as error:
         raise ValueError(
-            f"{folder} is not a finished folder of token shards: it has no {MANIFEST_NAME}, which is written last. If "
-            f"preparing it was interrupted, run the same command again: it continues."
+            f"{path.parent} is not a finished folder of token shards: it has no {path.name}, which "
+            f"is written last. If `prepare` was interrupted, run the same command again."
         ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the manifest {path}: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"cannot read {path}: {error}; prepare the corpus again") from error
+    if not 1 <= index.format_version <= FORMAT_VERSION:
         raise ValueError(
-            f"{path} is not a manifest of version {FORMAT_VERSION}; prepare the corpus again"
+            f"{path} has version {index.format_version} of the shard format, this code reads up to "
+            f"{FORMAT_VERSION}; prepare the corpus again"
         )
-    return manifest
+    return index
 
 
-class TokenShards:
-    """All tokens of one split as one long array that is never loaded."""
+def write_index(path: Path, index: Index) -> None:
+    content = msgspec.json.format(msgspec.json.encode(index), indent=2)
+    write_whole(path, content + b"\n")
+
+
+class ShardWriter:
+    """Writer of the shards of one split. A shard is closed with the piece that fills it.
+
+    Each shard is written aside, renamed, and then listed in the index. A restart continues behind
+    the last one that is listed.
+    """
+
+    def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
+        self._index, self._done = index, index.splits[split]
+        self._file: BinaryIO | None = None
+        self._tokens = self._documents = 0
+        self.end_piece = self._done.shards[-1].end_piece if self._done.shards else 0
+        """All pieces before this one are written."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the split so far, those of an interrupted run included."""
+        return self._done.tokens + self._tokens
+
+    def add(self, piece: int, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
+        assert piece >= self.end_piece
+        if self._file is None:
+            self._file = aside_path(self._path()).open("w+b")
+        self._file.write(tokens.astype(self._index.token_type()).tobytes())
+        self._tokens += len(tokens)
+        self._documents += ends_document
+        self.end_piece = piece + 1
+        if self._tokens >= self._shard_tokens:
+            self.finish_shard()
+
+    def finish_shard(self) -> None:
+        """Close the shard that is being written, if there is one."""
+        if self._file is None:
+            return
+        with self._file as file:
+            file.seek(0)
+            blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
+            checksums = np.array([zlib.crc32(block) for block in blocks], dtype="<u4").tobytes()
+            file.write(checksums)
+            file.flush()
+            force_to_disk(file.fileno())
+        path = self._path()
+        aside_path(path).replace(path)
+        shard = Shard(path.name, self._tokens, zlib.crc32(checksums), self.end_piece)
+        self._done.shards.append(shard)
+        self._done.tokens += self._tokens
+        self._done.documents += self._documents
+        write_index(self._folder / STARTED_NAME, self._index)
+        self._file, self._tokens, self._documents = None, 0, 0
+
+    def discard_partial(self) -> None:
+        """Give up the shard that is being written, after an error."""
+        if self._file is not None:
+            self._file.close()
+            aside_path(self._path()).unlink()
+
+    def _path(self) -> Path:
+        return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
+
+
+class TokenArray:
+    """Tokens of several parts, one after the other, as one long array that is never loaded."""
+
+    name: str
+    """Name for messages."""
+    split: Split
+    documents: int
+    fingerprint: str
+    """Equal for two arrays exactly if they hold the same tokens, wherever they lie."""
+    ends: npt.NDArray[np.int64]
+    """Where each part ends."""
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens start ... stop - 1, also across parts. The result is read-only."""
+        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
+        first, last = (int(i) for i in np.searchsorted(self.ends, [start, stop - 1], side="right"))
+        found = []
+        for part in range(first, last + 1):
+            begin = int(self.ends[part - 1]) if part else 0
+            end = min(stop, int(self.ends[part]))
+            found.append(self._read_part(part, max(start, begin) - begin, end - begin))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _read_part(self, part: int, start: int, stop: int) -> Tokens:
+        raise NotImplementedError
+
+
+class TokenShards(TokenArray):
+    """All tokens of one split of a folder. Checksums are compared when a block is first read."""
 
     def __init__(
         self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
     ) -> None:
-        self.folder = Path(folder)
-        self.split = split
-        manifest = read_manifest(self.folder)
-        self.settings: dict[str, Any] = manifest["settings"]
-        listed = manifest["splits"][split]["shards"]
-        if not listed:
+        self.folder, self.split = Path(folder), split
+        self.name = f"the {split} split of {folder}"
+        index = read_index(self.folder / INDEX_NAME)
+        self.settings: dict[str, Any] = index.settings
+        self._shards, self.documents = index.splits[split].shards, index.splits[split].documents
+        self._version, self._dtype = index.format_version, index.token_type()
+        if not self._shards:
             raise ValueError(self._explain_empty())
-        self._paths = [self.folder / shard["file"] for shard in listed]
-        self._headers = [read_header(path) for path in self._paths]
-        for path, header, shard in zip(self._paths, self._headers, listed, strict=True):
-            if (header.tokens, header.checksum) != (shard["tokens"], shard["checksum"]):
-                raise ValueError(
-                    f"{path} is not the shard that {MANIFEST_NAME} lists: {header.tokens} tokens with checksum "
-                    f"{header.checksum:#010x} instead of {shard['tokens']} with {shard['checksum']:#010x}"
-                )
-            self._check_tokenizer(path, header, tokenizer)
-        self.vocab_size = self._headers[0].vocab_size
-        self.documents = sum(header.documents for header in self._headers)
-        self._ends = np.cumsum([header.tokens for header in self._headers])
-        self._maps: OrderedDict[int, Tokens] = OrderedDict()
-        identity = [(h.tokens, h.checksum, h.vocab_size, h.tokenizer) for h in self._headers]
+        if tokenizer:
+            self._check_tokenizer(tokenizer)
+        for shard in self._shards:
+            self._check_size(shard)
+        self.ends = np.cumsum([shard.tokens for shard in self._shards])
+        facts = self.settings["vocab_size"], self.settings["tokenizer_fingerprint"]
+        identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-        """The same for two corpora exactly if they hold the same tokens, wherever they lie."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"the {self.split} split of {self.folder}"
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __repr__(self) -> str:
-        return f"TokenShards({str(self.folder)!r}, {self.split!r}): {len(self):,} tokens"
-
-    def read(self, start: int, stop: int) -> Tokens:
-        """Tokens start ... stop - 1, also across shards. Read-only: within one shard it is the mapped file itself."""
-        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
-        first, last = (int(i) for i in np.searchsorted(self._ends, [start, stop - 1], side="right"))
-        parts = []
-        for shard in range(first, last + 1):
-            begin = int(self._ends[shard]) - self._headers[shard].tokens
-            part = self._map(shard)[max(start - begin, 0) : stop - begin]
-            if part.max() >= self.vocab_size:
-                position = max(start - begin, 0) + int(np.argmax(part >= self.vocab_size))
-                raise ValueError(
-                    f"{self._paths[shard]} is damaged: token {position} is {self._map(shard)[position]}, the "
-                    f"vocabulary ends at {self.vocab_size - 1}; copy the shard or prepare the corpus again"
-                )
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def verify(self) -> None:
-        """Reads every byte and compares the checksums that were computed when the shards were written."""
-        for path, header in zip(self._paths, self._headers, strict=True):
-            checksum = 0
-            with path.open("rb") as file:
-                file.seek(HEADER_BYTES)
-                while chunk := file.read(_CHECKSUM_CHUNK_BYTES):
-                    checksum = zlib.crc32(chunk, checksum)
-            if checksum != header.checksum:
-                raise ValueError(
-                    f"{path} is damaged: its tokens have checksum {checksum:#010x}, its header says "
-                    f"{header.checksum:#010x}; copy it or prepare the corpus again"
-                )
+        """Read all tokens and compare their checksums."""
+        for part, shard in enumerate(self._shards):
+            self._read_part(part, 0, shard.tokens)
 
-    def _map(self, shard: int) -> Tokens:
-        mapped = self._maps.pop(shard, None)
-        if mapped is None:
-            dtype = token_dtype(self.vocab_size)
-            mapped = np.asarray(
-                np.memmap(self._paths[shard], dtype=dtype, mode="r", offset=HEADER_BYTES)
-            )
-            if len(self._maps) >= _MAPS_AT_ONCE:
-                self._maps.popitem(last=False)
-        self._maps[shard] = mapped
-        return mapped
+    def _read_part(self, part: int, start: int, stop: int) -> Tokens:
+        shard = self._shards[part]
+        path, vocab_size = self.folder / shard.file, self.settings["vocab_size"]
+        return _map_shard(path, shard, self._version, self._dtype, vocab_size).read(start, stop)
 
-    def _check_tokenizer(
-        self, path: Path, header: ShardHeader, tokenizer: Tokenizer | None
-    ) -> None:
-        first = self._headers[0]
-        if (header.vocab_size, header.tokenizer) != (first.vocab_size, first.tokenizer):
-            raise ValueError(f"{path} was written with another tokenizer than {self._paths[0]}")
-        if tokenizer is not None and header.tokenizer != tokenizer.fingerprint:
+    def _check_size(self, shard: Shard) -> None:
+        path, expected = self.folder / shard.file, shard.tokens * self._dtype.itemsize
+        expected += _HEADER_BYTES_V1 if self._version == 1 else 4 * -(-expected // BLOCK_BYTES)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ValueError(f"cannot read the token shard {path}: {error}") from error
+        if size != expected:
+            raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
+
+    def _check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        ours = self.settings["tokenizer_fingerprint"]
+        if tokenizer.fingerprint != ours:
             raise ValueError(
                 f'data.tokenizer = "{tokenizer.name}" ({tokenizer.vocab_size} tokens, fingerprint '
-                f'{tokenizer.fingerprint}) is not what {self.folder} was prepared with: "{self.settings["tokenizer"]}" '
-                f"({header.vocab_size} tokens, fingerprint {header.tokenizer}). Set data.tokenizer to that one, or "
-                f"prepare the corpus with yours in another folder."
+                f"{tokenizer.fingerprint}) is not what {self.folder} was prepared with: "
+                f'"{self.settings["tokenizer"]}" ({self.settings["vocab_size"]} tokens, '
+                f"fingerprint {ours}). Set data.tokenizer to that one, or prepare the corpus with "
+                f"yours in another folder."
             )
 
     def _explain_empty(self) -> str:
-        fraction = self.settings["validation_fraction"]
-        if self.split == "validation":
-            return (
-                f"{self.folder} holds out nothing for validation (share {fraction:g} of "
-                f"{self.settings['source']!r}): raise data.validation_fraction (for a shard folder: prepare it with a "
-                f"larger --validation-fraction), or set data.validation_corpus"
-            )
-        return f"{self.folder} has no tokens to train on; its source is {self.settings['source']!r}"
+        source = repr(self.settings["source"])
+        if self.split == "train":
+            return f"{self.folder} has no tokens to train on; its source is {source}"
+        return (
+            f"{self.folder} holds out nothing for validation (share "
+            f"{self.settings['validation_fraction']:g} of {source}): raise "
+            f"data.validation_fraction (for a shard folder: prepare it with a larger "
+            f"--validation-fraction), or set data.validation_corpus"
+        )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_maps": OrderedDict()
-        }  # a reading process maps the files again: nothing is copied
+
+class _MappedShard:
+    """Tokens of one shard, mapped. A block is compared with its checksum when it is first read: no
+    token is used unchecked, and a start does not wait until a large corpus is read."""
+
+    def __init__(
+        self, path: Path, shard: Shard, version: int, dtype: np.dtype[Any], vocab_size: int
+    ) -> None:
+        content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        start = _HEADER_BYTES_V1 if version == 1 else 0
+        end = start + shard.tokens * dtype.itemsize
+        self._path, self._vocab_size = path, vocab_size
+        self._tokens: Tokens = content[start:end].view(dtype)
+        self._block_tokens = BLOCK_BYTES // dtype.itemsize
+        self._checksums: list[int] = content[end:].view("<u4").tolist()
+        if version == 1:
+            self._block_tokens, self._checksums = shard.tokens, [shard.checksum]
+        elif zlib.crc32(content[end:].data) != shard.checksum:
+            raise ValueError(_damaged(path, f"its checksums are not those that {INDEX_NAME} lists"))
+        self._checked = np.zeros(len(self._checksums), dtype=np.bool_)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        for block in range(start // self._block_tokens, (stop - 1) // self._block_tokens + 1):
+            if not self._checked[block]:
+                self._check(block)
+        return self._tokens[start:stop]
+
+    def _check(self, block: int) -> None:
+        first = block * self._block_tokens
+        tokens = self._tokens[first : first + self._block_tokens]
+        if zlib.crc32(tokens.view(np.uint8).data) != self._checksums[block]:
+            where = f"tokens {first} to {first + len(tokens) - 1}"
+            raise ValueError(_damaged(self._path, f"the checksum of {where} is wrong"))
+        if tokens.max() >= self._vocab_size:  # written by another program
+            raise ValueError(
+                f"{self._path} has token {tokens.max()}, but the vocabulary has {self._vocab_size}"
+            )
+        self._checked[block] = True
+
+
+@functools.lru_cache(maxsize=256)  # each map holds a file descriptor, of which there are often 1024
+def _map_shard(
+    path: Path, shard: Shard, version: int, dtype: np.dtype[Any], vocab_size: int
+) -> _MappedShard:
+    return _MappedShard(path, shard, version, dtype, vocab_size)
+
+
+def _damaged(path: Path, how: str) -> str:
+    return f"{path} is damaged: {how}; copy the shard or prepare the corpus again"

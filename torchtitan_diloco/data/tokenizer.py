@@ -1,10 +1,10 @@
-"""Text to tokens and back: bytes, a `.tiktoken` rank file, or an encoding that tiktoken knows by name."""
+"""Text to tokens and back: bytes, a `.tiktoken` rank file, or a named encoding of tiktoken."""
 
 import base64
-import binascii
 import difflib
 import functools
 import hashlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,32 +15,32 @@ import tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# GPT-4's split of text into words, digits (at most three), punctuation and white space. Every rank file is used with
-# it, and `train_tokenizer` learns with it. It has no possessive quantifiers: regex engines read those differently.
+# GPT-4's split of text into words, digits (at most three), punctuation and white space. All rank
+# files are learned and used with it. It has no possessive quantifiers, which regex engines read
+# differently.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# 16 bytes at a time: no rank joins two bytes, so the split only sets the speed (3x that of one character at a time).
+# No rank joins two bytes, so 16 at a time only sets the speed (3x that of one at a time).
 _BYTES_PATTERN = r"[\s\S]{1,16}"
 
 
 class Tokenizer:
-    """A tiktoken encoding and what the rest of the code must know of it."""
+    """Encoding of tiktoken with a fingerprint and an end-of-document token."""
 
     def __init__(self, spec: str, encoding: tiktoken.Encoding, *, pattern: str) -> None:
-        self._spec = spec
         self._encoding = encoding
         self._pattern = pattern
         self.name = spec
         self.vocab_size = encoding.max_token_value + 1
-        """Ids are 0 ... vocab_size - 1, the end-of-document token and any other special token included."""
+        """Ids are 0 ... vocab_size - 1, special tokens included."""
         self.end_of_document = encoding.encode_single_token(END_OF_DOCUMENT)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for two tokenizers exactly if they turn every text into the same ids."""
+        """Equal for two tokenizers exactly if they turn every text into the same ids."""
         digest = hashlib.sha256(self._pattern.encode())
         for token in range(self.vocab_size):
             try:
@@ -52,26 +52,24 @@ class Tokenizer:
 
     @property
     def split_pattern(self) -> str:
-        """The regular expression that cuts a text into pieces. Bytes are merged within a piece only."""
+        """Regular expression that splits a text. Bytes are merged within a match only."""
         return self._encoding._pat_str  # tiktoken has no public name for it
 
     def ranks(self) -> dict[bytes, int]:
-        """Id of every ordinary token; the lowest one that two neighbours make is merged first."""
+        """Return the id of every ordinary token. The pair with the lowest id is merged first."""
+        encoding = self._encoding
         return {
-            token: self._encoding.encode_single_token(token)
-            for token in self._encoding.token_byte_values()
+            token: encoding.encode_single_token(token) for token in encoding.token_byte_values()
         }
 
     def special_tokens(self) -> dict[str, int]:
-        """Id of every special token, the end-of-document token among them."""
-        return {
-            token: self._encoding.encode_single_token(token)
-            for token in sorted(self._encoding.special_tokens_set)
-        }
+        """Return the id of every special token, the end of a document included."""
+        names = sorted(self._encoding.special_tokens_set)
+        return {name: self._encoding.encode_single_token(name) for name in names}
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """The ids of a text. What looks like a special token is ordinary text; a lone surrogate, which no UTF-8 can
-        hold, becomes U+FFFD."""
+        """Return the ids of a text. Special tokens in it are ordinary text, and a lone surrogate,
+        which UTF-8 cannot hold, becomes U+FFFD."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -79,115 +77,107 @@ class Tokenizer:
             return self._encoding.encode_to_numpy(valid, disallowed_special=())
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """The text of ids. Bytes that are not UTF-8, such as a character cut in two, become U+FFFD."""
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD."""
         return self._encoding.decode([int(token) for token in ids])
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ids, which may begin and end within a character. An id that stands for nothing, as the gaps in named
-        encodings do, becomes a U+FFFD."""
+        """Return the bytes of ids, which may begin and end within a character. An id without a
+        meaning, such as a gap in a named encoding, becomes a U+FFFD."""
         try:
             return self._encoding.decode_bytes(list(ids))
         except KeyError:
             return "\N{REPLACEMENT CHARACTER}".encode()
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint})"
+        return f"Tokenizer({self.name!r}, {self.vocab_size} tokens, {self.fingerprint})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return build_tokenizer, (
-            self._spec,
-        )  # another process builds it again: smaller than the ranks
+        return build_tokenizer, (self.name,)  # smaller than the ranks
 
 
 def build_tokenizer(spec: str) -> Tokenizer:
-    """`bytes`, a path to a `.tiktoken` rank file, or the name of a tiktoken encoding."""
+    """Build `bytes`, the tokenizer of a `.tiktoken` rank file, or a named tiktoken encoding."""
     if spec == "bytes":
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        return _from_ranks(spec, ranks, _BYTES_PATTERN)
-    if spec.endswith(".tiktoken"):
-        return _from_ranks(spec, read_ranks(Path(spec).expanduser()), SPLIT_PATTERN)
-    return _from_name(spec)
-
-
-def _from_ranks(spec: str, ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
+        ranks, pattern = {bytes([byte]): byte for byte in range(256)}, _BYTES_PATTERN
+    elif spec.endswith(".tiktoken"):
+        ranks, pattern = read_ranks(Path(spec).expanduser()), SPLIT_PATTERN
+    else:
+        return _named_encoding(spec)
+    special = {END_OF_DOCUMENT: len(ranks)}
     encoding = tiktoken.Encoding(
-        spec,
-        pat_str=pattern,
-        mergeable_ranks=dict(ranks),
-        special_tokens={END_OF_DOCUMENT: len(ranks)},
+        spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
     return Tokenizer(spec, encoding, pattern=pattern)
 
 
-def _from_name(name: str) -> Tokenizer:
+def train_command(source: str, out: str) -> str:
+    """Return the command line that learns a rank file, to print to a user."""
+    module = "torchtitan_diloco.data.train_tokenizer"
+    options = ["--source", source, "--vocab-size", "32000", "--out", out]
+    return shlex.join([sys.executable, "-m", module, *options])
+
+
+def _named_encoding(name: str) -> Tokenizer:
     known = tiktoken.list_encoding_names()
     if name not in known:
         nearest = difflib.get_close_matches(name, ["bytes", *known], n=1, cutoff=0.5)
         hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
         raise ValueError(
-            f'data.tokenizer = "{name}" is not a tokenizer.{hint} It is "bytes", a path that ends in .tiktoken, or one '
-            f"of tiktoken's encodings: {', '.join(sorted(known))}."
+            f'data.tokenizer = "{name}" is not a tokenizer.{hint} Use "bytes", a path that ends in '
+            f".tiktoken, or an encoding of tiktoken: {', '.join(sorted(known))}."
         )
     try:
         encoding = tiktoken.get_encoding(name)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a failed download is an OSError, a damaged one a ValueError
+    except (OSError, ValueError) as error:  # a failed download, or a damaged one
+        fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         raise ValueError(
-            f'data.tokenizer = "{name}": tiktoken could not fetch the ranks of this encoding, which it does not ship '
-            f"({type(error).__name__}: {error}). Either run `{sys.executable} -c 'import tiktoken; "
-            f'tiktoken.get_encoding("{name}")\'` on a machine with a network, with TIKTOKEN_CACHE_DIR set to a folder '
-            f"that this machine sees, and set it here too; or learn a tokenizer of your own, offline, with "
-            f"`{sys.executable} -m torchtitan_diloco.data.train_tokenizer`."
+            f'data.tokenizer = "{name}": tiktoken could not fetch this encoding '
+            f"({type(error).__name__}: {error}). Run `{shlex.join([sys.executable, '-c', fetch])}` "
+            f"on a machine with a network, with TIKTOKEN_CACHE_DIR set to a folder that this "
+            f"machine sees, and set it here too; or learn a tokenizer of your own, offline, with\n    "
+            + train_command("TEXT", "OWN.tiktoken")
         ) from error
     if END_OF_DOCUMENT not in encoding.special_tokens_set:
         raise ValueError(
-            f'data.tokenizer = "{name}" has no {END_OF_DOCUMENT} token to end a document with. Choose another one of '
-            f"{', '.join(sorted(known))}."
+            f'data.tokenizer = "{name}" has no {END_OF_DOCUMENT} token to end a document with. '
+            f"Choose another one of {', '.join(sorted(known))}."
         )
-    return Tokenizer(
-        name, encoding, pattern=name
-    )  # the name stands for the pattern that belongs to it
+    return Tokenizer(name, encoding, pattern=name)  # the name implies its pattern
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The ranks of a `.tiktoken` file: a line per token, its bytes in base64 and its rank 0, 1, 2, ..."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError as error:
+    """Read a `.tiktoken` file: a line per token, its bytes in base64 and its rank 0, 1, 2, ...
+
+    tiktoken's own reader keeps a copy by path, so it would miss a change of the file.
+    """
+    if not path.is_file():
         raise ValueError(
-            f'data.tokenizer = "{path}" does not exist. Learn it with `{sys.executable} -m '
-            f"torchtitan_diloco.data.train_tokenizer --source TEXT --vocab-size 32000 --out {path}`."
-        ) from error
-    except OSError as error:
-        raise ValueError(f'data.tokenizer = "{path}" cannot be read: {error}') from error
+            f'data.tokenizer = "{path}" is not a file. Make it with\n    '
+            + train_command("TEXT", str(path))
+        )
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            encoded, rank_text = line.split()
-            token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
-        except (ValueError, binascii.Error) as error:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            if int(rank) != len(ranks) or not token or token in ranks:
+                raise ValueError(f"rank {len(ranks)} and a new token should follow")
+        except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is not a token in base64, a space and its rank"
+                f"{path}, line {number}: {line[:80]!r} is not a token in base64, a space and its "
+                f"rank: {error}"
             ) from error
-        if rank != len(ranks):
-            raise ValueError(f"{path}, line {number}: rank {rank} where {len(ranks)} should follow")
-        if not token or token in ranks:
-            raise ValueError(
-                f"{path}, line {number}: token {token!r} is {'there twice' if token else 'empty'}"
-            )
-        ranks[token] = rank
+        ranks[token] = len(ranks)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(
-            f"{path} has no token for {len(missing)} of the 256 bytes (the first is {missing[0]:#04x}), so it cannot "
-            f"encode every text. Is the file complete?"
+            f"{path} has no token for {len(missing)} of the 256 bytes (the first is "
+            f"{missing[0]:#04x}), so it cannot encode every text. Is the file complete?"
         )
     return ranks
 
 
 def format_ranks(ranks: Mapping[bytes, int]) -> bytes:
-    """The content of a `.tiktoken` file."""
+    """Return the content of a `.tiktoken` file."""
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in by_rank)

@@ -1,46 +1,43 @@
 """Learns a byte-level BPE tokenizer and writes it as a `.tiktoken` rank file.
 
-python -m torchtitan_diloco.data.train_tokenizer --source stdlib --vocab-size 4096 --out tokenizers/stdlib.tiktoken
+python -m torchtitan_diloco.data.train_tokenizer --source stdlib --vocab-size 4096 --out my.tiktoken
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.data.corpora import Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.files import write_whole
-from torchtitan_diloco.data.progress import Progress
-from torchtitan_diloco.data.quantities import parse_quantity
+from torchtitan_diloco.data.prepare import parse_quantity
+from torchtitan_diloco.data.text import Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, build_tokenizer, format_ranks
 from torchtitan_diloco.utils import install_command
 
-DEFAULT_MAX_BYTES = 10**9
 SMALLEST_VOCABULARY = 257  # every byte, and the end-of-document token
 
 
-def train_tokenizer(
-    corpus: Corpus, vocab_size: int, max_bytes: int = DEFAULT_MAX_BYTES
-) -> dict[bytes, int]:
-    """The ranks of vocab_size - 1 tokens; the end-of-document token is the last of the vocabulary."""
+def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> dict[bytes, int]:
+    """Return the ranks of vocab_size - 1 tokens. The end of a document is the last token."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"--vocab-size {vocab_size} is too small: {SMALLEST_VOCABULARY} is every byte and the end-of-document token"
+            f"--vocab-size {vocab_size} is too small: every byte and the end-of-document token "
+            f"make {SMALLEST_VOCABULARY}"
         )
-    learned = learn_bpe(_sample(corpus, max_bytes), vocab_size - 1)
-    ranks = ranks_of(learned)
+    ranks = ranks_of(learn_bpe(_sample(corpus, max_bytes), vocab_size - 1))
     if len(ranks) < vocab_size - 1:
         raise ValueError(
-            f"--vocab-size {vocab_size} is too large for this text: after {len(ranks)} tokens no two of them stand "
-            f"next to each other any more. Give more text, or --vocab-size {len(ranks) + 1}."
+            f"--vocab-size {vocab_size} is too large for this text: after {len(ranks)} tokens "
+            f"there is no pair left to merge. Give more text, or --vocab-size {len(ranks) + 1}."
         )
     return ranks
 
 
 def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
-    """A `tokenizers.Tokenizer` with so many tokens, 256 of them the bytes."""
+    """Return a `tokenizers.Tokenizer` with so many tokens, 256 of them the bytes."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -48,61 +45,45 @@ def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
             f"learning a tokenizer needs the package tokenizers: {install_command('tokenizer')}"
         ) from error
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=tokens, initial_alphabet=sorted(alphabet), show_progress=False
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    alphabet = sorted(byte_level.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=tokens, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def ranks_of(learned: Any) -> dict[bytes, int]:
-    """tiktoken's ranks: ids are given in the order of learning, which is the order of merging."""
+    """Return tiktoken's ranks: ids are in the order of learning, which is that of merging."""
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocabulary: dict[str, int] = learned.get_vocab(with_added_tokens=False)
-    return {
-        bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()
-    }
+    return {bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()}
 
 
 def byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte: itself where Latin-1 has a visible one, else
-    the next one from U+0100 on."""
+    """Return the printable character that byte-level BPE writes for each byte: itself where Latin-1
+    has a visible one, else the next one from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    characters, next_free = [], 0x100
-    for byte in range(256):
-        if byte in visible:
-            characters.append(chr(byte))
-        else:
-            characters.append(chr(next_free))
-            next_free += 1
-    return characters
+    substitutes = itertools.count(0x100)
+    return [chr(byte if byte in visible else next(substitutes)) for byte in range(256)]
 
 
 def _sample(corpus: Corpus, max_bytes: int) -> Iterator[str]:
-    """At most so many bytes of text, from all over the corpus where its size is known, else from its beginning.
-
-    Lone surrogates, which a JSON escape can make, are left out: no UTF-8 has them.
-    """
+    """Yield at most so many bytes of text, from all over the corpus if its size is known, else from
+    its beginning. Lone surrogates, which UTF-8 cannot hold, are left out."""
     share = min(1.0, max_bytes / corpus.total_bytes) if corpus.total_bytes else 1.0
-    progress = Progress(f"learning from {corpus.spec}", corpus.total_bytes)
     taken = 0
-    for number, piece in enumerate(corpus.pieces()):
-        if not is_held_out(number, share):  # the same even spread that selects the held-out pieces
-            continue
-        encoded = piece.text.encode("utf-8", errors="ignore")
-        taken += len(encoded)
-        if taken > max_bytes:
-            break
-        progress.update(piece.bytes_read, f"{taken / 1e6:,.1f} MB")
-        yield encoded.decode()
-    progress.finish()
+    with corpus.progress_bar("learning from") as bar:
+        for number, piece in enumerate(corpus.pieces()):
+            if not is_held_out(number, share):  # the same even spread as of held-out pieces
+                continue
+            encoded = piece.text.encode(errors="ignore")
+            taken += len(encoded)
+            if taken > max_bytes:
+                break
+            bar.update(piece.bytes_read - bar.n)
+            yield encoded.decode()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,45 +91,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m torchtitan_diloco.data.train_tokenizer",
         description="Learn a byte-level BPE tokenizer and write it as a .tiktoken rank file.",
     )
-    parser.add_argument(
-        "--source", required=True, help="what to learn from: anything that `prepare` takes"
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=parse_quantity,
-        default=32_000,
-        help="tokens, the end-of-document one included (32000)",
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, help="the rank file to write; its name ends in .tiktoken"
-    )
-    parser.add_argument(
-        "--max-bytes",
-        type=parse_quantity,
-        default=DEFAULT_MAX_BYTES,
-        help="most text to learn from (1GB)",
-    )
+    add = parser.add_argument
+    add("--source", required=True, help="text to learn from: anything that `prepare` takes")
+    vocabulary_help = "tokens, the end-of-document one included (32000)"
+    add("--vocab-size", type=parse_quantity, default=32_000, help=vocabulary_help)
+    add("--out", required=True, type=Path, help="rank file to write; its name ends in .tiktoken")
+    add("--max-bytes", type=parse_quantity, default=10**9, help="most text to learn from (1GB)")
     options = parser.parse_args(arguments)
-    start = time.monotonic()
+    out, start = options.out, time.monotonic()
     try:
-        if options.out.suffix != ".tiktoken":
+        if out.suffix != ".tiktoken":
+            raise ValueError(f"--out {out} must end in .tiktoken, which marks a rank file")
+        if out.exists():
             raise ValueError(
-                f"--out {options.out} must end in .tiktoken, by which data.tokenizer knows a rank file"
+                f"--out {out} exists; shards may depend on it. Choose another name or delete it."
             )
-        if options.out.exists():
-            raise ValueError(
-                f"--out {options.out} exists; shards may depend on it. Choose another name or delete it."
-            )
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         ranks = train_tokenizer(open_corpus(options.source), options.vocab_size, options.max_bytes)
-        write_whole(options.out, format_ranks(ranks))
-        tokenizer = build_tokenizer(str(options.out))
+        write_whole(out, format_ranks(ranks))
+        tokenizer = build_tokenizer(str(out))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{options.out}: {tokenizer.vocab_size:,} tokens (256 bytes, {tokenizer.vocab_size - 257:,} merges, 1 end of "
-        f"document), fingerprint {tokenizer.fingerprint}, in {time.monotonic() - start:.1f} s"
+        f"{out}: {tokenizer.vocab_size:,} tokens (256 bytes, {tokenizer.vocab_size - 257:,} "
+        f"merges, 1 end of document), fingerprint {tokenizer.fingerprint}, in "
+        f"{time.monotonic() - start:.1f} s"
     )
     return 0
 

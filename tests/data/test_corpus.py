@@ -10,8 +10,8 @@ import pytest
 import torchtitan_diloco
 from tests.data.conftest import MakeShards
 from torchtitan_diloco.config.schema import Data
+from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.files import only_writer
-from torchtitan_diloco.data.splits import open_split, open_tokenizer
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 ROOT = Path(torchtitan_diloco.__file__).parents[1]
@@ -33,21 +33,22 @@ def test_text_is_tokenised_once(data: Data, capsys: pytest.CaptureFixture[str]) 
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"data: tokenised {data.corpus} with bytes in ")
     assert f"{len(train):,} tokens to train on" in line
+    (train.folder / ".lock").unlink()
     validation = open_split(data, BYTES, "validation")
     assert capsys.readouterr().out == ""
+    assert not (train.folder / ".lock").exists(), "reading a finished cache writes nothing"
     assert (train.documents, validation.documents) == (18, 2)
     assert train.folder == validation.folder
     assert train.folder.parent == Path(data.cache_folder)
 
 
 def test_what_changes_the_tokens_changes_the_cache(data: Data) -> None:
-    folders = [open_split(data, BYTES, "train").folder]
-    folders.append(
-        open_split(dataclasses.replace(data, validation_fraction=0.2), BYTES, "train").folder
-    )
+    folders = {open_split(data, BYTES, "train").folder}
+    other = dataclasses.replace(data, validation_fraction=0.2)
+    folders.add(open_split(other, BYTES, "train").folder)
     (Path(data.corpus) / "new.txt").write_text("new")
-    folders.append(open_split(data, BYTES, "train").folder)
-    assert len(set(folders)) == 3
+    folders.add(open_split(data, BYTES, "train").folder)
+    assert len(folders) == 3
 
 
 def test_standard_library_by_default(tmp_path: Path) -> None:
@@ -58,57 +59,42 @@ def test_standard_library_by_default(tmp_path: Path) -> None:
 
 def test_validation_corpus_of_its_own(data: Data, tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("held out")
-    data = dataclasses.replace(data, validation_corpus=str(tmp_path / "held.txt"))
-    validation = open_split(data, BYTES, "validation")
+    own = dataclasses.replace(data, validation_corpus=str(tmp_path / "held.txt"))
+    validation = open_split(own, BYTES, "validation")
     assert BYTES.decode(validation.read(0, len(validation) - 1)) == "held out"
-    assert open_split(data, BYTES, "train").documents == 20, (
-        "nothing of the training text is held out as well"
-    )
-
-
-def test_validation_corpus_that_is_trained_on(data: Data) -> None:
-    data = dataclasses.replace(data, validation_corpus=data.corpus)
-    with pytest.raises(
-        ValueError, match=r"is data\.corpus itself: validation would be on text that is trained on"
-    ):
-        open_split(data, BYTES, "validation")
+    assert open_split(own, BYTES, "train").documents == 20, "nothing of it is held out as well"
+    same = dataclasses.replace(data, validation_corpus=data.corpus)
+    with pytest.raises(ValueError, match=r"is data\.corpus itself: validation would use text of"):
+        open_split(same, BYTES, "validation")
 
 
 @pytest.mark.parametrize(("validation", "tokens"), [(300, 300), (0, 1000)])
 def test_validation_from_a_shard_folder(
     data: Data, make_shards: MakeShards, validation: int, tokens: int
 ) -> None:
-    """Its held-out part if it has one, else all of it."""
-    data = dataclasses.replace(data, validation_corpus=str(make_shards(validation=validation)))
-    assert len(open_split(data, BYTES, "validation")) == tokens
-
-
-def test_shard_folder(make_shards: MakeShards) -> None:
-    data = Data(corpus=str(make_shards()))
-    assert len(open_split(data, BYTES, "train")) == 1000
-    assert len(open_split(data, BYTES, "validation")) == 300
-
-
-def test_shard_folder_without_validation(make_shards: MakeShards) -> None:
-    data = Data(corpus=str(make_shards(validation=0)))
-    with pytest.raises(
-        ValueError,
-        match=r"holds out nothing for validation .*--validation-fraction.*validation_corpus",
-    ):
-        open_split(data, BYTES, "validation")
+    """Its held-out part if it has one, else all of it; but never text that is trained on."""
+    folder = str(make_shards(validation=validation))
+    own = dataclasses.replace(data, validation_corpus=folder)
+    assert len(open_split(own, BYTES, "validation")) == tokens
+    for shards in (Data(corpus=folder), Data(corpus=folder, validation_corpus=folder)):
+        assert len(open_split(shards, BYTES, "train")) == 1000
+        if validation:
+            assert len(open_split(shards, BYTES, "validation")) == 300
+        else:
+            message = r"holds out nothing .*--validation-fraction.*validation_corpus"
+            with pytest.raises(ValueError, match=message):
+                open_split(shards, BYTES, "validation")
 
 
 def test_missing_shard_folder_names_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "fineweb-10.5B"
     data = Data(corpus=str(folder), source="hf:owner/set/sub:train", tokenizer="my tokens.tiktoken")
-    with pytest.raises(
-        ValueError, match=r'data\.corpus = ".*" is a folder of token shards that does not exist'
-    ) as error:
+    with pytest.raises(ValueError, match=r"folder of token shards that does not exist") as error:
         open_split(data, BYTES, "train")
-    command = (
-        f"prepare --source hf:owner/set/sub:train --tokenizer 'my tokens.tiktoken' --out {folder}"
-    )
-    assert f"\n    {sys.executable} -m torchtitan_diloco.data.{command}\n" in str(error.value)
+    options = "--source hf:owner/set/sub:train --tokenizer 'my tokens.tiktoken' --out"
+    command = f"{sys.executable} -m torchtitan_diloco.data.prepare {options} {folder}"
+    assert f'data.corpus = "{folder}"' in str(error.value)
+    assert f"\n    {command}\n" in str(error.value)
     folder.mkdir()
     with pytest.raises(ValueError, match="a folder of token shards that is not finished"):
         open_split(data, BYTES, "train")
@@ -121,43 +107,32 @@ def test_the_printed_command_works(data: Data, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Prepare it with") as error:
         open_split(wanted, BYTES, "train")
     command = str(error.value).split("\n")[1].strip()
-    assert (
-        subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=False).returncode
-        == 0
-    )
+    subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
     assert open_split(wanted, BYTES, "train").documents == 20
 
 
 def test_missing_rank_file_names_both_commands(tmp_path: Path) -> None:
-    data = Data(
-        corpus=str(tmp_path / "shards"), source="stdlib", tokenizer=str(tmp_path / "none.tiktoken")
-    )
-    with pytest.raises(
-        ValueError, match=r'data\.tokenizer = ".*none\.tiktoken" does not exist'
-    ) as error:
+    corpus, ranks = str(tmp_path / "shards"), str(tmp_path / "none.tiktoken")
+    data = Data(corpus=corpus, source="stdlib", tokenizer=ranks)
+    with pytest.raises(ValueError, match=rf'data\.tokenizer = "{ranks}" does not exist') as error:
         open_tokenizer(data)
     first, second = str(error.value).splitlines()[1:]
-    assert first.endswith(
-        f"train_tokenizer --source stdlib --vocab-size 32000 --out {data.tokenizer}"
-    )
-    assert second.endswith(
-        f"prepare --source stdlib --tokenizer {data.tokenizer} --out {data.corpus}"
-    )
+    assert first.endswith(f"train_tokenizer --source stdlib --vocab-size 32000 --out {ranks}")
+    assert second.endswith(f"prepare --source stdlib --tokenizer {ranks} --out {corpus}")
     with pytest.raises(ValueError, match="does not exist") as error:
         open_tokenizer(dataclasses.replace(data, corpus="stdlib"))
-    assert len(str(error.value).splitlines()) == 2, "the standard library is tokenised in the run"
+    assert len(str(error.value).splitlines()) == 2, "the standard library needs no preparation"
 
 
-def test_missing_text_is_no_shard_folder(tmp_path: Path) -> None:
-    for spec in (f"{tmp_path}/a.txt", f"{tmp_path}/*", f"{tmp_path}/a,{tmp_path}/b"):
-        with pytest.raises(ValueError, match=r"data\.corpus: (the text file|no file matches)"):
-            open_split(Data(corpus=spec), BYTES, "train")
+@pytest.mark.parametrize("spec", ["{}/a.txt", "{}/*", "{}/a,{}/b"])
+def test_missing_text_is_no_shard_folder(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.corpus: (the text file|no file matches)"):
+        open_split(Data(corpus=spec.replace("{}", str(tmp_path))), BYTES, "train")
 
 
 def test_hugging_face_dataset_is_prepared_first() -> None:
-    with pytest.raises(
-        ValueError, match=r"is prepared before the run.*(?s:.*)prepare --source hf:owner/set:train"
-    ) as error:
+    message = r"is prepared before the run.*(?s:.*)prepare --source hf:owner/set:train"
+    with pytest.raises(ValueError, match=message) as error:
         open_split(Data(corpus="hf:owner/set:train"), BYTES, "train")
     assert 'set data.corpus = "corpora/owner-set-train"' in str(error.value)
 
@@ -165,7 +140,7 @@ def test_hugging_face_dataset_is_prepared_first() -> None:
 OPEN_SPLIT = """
 import sys
 from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.splits import open_split
+from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 data = Data(corpus=sys.argv[1], cache_folder=sys.argv[2])
@@ -173,15 +148,14 @@ print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)
 """
 
 
-def open_in_process(corpus: Path, cache: Path) -> subprocess.Popen[str]:
+def open_in_process(corpus: Path, cache: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", OPEN_SPLIT, str(corpus), str(cache)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
-    """They come at once; the one that works is killed; one of the others finishes; all read the same."""
+    """They come at once; the one that works is killed; another one finishes; all read the same."""
     corpus, cache = tmp_path / "large.txt", tmp_path / "cache"
     corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 500_000)
     doomed = open_in_process(corpus, cache)
@@ -200,29 +174,17 @@ def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
     assert sum("data: tokenised" in out for out, _ in outputs) == 1
     assert len({out.splitlines()[-1] for out, _ in outputs}) == 1
     (folder,) = cache.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock",
-        "corpus.json",
-        "train-00000.tokens",
-        "validation-00000.tokens",
-    ]
+    shards = ["train-00000.tokens", "validation-00000.tokens"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "corpus.json", *shards]
 
 
 def test_waiting_is_said(tmp_path: Path) -> None:
+    code = "import sys, pathlib; import torchtitan_diloco.data.files as files\n"
+    code += "files._NOTICE_AFTER_SECONDS = 0\n"
+    code += "with files.only_writer(pathlib.Path(sys.argv[1]), wait=True): print('mine')"
     with only_writer(tmp_path, wait=True):
-        waiting = "from pathlib import Path; import torchtitan_diloco.data.files as files; files._SAY_AFTER_SECONDS = 0\n"
-        waiting += "with files.only_writer(Path('.'), wait=True): print('mine')"
-        environment = {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", waiting], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-        )
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         assert process.stdout is not None
-        assert b"data: waiting for another process that is writing ." in process.stdout.readline()
+        assert b"data: waiting for another process that is writing" in process.stdout.readline()
     assert process.communicate()[0] == b"mine\n"
-
-
-def test_reading_a_finished_cache_needs_no_writing(data: Data) -> None:
-    folder = open_split(data, BYTES, "train").folder
-    (folder / ".lock").unlink()
-    open_split(data, BYTES, "train")
-    assert not (folder / ".lock").exists()

@@ -1,0 +1,340 @@
+import gzip
+import itertools
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_diloco.data.text import (
+    _ZSTD_MODULE,
+    PIECE_CHARACTERS,
+    is_held_out,
+    open_corpus,
+    read_file,
+    split_into_pieces,
+    standard_library,
+)
+
+
+def pieces(spec: object) -> list[str]:
+    return [piece.text for piece in open_corpus(str(spec)).pieces()]
+
+
+def documents(path: Path) -> list[str]:
+    found, parts = [], []
+    for piece in read_file(path):
+        assert 0 < len(piece.text) <= PIECE_CHARACTERS
+        parts.append(piece.text)
+        if piece.ends_document:
+            found.append("".join(parts))
+            parts = []
+    assert not parts, "the last piece ends its document"
+    return found
+
+
+def compressed(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        content = pytest.importorskip(_ZSTD_MODULE).compress(content)
+    path.write_bytes(content)
+    return path
+
+
+# --- pieces and files ---
+
+
+@given(st.lists(st.text(alphabet="ab\n", max_size=30)), st.integers(1, 12))
+def test_pieces_are_the_text_whatever_the_blocks(blocks: list[str], limit: int) -> None:
+    text = "".join(blocks)
+    found = list(split_into_pieces(blocks, limit))
+    assert "".join(piece for piece, _ in found) == text
+    assert [ends for _, ends in found] == [False] * (len(found) - 1) + [True] * bool(text)
+    assert all(0 < len(piece) <= limit for piece, _ in found)
+    assert found == list(split_into_pieces([text], limit))
+
+
+@given(st.lists(st.text(alphabet="ab", max_size=5), min_size=1))
+def test_pieces_end_at_line_ends_where_lines_are_short(lines: list[str]) -> None:
+    *others, _ = split_into_pieces(["".join(line + "\n" for line in lines)], 8)
+    assert all(piece.endswith("\n") for piece, _ in others)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".txt", ".md", ".py"])
+def test_a_text_file_is_one_document(tmp_path: Path, kind: str, suffix: str) -> None:
+    text = "x" + "".join(f"{n}, größer \U0001f600 \r\n" for n in range(30_000))  # many blocks
+    path = compressed(tmp_path / f"a{kind}{suffix}", text.encode())
+    assert documents(path) == [text]
+    assert list(read_file(path))[-1].bytes_read == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) -> None:
+    texts = ["one", "two\nlines", "ü" * 70_000, "\ud800 alone"]
+    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts)]
+    empty = ["", json.dumps({"text": ""}), "  "]  # no documents
+    path = compressed(tmp_path / f"a.jsonl{suffix}", "\n".join([*lines, *empty]).encode())
+    assert documents(path) == texts
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_several_frames_in_one_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"all.txt{suffix}"
+    frames = [compressed(path, b"frame %d\n" % number).read_bytes() for number in range(3)]
+    path.write_bytes(b"".join(frames))
+    assert documents(path) == ["frame 0\nframe 1\nframe 2\n"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed", "rubbish behind"])
+def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    content = compressed(path, b"".join(b"%d\n" % (n * n) for n in range(50_000))).read_bytes()
+    middle = len(content) // 2
+    flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
+    damaged = {
+        "cut": content[:middle],
+        "flipped": content[:middle] + flipped + content[middle + 64 :],
+        "not compressed": b"plain text",
+        "rubbish behind": content + b"rubbish",
+    }
+    path.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=rf"cannot read .*a\.txt{suffix}"):
+        documents(path)
+
+
+@pytest.mark.parametrize(("suffix", "extra"), [(".zst", "zstd"), ("", "hf")])
+def test_a_missing_package_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, extra: str
+) -> None:
+    path = compressed(tmp_path / f"train.jsonl{suffix}", b'{"text": "a"}')
+    for module in (_ZSTD_MODULE, "datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    message = rf"needs the package (backports|datasets).* -m pip install -e '.*\[{extra}\]'"
+    with pytest.raises(ValueError, match=message):
+        pieces(path if suffix else f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("before", [0, 10, 300_000])
+def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path: Path, before: int) -> None:
+    path = tmp_path / "latin.txt"
+    for rest in (b"gr\xfc\xdfe\n", b"cut off \xf0\x9f\x98"):
+        path.write_bytes(b"ok\n" * before + rest)
+        with pytest.raises(ValueError, match=rf"latin\.txt, line {before + 1} is not UTF-8.*iconv"):
+            documents(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{nope", r": not JSON"),
+        (b"[" * 100_000, r": not JSON"),
+        (b'{"text": "gr\xfc"}', r" is not UTF-8"),
+        (b'{"content": "a", "id": 3}', r": no field \"text\" with a string in \['content', 'id'\]"),
+        (b'{"text": 3}', r": no field \"text\" with a string"),
+        (b'["text"]', r": no field \"text\" with a string in \['text'\]"),
+    ],
+)
+def test_bad_jsonl_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2{message}"):
+        documents(path)
+
+
+# --- corpora of files ---
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "a.md").write_text("a")
+    (tmp_path / "sub").mkdir()
+    lines = b'{"text": "c1"}\n{"text": "c2"}\n'
+    (tmp_path / "sub" / "c.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "d.txt").write_text("hidden")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("{}", ["a", "b", "c1", "c2"]),  # without other files, hidden ones and empty ones
+        ("{}/*.txt", ["b"]),
+        ("{}/**/*.jsonl*", ["c1", "c2"]),
+        ("{}/b.txt, {}/a.md", ["b", "a"]),  # the order is the user's
+        ("{}/b.txt,{}", ["b", "a", "c1", "c2"]),  # nothing is read twice
+        ("~/a.md,~/*.txt", ["a", "b"]),
+    ],
+)
+def test_paths_folders_and_globs(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, spec: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(texts))
+    assert pieces(spec.replace("{}", str(texts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{}/picture.png", r"picture\.png: unknown kind of file '\.png'; use \.txt \.md \.py \.js"),
+        ("{}/b.text", r"the text file {}/b\.text does not exist; nearest in {}: b\.txt"),
+        ("{}/subb/c.txt", r"/subb/c\.txt does not exist; nearest in {}: sub"),
+        ("{}/zzz*.txt", r"no file matches {}/zzz\*\.txt"),
+        ("{}/0/*.qqqq", r"no file matches .*; nearest in {}: nothing of a similar name"),
+        ("{}/empty.txt", r"empty\.txt' has no text"),
+        ("{}/no", r"does not exist"),
+        ("{}/nothing", r"the folder {}/nothing has no text file .*no folder of token shards eith"),
+        ("{}/link*.txt", r"cannot read {}/link\.txt, a file of the corpus"),
+        (" , ", r"names no file"),
+        ("", r"names no file"),
+    ],
+)
+def test_errors_name_what_is_wrong(texts: Path, spec: str, message: str) -> None:
+    (texts / "link.txt").symlink_to(texts / "gone.txt")
+    (texts / "nothing").mkdir()
+    with pytest.raises(ValueError, match=message.replace("{}", str(texts))):
+        pieces(spec.replace("{}", str(texts)))
+
+
+@pytest.mark.parametrize("spec", ["{}/pipe.txt", "{}/*.txt", "{}/zero.txt"])
+def test_a_pipe_or_a_device_is_refused(texts: Path, spec: str) -> None:
+    os.mkfifo(texts / "pipe.txt")
+    (texts / "zero.txt").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"(pipe|zero)\.txt is not a regular file but a pipe or"):
+        open_corpus(spec.replace("{}", str(texts)))
+    assert pieces(texts) == ["a", "b", "c1", "c2"], "a folder is searched for regular files"
+
+
+def test_fingerprint_follows_the_files(texts: Path) -> None:
+    changes: list[Callable[[], object]] = [
+        lambda: (texts / "b.txt").write_text("longer"),
+        lambda: os.utime(texts / "b.txt", ns=(1, 1)),
+        lambda: (texts / "b.txt").rename(texts / "renamed.txt"),
+        lambda: (texts / "new.txt").write_text("new"),
+    ]
+    seen = [open_corpus(str(texts)).fingerprint]
+    assert open_corpus(str(texts)).fingerprint == seen[0]
+    for change in changes:
+        change()
+        seen.append(open_corpus(str(texts)).fingerprint)
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize(("end", "name"), [("/*.txt", "texts"), ("/n.v2.txt", "n"), ("", "texts")])
+def test_name_is_fit_for_a_folder(tmp_path: Path, end: str, name: str) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "n.v2.txt").write_text("a")
+    assert open_corpus(f"{tmp_path}/texts{end}").name == name
+
+
+def test_progress_bar_counts_the_bytes_of_the_files(texts: Path) -> None:
+    corpus = open_corpus(f"{texts}/a.md,{texts}/b.txt")
+    with corpus.progress_bar("reading") as bar:
+        for piece in corpus.pieces():
+            bar.update(piece.bytes_read - bar.n)
+        assert bar.n == bar.total == 2
+
+
+# --- the standard library ---
+
+
+def test_standard_library_is_there_and_repeatable() -> None:
+    corpus = open_corpus("stdlib")
+    first = list(corpus.pieces())
+    assert sum(len(piece.text) for piece in first) > 3_000_000
+    assert first == list(open_corpus("stdlib").pieces())
+    own = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
+    assert own[:5000] in "".join(piece.text for piece in first)
+    assert corpus.fingerprint == open_corpus("stdlib").fingerprint
+
+
+def test_standard_library_without_tests_and_packages(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{tmp_path} has no \.py file; set data\.corpus to text"):
+        standard_library(tmp_path)
+    ours, others = ["b/x.py", "a.py"], ["test/t.py", "b/tests/t.py", "site-packages/p.py"]
+    for name in [*ours, *others]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [piece.text for piece in standard_library(tmp_path).pieces()] == ["a.py", "b/x.py"]
+
+
+def test_standard_library_in_old_encodings(tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_bytes("# coding: latin-1\n# Gr\u00fc\u00dfe\n".encode("latin-1"))
+    (piece,) = standard_library(tmp_path).pieces()
+    assert piece.text == "# coding: latin-1\n# Grüße\n"
+    (tmp_path / "broken.py").write_bytes(b"\xff\xff")
+    with pytest.raises(ValueError, match=r"cannot read .*broken\.py of the standard library"):
+        list(standard_library(tmp_path).pieces())
+
+
+@given(st.floats(0.0, 0.5), st.integers(1, 3000))
+def test_held_out_share_is_exact_and_even(fraction: float, count: int) -> None:
+    held_out = [number for number in range(count) if is_held_out(number, fraction)]
+    assert abs(len(held_out) - fraction * count) <= 1
+    gaps = [second - first for first, second in itertools.pairwise(held_out)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+# --- Hugging Face datasets ---
+
+ROWS = [{"text": f"row {number}"} for number in range(5)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+def test_hugging_face_folder_of_files(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"text": "of the test"}))
+    folder = f"hf:{tmp_path}"
+    assert pieces(folder) == pieces(f"{folder}:train") == TEXTS
+    assert pieces(f"{folder}:test") == ["of the test"]
+    assert open_corpus(f"{folder}:test").fingerprint != open_corpus(folder).fingerprint
+    with pytest.raises(ValueError, match=r"cannot open the corpus .*Check .* split \(\"none\"\)"):
+        pieces(f"{folder}:none")
+
+
+def test_hugging_face_folder_saved_by_the_library(tmp_path: Path) -> None:
+    import datasets
+
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "several"))
+    for name in ("one", "several"):
+        assert pieces(f"hf:{tmp_path / name}:train") == TEXTS
+    with pytest.raises(ValueError, match=r"cannot open the corpus .*several:other"):
+        pieces(f"hf:{tmp_path / 'several'}:other")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [({"content": "a"}, r"row 0: no field \"text\".*\['content'\]"), ({"text": ""}, "has no text")],
+)
+def test_hugging_face_rows_without_text(tmp_path: Path, row: dict[str, str], message: str) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=message):
+        pieces(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hf:/nowhere/at/all", r"there is no folder /nowhere/at/all"),
+        ("hf:justaname", r"is not hf:OWNER/DATASET\[/SUBSET\]\[:SPLIT\]"),
+        ("hf:a/b/c/d", r"is not hf:OWNER/DATASET"),
+        ("hf:", r"is not hf:OWNER/DATASET"),
+        ("hf:owner/set/subset:train", r"cannot open the corpus 'hf:owner.*, and the network or"),
+    ],
+)
+def test_hugging_face_names(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){message}"):
+        pieces(spec)
