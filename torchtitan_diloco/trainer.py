@@ -43,7 +43,7 @@ from torchtitan_diloco.diloco.outer_loop import DataParallel
 from torchtitan_diloco.distributed.agreement import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
-from torchtitan_diloco.export.initial_weights import load_initial_weights
+from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.planner.summary import log_summary, outer_line, summary_record, wire_line
 from torchtitan_diloco.utils import GIB, GarbageControl, clock, code_fingerprint, logger
