@@ -1,91 +1,151 @@
-"""Writes text with a model that a run has saved, as it comes.
+"""Write text with a trained model, token by token.
 
 python -m torchtitan_diloco.generate outputs/RUN --prompt "def main("
 """
 
 import argparse
 import codecs
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import pick_device
-from torchtitan_diloco.generation import generate
-from torchtitan_diloco.saved_model import add_device_argument, add_saved_arguments, open_saved
+from torchtitan_diloco.export.saved_model import (
+    add_device_argument,
+    open_saved,
+    run_command,
+    saved_model_parser,
+)
+from torchtitan_diloco.models.chinchilla.model import Decoder
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.generate",
-        description="Write text with a model that a run has saved.",
-    )
-    add_saved_arguments(parser)
-    parser.add_argument(
-        "--prompt", default="", help="text to go on from (default: the beginning of a document)"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=100,
-        metavar="N",
-        help="at most so many new tokens (default 100)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0: the likeliest token (default 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="only the K likeliest tokens (default 0: all)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="only the likeliest that make P (default 1.0)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the same seed gives the same text (default 0)"
-    )
-    parser.add_argument(
-        "--count",
-        type=int,
-        default=1,
-        metavar="N",
-        help="texts, with the seeds from --seed on (default 1)",
-    )
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the model's probabilities."""
+
+    temperature: float = 0.8
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Draw from the K most likely tokens only; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that together have this probability."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"--temperature {self.temperature}: give 0 (most likely token) or more")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k}: give a number of tokens, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p}: give more than 0 and at most 1")
+
+
+def generate(
+    model: Decoder,
+    tokens: Sequence[int],
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Yield the tokens that follow `tokens`, until `stop`, which is not yielded.
+
+    Ids from `vocab_size` on, which only pad the embedding, are never drawn. The model sees as many
+    tokens as its sequence length. The same arguments give the same tokens.
+    """
+    assert tokens
+    context, generator = list(tokens), torch.Generator().manual_seed(seed)
+    for _ in range(max_new_tokens):
+        context = context[-model.sequence_length :]
+        token = draw(next_logits(model, context)[:vocab_size], sampling, generator)
+        if token == stop:
+            return
+        yield token
+        context.append(token)
+
+
+@torch.no_grad()
+def next_logits(model: Decoder, context: Sequence[int]) -> Tensor:
+    """Return the logits of the next token, fp32 [vocabulary].
+
+    They are on the CPU, where every device draws the same random numbers.
+    """
+    inputs = torch.tensor([context], dtype=torch.int64, device=model.embedding.weight.device)
+    logits: Tensor = model(inputs, head=_last_position)
+    return logits.float().cpu()
+
+
+def _last_position(hidden: Tensor, matrix: Tensor) -> Tensor:
+    return F.linear(hidden[0, -1], matrix)
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Return the id of a token, given the logits [vocabulary]."""
+    if not bool(logits.isfinite().all()):
+        raise ValueError(
+            "the model's logits are not finite: its weights are damaged, or its training diverged"
+        )
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    # The largest logit becomes 0 first, so that a temperature near 0 does not make it infinite.
+    scaled = (logits.double() - logits.max()) / sampling.temperature
+    scaled, ids = scaled.sort(descending=True, stable=True)
+    if sampling.top_k:
+        scaled, ids = scaled[: sampling.top_k], ids[: sampling.top_k]
+    probabilities = scaled.softmax(dim=0)
+    # A token stays if those before it have less than top_p, so the first one always does.
+    before = probabilities.cumsum(dim=0) - probabilities
+    kept = probabilities.where(before < sampling.top_p, 0.0)
+    return int(ids[torch.multinomial(kept, 1, generator=generator)])
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield text as soon as its characters are complete; a token may end within a character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        if piece := decoder.decode(tokenizer.decode_bytes([token])):
+            yield piece
+    if rest := decoder.decode(b"", final=True):
+        yield rest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = saved_model_parser("torchtitan_diloco.generate", "Write text with a trained model.")
+    add = parser.add_argument
+    add("--prompt", default="", help="text to continue (default: the beginning of a document)")
+    add("--tokens", type=int, default=100, metavar="N", help="at most N tokens (default 100)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="default 0.8; 0: most likely")
+    add("--top-k", type=int, default=0, metavar="K", help="only the K likeliest (default 0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest (default 1.0)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
+    add("--count", type=int, default=1, metavar="N", help="texts, of seeds from --seed on")
     add_device_argument(parser)
-    return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
     try:
-        _write_texts(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return run_command(_generate, parser, arguments)
     except KeyboardInterrupt:
         print()
         return 130
-    except (
-        BrokenPipeError
-    ):  # whoever read the text has seen enough; nothing must be written to it when Python ends
+    except BrokenPipeError:  # the reader has closed stdout, which Python flushes when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
 
 
-def _write_texts(options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> None:
     if options.count < 1:
-        raise ValueError(f"--count {options.count} is no number of texts: give at least 1")
+        raise ValueError(f"--count {options.count}: give at least 1 text")
+    if options.tokens < 0:
+        raise ValueError(f"--tokens {options.tokens}: give 0 tokens or more")
+    if not 0 <= options.seed <= 2**63 - options.count:
+        raise ValueError(f"--seed {options.seed}: give a number from 0 to 2**63 - 1")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     device = pick_device(options.device, 0)
     saved = open_saved(options.run, options.step, options.weights)
     print(saved, file=sys.stderr, flush=True)
@@ -95,32 +155,18 @@ def _write_texts(options: argparse.Namespace) -> None:
         tokens = generate(
             model,
             prompt or [tokenizer.end_of_document],
+            sampling,
             vocab_size=tokenizer.vocab_size,
             max_new_tokens=options.tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
             seed=options.seed + number,
             stop=tokenizer.end_of_document,
         )
         if options.count > 1:
             print(f"--- {number + 1} of {options.count}, seed {options.seed + number}")
         print(tokenizer.decode(prompt), end="", flush=True)
-        for piece in as_text(tokenizer, tokens):
+        for piece in stream_text(tokenizer, tokens):
             print(piece, end="", flush=True)
         print(flush=True)
-
-
-def as_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as soon as it is certain: a token may end in the middle of a character."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        piece = decoder.decode(tokenizer.decode_bytes([token]))
-        if piece:
-            yield piece
-    rest = decoder.decode(b"", final=True)
-    if rest:
-        yield rest
 
 
 if __name__ == "__main__":

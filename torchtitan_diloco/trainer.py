@@ -43,7 +43,7 @@ from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import assert_agreement, on_first_rank
 from torchtitan_diloco.distributed.stop import Requests, StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
-from torchtitan_diloco.export.initial_weights import load_initial_weights
+from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.planner.observed import log_summary, run_summary
 from torchtitan_diloco.utils import GarbageControl, clock, code_fingerprint, logger

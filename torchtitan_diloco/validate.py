@@ -1,4 +1,4 @@
-"""Loss and perplexity of a model that a run has saved, on the text that the run held out or on another corpus.
+"""Print the loss and perplexity of a trained model on held-out text.
 
 python -m torchtitan_diloco.validate outputs/RUN
 """
@@ -12,54 +12,36 @@ from torchtitan_diloco.components.precision import autocast, compute_dtype
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.data.loader import build_validation_batches, open_split
 from torchtitan_diloco.distributed.world import World, pick_device
-from torchtitan_diloco.saved_model import add_device_argument, add_saved_arguments, open_saved
+from torchtitan_diloco.export.saved_model import (
+    add_device_argument,
+    open_saved,
+    run_command,
+    saved_model_parser,
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.validate",
-        description="Loss and perplexity of a model that a run has saved.",
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = saved_model_parser(
+        "torchtitan_diloco.validate", "Print the loss and perplexity of a trained model."
     )
-    add_saved_arguments(parser)
-    parser.add_argument(
-        "--corpus", help="as data.validation_corpus (default: what the run held out)"
-    )
-    parser.add_argument(
-        "--sequences",
-        type=int,
-        metavar="N",
-        help="the first N (default: the run's validation.sequences)",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="sequences at once (default: the run's)"
-    )
+    add = parser.add_argument
+    add("--corpus", help="as data.validation_corpus (default: what the run held out)")
+    add("--sequences", type=int, metavar="N", help="the first N (default: as many as the run)")
+    add("--batch-size", type=int, metavar="N", help="sequences per batch (default: the run's)")
     add_device_argument(parser)
-    return parser
+    return run_command(_validate, parser, arguments)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
-    try:
-        _validate_and_tell(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _validate_and_tell(options: argparse.Namespace) -> None:
+def _validate(options: argparse.Namespace) -> None:
     for flag, value in (("--sequences", options.sequences), ("--batch-size", options.batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value} is too few: give at least 1")
     device = pick_device(options.device, 0)
     saved = open_saved(options.run, options.step, options.weights)
     config = saved.config
-    data = (
-        config.data
-        if options.corpus is None
-        else replace(config.data, validation_corpus=options.corpus)
-    )
-    length = config.training.sequence_length
+    data, length = config.data, config.training.sequence_length
+    if options.corpus is not None:
+        data = replace(data, validation_corpus=options.corpus)
     batches = build_validation_batches(
         open_split(data, saved.tokenizer, "validation"),
         sequence_length=length,
@@ -77,8 +59,9 @@ def _validate_and_tell(options: argparse.Namespace) -> None:
     )
     print(saved, file=sys.stderr)
     print(
-        f"loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} over {result.tokens:,} tokens "
-        f"({batches.sequences:,} sequences of {length:,}) of {data.validation_corpus or data.corpus}"
+        f"loss {result.loss:.4f}, perplexity {result.perplexity:,.2f} over {result.tokens:,} "
+        f"tokens ({batches.sequences:,} sequences of {length:,}) of "
+        f"{data.validation_corpus or data.corpus}"
     )
 
 

@@ -1,1 +1,1 @@
-"""What leaves the project: dense weights in files that other programs read, and a folder that transformers loads."""
+"""Trained models for other programs: safetensors files, and folders for transformers."""

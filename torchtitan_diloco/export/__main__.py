@@ -1,53 +1,115 @@
-"""Writes what a run has saved as a folder for other programs, or for another run.
+"""Write a trained model as a folder of weights, for other programs or for another run.
 
 python -m torchtitan_diloco.export outputs/RUN --format hf
 """
 
 import argparse
+import json
+import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_diloco.export.saved_run import DTYPES, FORMATS, export_run
-from torchtitan_diloco.saved_model import add_saved_arguments
+import torch
+
+from torchtitan_diloco import __version__
+from torchtitan_diloco.config import Config, to_toml
+from torchtitan_diloco.data.files import write_whole
+from torchtitan_diloco.export.hugging_face import save_hugging_face
+from torchtitan_diloco.export.saved_model import (
+    SavedModel,
+    find_checkpoint,
+    open_saved,
+    run_command,
+    saved_model_parser,
+)
+from torchtitan_diloco.export.weights import check_has_no_weights, write_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULTS = ("float32", "shared")
+RANKS_NAME = "tokenizer.tiktoken"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.export",
-        description="Write what a run has saved as a folder of dense weights.",
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = saved_model_parser(
+        "torchtitan_diloco.export", "Write a trained model as a folder of weights."
     )
-    add_saved_arguments(parser)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--format",
-        choices=FORMATS,
+        choices=("safetensors", "hf"),
         default="safetensors",
-        help="safetensors: weights and config that another run can start from (default); hf: a folder for transformers",
+        help="safetensors: for another run (default); hf: for transformers",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of the weights written (default float32)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)"
-    )
-    return parser
+    add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+    add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
+    return run_command(_export, parser, arguments)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
+def _export(options: argparse.Namespace) -> None:
+    path = find_checkpoint(options.run, options.step)
+    folder = options.out.expanduser() if options.out else _default_folder(path, options)
+    check_has_no_weights(folder)
+    saved, dtype = open_saved(path, weights=options.weights), DTYPES[options.dtype]
     try:
-        saved, folder = export_run(
-            options.run, options.step, options.format, options.dtype, options.weights, options.out
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        if options.format == "hf":
+            save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
+        else:
+            save_for_another_run(folder, saved, dtype)
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
+        ) from error
     count = sum(value.numel() for value in saved.tensors.values())
     print(f"{saved}: {count:,} parameters in {options.dtype}, in {folder}")
-    return 0
+
+
+def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
+    """Return a folder below the run, or beside a checkpoint that lies elsewhere."""
+    parent = checkpoint.parent
+    run = parent.parent if parent.name == "checkpoints" else parent
+    names = [checkpoint.name, options.format, options.dtype, options.weights]
+    return run / "export" / "-".join(name for name in names if name not in DEFAULTS)
+
+
+def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
+    """Write the weights under our names, and the settings and tokenizer that belong to them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, tokenizer = _settings_for_another_run(saved.config), saved.tokenizer
+    spec = config.data.tokenizer
+    is_file = spec.endswith(".tiktoken")
+    if is_file:
+        copy = folder / RANKS_NAME
+        shutil.copyfile(Path(spec).expanduser(), copy)
+        config = replace(config, data=replace(config.data, tokenizer=str(copy.absolute())))
+    write_whole(folder / "config.toml", to_toml(config).encode())
+    info = {
+        "tokenizer": spec,
+        "file": RANKS_NAME if is_file else None,
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprint": tokenizer.fingerprint,
+        "end_of_document": tokenizer.end_of_document,
+    }
+    write_whole(folder / "tokenizer-info.json", (json.dumps(info, indent=2) + "\n").encode())
+    tensors = {name: value.to(dtype) for name, value in saved.tensors.items()}
+    metadata = {
+        "producer": f"torchtitan_diloco {__version__}",
+        "step": str(saved.step),
+        "weights": saved.weights,
+    }
+    write_weights(folder, tensors, metadata)
+
+
+def _settings_for_another_run(config: Config) -> Config:
+    """Return the settings without those that belong to one run."""
+    return replace(
+        config,
+        run=replace(config.run, folder=""),
+        training=replace(config.training, stop_after=0),
+        model=replace(config.model, weights=""),
+        checkpoint=replace(config.checkpoint, resume="auto"),
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""A folder that `transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads.
+"""Folder for transformers: configuration, tokenizer, source of the model, and weights.
 
-transformers does not know our decoder, so the folder carries its source along (remote_code/). The weights keep their
-names; the embedding is stored once and is the head too. All rows of the embedding are kept, those that fill it up beyond
-the tokenizer's vocabulary included; as nothing trains them, `generate` is told never to choose them.
+transformers does not know our decoder, so the folder contains its source (remote_code/). The
+weights keep their names; the embedding is stored once and is the output matrix too.
 """
 
 import importlib.resources
 import json
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,124 +16,170 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.files import write_whole
-from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.export.dense import check_holds_no_weights, save_safetensors
-from torchtitan_diloco.export.fast_tokenizer import write_tokenizer
-from torchtitan_diloco.models.chinchilla.flavors import resolve_shape
+from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from torchtitan_diloco.data.train_tokenizer import byte_characters
+from torchtitan_diloco.export.weights import check_has_no_weights, write_weights
 from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.utils import install_command
 
-CONFIG_NAME = "config.json"
-GENERATION_CONFIG_NAME = "generation_config.json"
-CONFIGURATION_SOURCE = "configuration_chinchilla"
-MODELING_SOURCE = "modeling_chinchilla"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCE = "modeling_chinchilla"
 
 
 def save_hugging_face(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    model: Model,
-    *,
-    vocab_size: int,
-    sequence_length: int,
-    tokenizer: Tokenizer,
-    dtype: torch.dtype,
+    folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
-    """Writes the tensors of a Decoder(model, vocab_size, sequence_length), in `dtype`, with all that goes with them."""
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype = {dtype} is none to export in; give one of {', '.join(map(str, DTYPES))}"
-        )
-    if vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"vocab_size = {vocab_size} is below the vocabulary of {tokenizer.name}, {tokenizer.vocab_size}: give the "
-            "tokenizer and the size that the model was trained with"
-        )
-    check_tensors(tensors, model, vocab_size, sequence_length)
-    check_holds_no_weights(folder)
+    """Write a folder that `from_pretrained(folder, trust_remote_code=True)` loads."""
+    assert tokenizer.vocab_size <= model.vocab_size
+    check_has_no_weights(folder)
+    converted = convert_tokenizer(tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder, tokenizer, sequence_length)
-    source = importlib.resources.files("torchtitan_diloco.export") / "remote_code"
-    for name in (CONFIGURATION_SOURCE, MODELING_SOURCE):
-        write_whole(folder / f"{name}.py", (source / f"{name}.py").read_bytes())
-    _write_json(folder / GENERATION_CONFIG_NAME, generation_config(vocab_size, tokenizer))
-    _write_json(
-        folder / CONFIG_NAME, model_config(model, vocab_size, sequence_length, tokenizer, dtype)
+    _fast_tokenizer(converted, model.sequence_length).save_pretrained(folder)
+    remote_code = importlib.resources.files("torchtitan_diloco.export") / "remote_code"
+    write_whole(folder / f"{SOURCE}.py", (remote_code / f"{SOURCE}.py").read_bytes())
+    special = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
     )
-    # The weights come last: a folder that has them is complete.
+    # Nothing has trained the rows of the embedding that have no token.
+    unused = list(range(tokenizer.vocab_size, model.vocab_size))
+    generation_config = special | ({"suppress_tokens": unused} if unused else {})
+    for name, content in {
+        "generation_config.json": generation_config,
+        "config.json": special | _model_config(model, dtype),
+    }.items():
+        write_whole(folder / name, (json.dumps(content, indent=2) + "\n").encode())
+    tensors = {name: value.to(dtype) for name, value in model.state_dict().items()}
     metadata = {"producer": f"torchtitan_diloco {__version__}"}
-    save_safetensors(
-        folder, {name: tensor.to(dtype) for name, tensor in tensors.items()}, metadata=metadata
-    )
+    write_weights(folder, tensors, metadata, save=_save_sharded)
 
 
-def check_tensors(
-    tensors: dict[str, Tensor], model: Model, vocab_size: int, sequence_length: int
-) -> None:
-    with torch.device("meta"):
-        expected = {
-            name: value.shape
-            for name, value in Decoder(model, vocab_size, sequence_length).state_dict().items()
-        }
-    given = {name: value.shape for name, value in tensors.items()}
-    if given == expected:
-        return
-    wrong = [f"{name} is missing" for name in expected if name not in given]
-    wrong += [f"{name} is not part of the model" for name in given if name not in expected]
-    wrong += [
-        f"{name} is {tuple(shape)} instead of {tuple(expected[name])}"
-        for name, shape in given.items()
-        if name in expected and shape != expected[name]
-    ]
-    raise ValueError(
-        f"the tensors are not those of this model ({'; '.join(wrong[:3])}{'; ...' if len(wrong) > 3 else ''}): give the "
-        "model section, vocab_size and sequence_length of the run that trained them"
-    )
+def _save_sharded(tensors: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(tensors, folder, metadata=metadata)
 
 
-def model_config(
-    model: Model, vocab_size: int, sequence_length: int, tokenizer: Tokenizer, dtype: torch.dtype
-) -> dict[str, Any]:
-    shape = resolve_shape(model)
+def _model_config(model: Decoder, dtype: torch.dtype) -> dict[str, Any]:
+    shape, config = model.shape, model.config
     return {
         "architectures": ["ChinchillaForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"{CONFIGURATION_SOURCE}.ChinchillaConfig",
-            "AutoModelForCausalLM": f"{MODELING_SOURCE}.ChinchillaForCausalLM",
+            "AutoConfig": f"{SOURCE}.ChinchillaConfig",
+            "AutoModelForCausalLM": f"{SOURCE}.ChinchillaForCausalLM",
         },
         "model_type": "chinchilla",
-        "vocab_size": vocab_size,
-        "max_position_embeddings": sequence_length,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.sequence_length,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.width,
         "num_attention_heads": shape.heads,
         "head_dim": shape.head_dim,
         "intermediate_size": shape.feed_forward,
-        "norm": model.norm,
-        "qk_norm": model.qk_norm,
-        "positions": model.positions,
-        "rotary_base": model.rotary_base,
-        "activation": model.activation,
+        "norm": config.norm,
+        "qk_norm": config.qk_norm,
+        "positions": config.positions,
+        "rotary_base": config.rotary_base,
+        "activation": config.activation,
         "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.end_of_document,
-        "eos_token_id": tokenizer.end_of_document,
-        "pad_token_id": tokenizer.end_of_document,
-        "torch_dtype": str(dtype).removeprefix(
-            "torch."
-        ),  # the key that old and new versions of transformers read
+        # the key that old and new versions of transformers read
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
-def generation_config(vocab_size: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    config: dict[str, Any] = dict.fromkeys(
-        ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
+def _fast_tokenizer(converted: Any, max_length: int) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    # Special tokens in a text are ordinary text, as in training. Call the tokenizer with
+    # split_special_tokens=False to have them read. One difference stays: a lone surrogate, which
+    # becomes U+FFFD in training, is an error in transformers.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=converted,
+        # Training ends every document with this token, so it also precedes the next document.
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_DOCUMENT),
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",  # where `generate` needs it
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
     )
-    if vocab_size > tokenizer.vocab_size:
-        config["suppress_tokens"] = list(range(tokenizer.vocab_size, vocab_size))
-    return config
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+def convert_tokenizer(tokenizer: Tokenizer) -> Any:
+    """Return the `tokenizers.Tokenizer` that gives the same ids for every text."""
+    try:
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+    except ImportError as error:
+        raise ValueError(
+            f"--format hf needs the package transformers: {install_command('export')}"
+        ) from error
+
+    class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers is not type-checked
+        def extract_vocab_merges_from_model(
+            self, _: object
+        ) -> tuple[dict[str, int], list[tuple[str, str]]]:
+            """Return the vocabulary and merges from memory instead of from a rank file."""
+            return vocabulary_and_merges(tokenizer)
+
+    special = tokenizer.special_tokens()
+    names = sorted(special, key=special.__getitem__)
+    # The argument was renamed in transformers 5; each version ignores the other name.
+    converted = Converter(
+        pattern=oniguruma_pattern(tokenizer.split_pattern),
+        extra_special_tokens=names,
+        additional_special_tokens=names,
+    ).converted()
+    converted.encode_special_tokens = True
+    check_same_ids(tokenizer, converted)
+    return converted
+
+
+def vocabulary_and_merges(tokenizer: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return the tokens and every pair of tokens that makes a token, in the order of the ranks."""
+    ranks, special = tokenizer.ranks(), tokenizer.special_tokens()
+    characters = byte_characters()
+    text = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    vocabulary = {text[token]: rank for token, rank in ranks.items()}
+    if sorted(special.values()) != list(range(len(ranks), len(ranks) + len(special))):
+        vocabulary |= special  # else they get the next free ids; named encodings have gaps there
+    merges = [
+        (text[token[:cut]], text[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    return vocabulary, merges
+
+
+def oniguruma_pattern(pattern: str) -> str:
+    """Convert the pattern of tiktoken for the regex engine of `tokenizers`.
+
+    That engine reads `{1,3}+` as a repetition of `{1,3}`, and `$` as the end of any line. In all
+    patterns of tiktoken the former ends an alternative, where possessive or not is the same.
+    """
+    possessive = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
+    return re.sub(r"(?<!\\)\$", r"\\z", possessive)
+
+
+def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
+    """Compare the ids of trial texts: the two engines have their own tables of characters."""
+    for text in _trial_texts(tokenizer):
+        ids = tokenizer.encode(text).tolist()
+        other_ids = converted.encode(text, add_special_tokens=False).ids
+        if ids != other_ids:
+            raise ValueError(
+                f"{tokenizer.name} cannot be exported: for {text!r} it gives the ids {ids}, its "
+                f"conversion {other_ids}. Learn the rank file with "
+                "torchtitan_diloco.data.train_tokenizer, or update the package tokenizers"
+            )
+
+
+def _trial_texts(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the special tokens, texts of random tokens, and texts of random characters."""
+    yield from tokenizer.special_tokens()
+    draw, tokens = random.Random(0), list(tokenizer.ranks())
+    common = [*" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"]
+    for _ in range(100):
+        yield b"".join(draw.choices(tokens, k=40)).decode(errors="replace")
+        character = chr(draw.choice((draw.randrange(0x80), draw.randrange(0xE000, 0x110000))))
+        letter = chr(draw.randrange(0xD800))
+        yield "".join(draw.choices([character, letter, *common], k=40))

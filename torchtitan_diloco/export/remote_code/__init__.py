@@ -1,2 +1,1 @@
-"""Source files that an exported folder carries along. They run on machines without this package: torch, transformers and
-each other are all they may import."""
+"""Source of the model that an exported folder contains. It imports only torch and transformers."""

@@ -1,7 +1,7 @@
-"""A Chinchilla-style decoder that torchtitan_diloco trained, for transformers.
+"""Chinchilla-style decoder of torchtitan_diloco, for transformers.
 
-Parameters have the names and the layout of training, and `lm_head` is the embedding. Attention is always torch's
-scaled_dot_product_attention.
+Parameters have the names and shapes of training, and `lm_head` is tied to the embedding. Attention
+is always `torch.nn.functional.scaled_dot_product_attention`.
 """
 
 from typing import Any
@@ -9,54 +9,78 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from .configuration_chinchilla import ChinchillaConfig
 
 Rotary = tuple[Tensor, Tensor]
 
+DEFAULTS = {
+    "vocab_size": 320,
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 4,
+    "hidden_size": 96,
+    "num_attention_heads": 3,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "norm": "rmsnorm",
+    "qk_norm": True,
+    "positions": "rotary",
+    "rotary_base": 10_000.0,
+    "activation": "gelu",
+    "use_cache": True,
+}
+
+
+class ChinchillaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is not type-checked
+    model_type = "chinchilla"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"num_key_value_heads": "num_attention_heads"}
+
+    def __init__(self, **kwargs: Any) -> None:
+        for key, default in DEFAULTS.items():
+            setattr(self, key, kwargs.pop(key, default))
+        super().__init__(**{"tie_word_embeddings": True, **kwargs})
+
 
 def build_norm(kind: str, width: int) -> nn.Module:
-    return (
-        nn.RMSNorm(width, eps=1e-6)
-        if kind == "rmsnorm"
-        else nn.LayerNorm(width, eps=1e-6, bias=False)
-    )
+    if kind == "rmsnorm":
+        return nn.RMSNorm(width, eps=1e-6)
+    return nn.LayerNorm(width, eps=1e-6, bias=False)
 
 
 def rotary_angles(position_ids: Tensor, head_dim: int, base: float) -> Rotary:
-    """Cosine and sine of each position's angles, [batch, 1, length, head_dim], in fp32."""
-    frequencies = base ** (
-        -torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    )
-    angles = position_ids[:, None, :, None].float() * frequencies
+    """Return cosine and sine of each position's angles, fp32 [batch, 1, length, head_dim]."""
+    dims = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+    angles = position_ids[:, None, :, None].float() * base ** (-dims / head_dim)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim] by its position's angle."""
+    """Rotate each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim]."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
-def attention_pattern(
+def build_mask(
     attention_mask: Tensor | None, past: int, length: int, device: torch.device
 ) -> Tensor | None:
-    """Which of the past + length keys each of the `length` queries sees, [batch or 1, 1, length, past + length]; None
-    where plain causal attention, or a single query that sees everything, says the same."""
+    """Return which keys each query attends to, [batch or 1, 1, length, past + length].
+
+    Returns None where plain causal attention, or a single query that attends to everything, is the
+    same.
+    """
     padded = attention_mask is not None and not bool(attention_mask.all())
     if not padded and (past == 0 or length == 1):
         return None
     keys = torch.arange(past + length, device=device)
     queries = keys[past:, None]
-    seen = (keys <= queries)[None, None]
+    mask = (keys <= queries)[None, None]
     if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None, :].bool()
-    # A padding place sees at least itself: some kernels and versions of torch make NaN of a row without any key.
-    return seen | (keys == queries)
+        mask = mask & attention_mask[:, None, None, :].bool()
+    # Padding attends to itself: some kernels return NaN for a row without any key.
+    return mask | (keys == queries)
 
 
 class Attention(nn.Module):
@@ -69,7 +93,7 @@ class Attention(nn.Module):
         self.q_norm = build_norm(config.norm, self.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = build_norm(config.norm, self.head_dim) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Rotary | None, seen: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, length, head_dim]
@@ -78,32 +102,29 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        causal = seen is None and k.shape[2] == length
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
+        causal = mask is None and k.shape[2] == length
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
 
-class GeluFeedForward(nn.Module):
+class FeedForward(nn.Module):
+    """GELU, or SwiGLU if there is a gate."""
+
     def __init__(self, config: ChinchillaConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width, inner = config.hidden_size, config.intermediate_size
+        swiglu = config.activation == "swiglu"
+        self.gate = nn.Linear(width, inner, bias=False) if swiglu else None
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
-
-
-class SwigluFeedForward(nn.Module):
-    def __init__(self, config: ChinchillaConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        up = self.up(x)
+        gelu = self.gate is None
+        out: Tensor = self.down(
+            F.gelu(up, approximate="tanh") if gelu else F.silu(self.gate(x)) * up
+        )
         return out
 
 
@@ -113,17 +134,15 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config.norm, config.hidden_size)
         self.attention = Attention(config, layer)
         self.feed_forward_norm = build_norm(config.norm, config.hidden_size)
-        self.feed_forward = (
-            GeluFeedForward(config) if config.activation == "gelu" else SwigluFeedForward(config)
-        )
+        self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, seen: Tensor | None, cache: Any) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, seen, cache)
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask, cache)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
 
-class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]  # transformers is not type-checked
+class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     config_class = ChinchillaConfig
     # Newer versions of transformers read the pair, older ones only the key.
     _tied_weights_keys = {"lm_head.weight": "embedding.weight"}
@@ -133,16 +152,13 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
     def __init__(self, config: ChinchillaConfig) -> None:
         super().__init__(config)
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        width, layers = config.hidden_size, config.num_hidden_layers
+        self.embedding = nn.Embedding(config.vocab_size, width)
         learned = config.positions == "learned"
-        self.positions = (
-            nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        )
-        self.blocks = nn.ModuleList(
-            Block(config, layer) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = build_norm(config.norm, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(layers))
+        self.norm = build_norm(config.norm, width)
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -171,7 +187,7 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> Any:
-        """attention_mask is [batch, past + length], with 0 for padding on the left or on the right."""
+        """`attention_mask` is [batch, past + length], with 0 for padding on either side."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -179,38 +195,32 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             use_cache = self.config.use_cache and labels is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        length = x.shape[1]
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        if attention_mask is not None and (
-            attention_mask.dim() != 2 or attention_mask.shape[1] != past + length
-        ):
+        length = x.shape[1]
+        if attention_mask is not None and attention_mask.shape[1:] != (past + length,):
             raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}; give [batch, {past + length}]: {past} places "
-                f"in the cache and {length} new ones"
+                f"attention_mask has the shape {tuple(attention_mask.shape)}; give [batch, "
+                f"{past + length}]: {past} positions in the cache and {length} new ones"
             )
         if position_ids is None:
-            position_ids = self._count_positions(attention_mask, past, length, x.device)
+            position_ids = self._position_ids(attention_mask, past, length, x.device)
+        rotary = None
         if self.positions is not None:
             x = x + self._learned_positions(position_ids, past + length)
-        rotary = None
-        if self.config.positions == "rotary":
+        else:
             rotary = rotary_angles(position_ids, self.config.head_dim, self.config.rotary_base)
-        seen = attention_pattern(attention_mask, past, length, x.device)
+        mask = build_mask(attention_mask, past, length, x.device)
 
         hidden_states = [x]
         for block in self.blocks:
-            x = block(x, rotary, seen, past_key_values)
+            x = block(x, rotary, mask, past_key_values)
             hidden_states.append(x)
-        hidden_states[-1] = x = self.norm(
-            x
-        )  # as in transformers' own models, the last one is what the head reads
+        hidden_states[-1] = x = self.norm(x)  # in transformers the last one is what the head reads
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs
-            )
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -220,21 +230,21 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         return output.to_tuple() if return_dict is False else output
 
     @staticmethod
-    def _count_positions(
+    def _position_ids(
         attention_mask: Tensor | None, past: int, length: int, device: torch.device
     ) -> Tensor:
-        """Padding does not count: the first real token is at position 0 wherever it stands."""
+        """Count positions without padding: the first real token is at position 0."""
         if attention_mask is None:
             return torch.arange(past, past + length, device=device)[None]
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
 
-    def _learned_positions(self, position_ids: Tensor, places: int) -> Tensor:
+    def _learned_positions(self, position_ids: Tensor, total: int) -> Tensor:
         assert self.positions is not None
         rows = self.config.max_position_embeddings
-        if places > rows and int(position_ids.max()) >= rows:
+        if total > rows and int(position_ids.max()) >= rows:
             raise ValueError(
-                f"{int(position_ids.max()) + 1} tokens are more than the {rows} positions that this model has learned: "
-                f"give at most {rows}, or keep prompt + max_new_tokens below that"
+                f"{int(position_ids.max()) + 1} tokens are more than the {rows} positions that this "
+                f"model has learned: give at most {rows}, prompt and new tokens together"
             )
         out: Tensor = self.positions(position_ids)
         return out

@@ -1,0 +1,175 @@
+"""Opening a checkpoint as a whole model in fp32, with its tokenizer and settings.
+
+The settings are those in the checkpoint's manifest, not in the run's config.toml: a resumed run may
+have changed them, and the manifest stays with the folder of the checkpoint.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.components.checkpoint_schema import (
+    MANIFEST,
+    MODEL,
+    SHARED,
+    Manifest,
+    check_tokenizer,
+    checkpoint_path,
+    complete_checkpoints,
+    damage,
+    read_manifest,
+    step_of,
+    worker_folder,
+)
+from torchtitan_diloco.components.resume import read_tensors, saved_tensors
+from torchtitan_diloco.components.run_plan import vocabulary_rows
+from torchtitan_diloco.config import Config, parse_config
+from torchtitan_diloco.data.corpus import open_tokenizer
+from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.diloco.state_dict import shared_parameter_name
+from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.models.chinchilla.model import Decoder
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    config: Config
+    """Settings that the checkpoint was saved with."""
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int
+    path: Path
+    """Folder of the checkpoint."""
+    weights: str
+    """`shared` or `worker-K`."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def __str__(self) -> str:
+        which = "shared parameters" if self.weights == SHARED else self.weights
+        return f"{self.path}, step {self.step}, {which}"
+
+
+def saved_model_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Create a parser with the arguments of `open_saved`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
+    add(
+        "--weights",
+        default=SHARED,
+        metavar="WHICH",
+        help="shared: the parameters that all workers share (default); worker-K: worker K's own",
+    )
+    return parser
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    choices = ("auto", "cpu", "cuda")
+    parser.add_argument("--device", choices=choices, default="auto", help="default auto: a GPU")
+
+
+def run_command(
+    command: Callable[[argparse.Namespace], None],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+) -> int:
+    """Run a command and return its exit status. A mistake is a line on stderr and status 2."""
+    try:
+        command(parser.parse_args(arguments))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
+    """Open a checkpoint, given the folder of a run or of a checkpoint.
+
+    Arguments:
+        step: Which checkpoint of a run; None for the latest.
+        weights: `shared` or `worker-K`.
+    """
+    path = find_checkpoint(run, step)
+    manifest = read_manifest(path)
+    workers = [worker_folder(worker) for worker in range(manifest.workers)]
+    if weights not in (SHARED, *workers):
+        known = ", ".join([SHARED, *workers])
+        raise ValueError(f"--weights {weights}: {path} has no such parameters; it has {known}")
+    config = parse_config(manifest.config, str(path / MANIFEST))
+    tokenizer = open_tokenizer(config.data)
+    check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
+    rows = vocabulary_rows(config.model, tokenizer.vocab_size)
+    with torch.device("meta"):
+        model = MODELS[config.model.name].build(config.model, rows, config.training.sequence_length)
+    model.to_empty(device="cpu").requires_grad_(False).eval()
+    _load(model, path, manifest, weights)
+    return SavedModel(config, model, tokenizer, manifest.step, path, weights)
+
+
+def find_checkpoint(run: Path, step: int | None = None) -> Path:
+    """Return the folder of a checkpoint: `run` itself, or the one of `run` at `step`."""
+    path = run.expanduser()
+    if (path / MANIFEST).exists():
+        saved = read_manifest(path).step
+        if step not in (None, saved):
+            raise ValueError(
+                f"--step {step}: {run} is the checkpoint of step {saved}; leave out --step, or name "
+                "the folder of the run"
+            )
+        return path.absolute()
+    if not path.is_dir():
+        raise ValueError(
+            f"{run} does not exist: name the folder of a run (outputs/...) or of a checkpoint"
+        )
+    found = complete_checkpoints(path)
+    if not found:
+        raise ValueError(
+            f"{run} has no complete checkpoint: name the folder of a run with checkpoints/step-...; "
+            "a run saves if checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
+        )
+    if step is None:
+        return found[-1]
+    if checkpoint_path(path, step) not in found:
+        steps = ", ".join(str(step_of(other)) for other in found)
+        raise ValueError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
+    return checkpoint_path(path, step)
+
+
+def _load(model: Decoder, path: Path, manifest: Manifest, weights: str) -> None:
+    """Read the parameters from the folders of a checkpoint.
+
+    Parameters that the outer loop does not hold, because they are frozen or because there is no
+    outer loop, are the same in all workers.
+    """
+    own = (worker_folder(0) if weights == SHARED else weights, lambda name: MODEL + name)
+    folders: list[tuple[str, Callable[[str], str]]] = [own]
+    if weights == SHARED and manifest.outer:
+        folders.insert(0, (SHARED, shared_parameter_name))
+    missing = {name: value.detach() for name, value in model.named_parameters()}
+    for folder, key in folders:
+        if not missing:
+            break
+        files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
+        if damaged := damage(path, manifest, files):
+            raise ValueError(damaged)
+        known = saved_tensors(path / folder)
+        found = {name: value for name, value in missing.items() if key(name) in known}
+        for name, value in found.items():
+            if known[key(name)].size != value.shape:
+                raise ValueError(
+                    f"{path} is of another model: {name} is {tuple(known[key(name)].size)} there, "
+                    f"and {tuple(value.shape)} with its settings and tokenizer. Put back the "
+                    "tokenizer that the run was trained with"
+                )
+        read_tensors(path / folder, {key(name): value for name, value in found.items()})
+        missing = {name: value for name, value in missing.items() if name not in found}
+    assert not missing, f"{path} has no {', '.join(missing)}"
