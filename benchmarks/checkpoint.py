@@ -1,34 +1,39 @@
-"""Saving and loading a checkpoint beside a plain copy of the same files, in one process, taking turns.
+"""Compare saving and loading a checkpoint with a plain copy of the same files, in one process.
 
     python -m benchmarks.checkpoint [--flavor 35m] [--rounds 5] [--folder FOLDER]
 
-The checkpoint is that of one worker with an outer loop: parameters, two inner moments, shared parameters and momentum, 20 bytes
-a parameter. Every file is brought to the disk (fsync) by both. "Held up": what training waits for, with asynchronous saving.
+The checkpoint is that of one worker with an outer loop: parameters, two inner moments, shared
+parameters and outer momentum, 20 bytes a parameter. Both write their files to the disk (fsync).
+"Held up" is the time that training waits for an asynchronous save.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import positive
-from benchmarks.table import print_table, summary
+from benchmarks.core import build_parser, positive, print_table, seconds_of, summary
 from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folder import Manifest, checkpoint_path, read_manifest
+from torchtitan_diloco.components.checkpoint_schema import (
+    Manifest,
+    RunState,
+    checkpoint_path,
+    read_manifest,
+)
 from torchtitan_diloco.components.optimizer import build_optimizer
 from torchtitan_diloco.components.resume import Start, restore
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.models.chinchilla.flavors import FLAVORS
 
 
-def copy_files(source: Path, target: Path) -> float:
-    started = time.perf_counter()
+def copy_files(source: Path, target: Path) -> None:
     for path in source.rglob("*"):
         if path.is_file():
             copied = target / path.relative_to(source)
@@ -36,73 +41,54 @@ def copy_files(source: Path, target: Path) -> float:
             shutil.copyfile(path, copied)
             with copied.open("rb") as file:
                 os.fsync(file.fileno())
-    return time.perf_counter() - started
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--flavor", default="35m")
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=None,
-        help="on the disk to measure (default: the temporary folder)",
-    )
-    own = parser.parse_args()
-    model = MODELS["chinchilla"].build(Model(flavor=own.flavor), 32_000, 128)
+def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[float]], int]:
+    """Return seconds by what was done, and the bytes of a checkpoint."""
+    shape = Model(flavor=flavor)  # type: ignore[arg-type]
+    model = MODELS["chinchilla"].build(shape, 32_000, 128)
     optimizer = build_optimizer(model, Optimizer(), 100)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    world = World(rank=0, size=1, workers=1, device=device)
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
-    rows: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
-    with tempfile.TemporaryDirectory(dir=own.folder) as scratch:
-        saver = Checkpointer(
-            Checkpoint(keep_latest=1), Path(scratch), world, model, optimizer, outer
-        )
-        for step in range(own.rounds + 1):
-            manifest = Manifest(
-                step, 0, 0, workers=1, ranks_per_worker=1, data={}, run={}, settings={}
-            )
-            started = time.perf_counter()
-            held_up = saver.save(manifest)
-            saver.wait()
-            saved = time.perf_counter() - started
-            path = checkpoint_path(Path(scratch), step)
-            started = time.perf_counter()
-            restore(
-                Start("", str(path), read_manifest(path)),
-                Checkpoint(),
-                world,
-                model,
-                optimizer,
-                outer,
-            )
-            loaded = time.perf_counter() - started
-            copied = copy_files(path, Path(scratch) / "copy")
-            shutil.rmtree(Path(scratch) / "copy")
-            size = sum(bytes_ for bytes_, _ in read_manifest(path).files.values())
-            if step:  # the first one loads code
-                for name, seconds in zip(rows, (held_up, saved, loaded, copied), strict=True):
-                    rows[name].append(seconds)
-    table = [
-        [
-            name,
-            summary(found, 2),
-            summary([size / 1e6 / seconds for seconds in found], 0),
-            str(own.rounds),
-        ]
-        for name, found in rows.items()
-    ]
-    print_table(
-        f"{own.flavor}, {size / 1e6:,.0f} MB, torch {torch.__version__}",
-        ["what", "seconds", "MB/s", "n"],
-        table,
-    )
+    parts = model, optimizer, outer
+    saver = Checkpointer(Checkpoint(keep_latest=1), folder, world, *parts)
+    found: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
+    for step in range(rounds + 1):
+        manifest = Manifest(RunState(step), workers=1, ranks_per_worker=1, data={}, config="")
+        started = time.perf_counter()
+        held_up = saver.save(manifest)
+        saver.wait()
+        saved = time.perf_counter() - started
+        path = checkpoint_path(folder, step)
+        begin = Start("", str(path), read_manifest(path))
+        loaded = seconds_of(partial(restore, begin, "copy", world, *parts), device)
+        copied = seconds_of(partial(copy_files, path, folder / "copy"), device)
+        shutil.rmtree(folder / "copy")
+        if step:  # the first round loads code
+            for name, seconds in zip(found, (held_up, saved, loaded, copied), strict=True):
+                found[name].append(seconds)
+    saver.close()
+    return found, sum(size for size, _ in read_manifest(path).files.values())
+
+
+def main() -> None:
+    parser = build_parser(__doc__)
+    parser.add_argument("--flavor", choices=FLAVORS, default="35m")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        found, size = measure(options.flavor, options.rounds, Path(scratch))
+    rows = []
+    for name, seconds in found.items():
+        speeds = [size / 1e6 / one for one in seconds]
+        rows.append([name, summary(seconds, 2), summary(speeds, 0), str(len(seconds))])
+    title = f"{options.flavor}, {size / 1e6:,.0f} MB, torch {torch.__version__}"
+    print_table(title, ["what", "seconds", "MB/s", "n"], rows)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,30 @@
-"""Encode and decode of every wire format beside a memory copy of as many fp32 values, in one process, taking turns; then what
-the background does with the mean that came back.
+"""Compare encoding and decoding of each wire format with a memory copy of as many fp32 values.
 
-    python -m benchmarks.codecs [--codecs fp32,...] [--rounding nearest] [--block-size 64] [--megabytes 4.2,33.6]
-                                [--threads 1] [--rounds 15] [--device cpu]
+    python -m benchmarks.codecs [--codecs fp32,...] [--rounding nearest] [--block-size 64]
+                                [--megabytes 4.2,33.6] [--threads 1] [--rounds 15] [--device cpu]
 
-GB/s are of fp32 values: 33.6 MB in 10 ms are 3.36. The copy reads and writes all of them, and so is what memory allows to a
-format that would read them and write nothing less. Outer step: norm of the mean, Nesterov, norm of the update, checksum.
+All run in one process and take turns. A second table has the outer step, which the background
+thread takes with the mean that comes back. GB/s are of fp32 values: 33.6 MB in 10 ms are 3.36. A
+copy reads and writes all values: a format that reads as much and writes less may be faster.
 """
-
-import argparse
-import time
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.arguments import codec_names, positive
-from benchmarks.table import print_table, summary
+from benchmarks.core import (
+    build_parser,
+    codec_name,
+    list_of,
+    positive,
+    positive_number,
+    print_table,
+    seconds_of,
+    summary,
+    take_turns,
+)
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantization
-from torchtitan_diloco.diloco.exchange import CODED_PIECE
+from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import describe_device
@@ -36,57 +40,46 @@ HEADER = [
     "share of copy",
     "n",
 ]
+STEP_HEADER = ["MB fp32", "plain ms", "GB/s", "measured ms", "n"]
+LEGEND = """
+Share of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n
+turns. Outer step: Nesterov and checksum; measured: also the norms of the mean and of the
+change."""
 
 
-def timed(task: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    task()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
-def measure(codec: Codec, values: Tensor, rounds: int) -> list[tuple[float, float, float]]:
-    """Seconds of encode, decode and copy, in pieces as an exchange has them."""
-    piece = values.numel() if values.device.type == "cuda" else CODED_PIECE
-    payload = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-    arrived, copied = torch.empty_like(values), torch.empty_like(values)
-    pieces, encoded = values.split(piece), payload.split(codec.wire_bytes(piece))
+def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
+    """Measure a codec in pieces, as an exchange calls it."""
+    piece = values.numel() if values.device.type == "cuda" else PIECE
+    bytes_on_wire = codec.wire_bytes(values.numel())
+    payload = torch.empty(bytes_on_wire, dtype=torch.uint8, device=values.device)
+    decoded = torch.empty_like(values)
+    encoded = payload.split(codec.wire_bytes(piece))
 
     def encode() -> None:
-        for part, room in zip(pieces, encoded, strict=True):
-            codec.encode(part, room)
+        for part, target in zip(values.split(piece), encoded, strict=True):
+            codec.encode(part, target)
 
     def decode() -> None:
-        for room, part in zip(encoded, arrived.split(piece), strict=True):
-            codec.decode(room, part)
+        for source, part in zip(encoded, decoded.split(piece), strict=True):
+            codec.decode(source, part)
 
-    def copy() -> None:
-        copied.copy_(values)
-
-    tasks = [partial(timed, task, values.device) for task in (encode, decode, copy)]
-    for task in tasks:
-        task()
-    return [(tasks[0](), tasks[1](), tasks[2]()) for _ in range(rounds)]
-
-
-def row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
-    found, gigabytes = measure(codec, values, rounds), values.nbytes / 1e9
-    rates = [[gigabytes / seconds for seconds in column] for column in zip(*found, strict=True)]
-    both = [encode + decode for encode, decode, _ in found]
-    share = [
-        2 * copy / time_of_both for time_of_both, (_, _, copy) in zip(both, found, strict=True)
-    ]
-    bits = 8 * codec.wire_bytes(values.numel()) / values.numel()
+    found = take_turns(
+        {
+            "encode": lambda: seconds_of(encode, values.device),
+            "decode": lambda: seconds_of(decode, values.device),
+            "copy": lambda: seconds_of(lambda: decoded.copy_(values), values.device),
+        },
+        rounds,
+    )
+    both = [sum(pair) for pair in zip(found["encode"], found["decode"], strict=True)]
+    shares = [2 * copy / coding for coding, copy in zip(both, found["copy"], strict=True)]
     return [
         codec.name,
-        f"{bits:.3f}",
+        f"{8 * bytes_on_wire / values.numel():.3f}",
         f"{values.nbytes / 1e6:.1f}",
-        *(summary(column, 2) for column in rates),
-        summary([1e3 * seconds for seconds in both], 2),
-        summary([100 * part for part in share], 0) + " %",
+        *(summary([values.nbytes / 1e9 / one for one in column], 2) for column in found.values()),
+        summary(both, 2, 1e3),
+        summary(shares, 0, 100) + " %",
         str(rounds),
     ]
 
@@ -96,52 +89,41 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
     state = OuterState(fragment, OuterOptimizer(), device)
 
-    def step() -> None:
-        state.norm_of_delta()
-        state.advance()
-
-    def turn() -> float:
+    def step(measured: bool) -> float:
         state.delta.normal_(std=1e-3)
-        return timed(step, device)
+        return seconds_of(lambda: state.advance(measured=measured), device)
 
-    turn()
-    seconds = [turn() for _ in range(rounds)]
-    gigabytes = 4e-9 * values
-    rates, milliseconds = [gigabytes / one for one in seconds], [1e3 * one for one in seconds]
-    return [f"{1e3 * gigabytes:.1f}", summary(milliseconds, 1), summary(rates, 2), str(rounds)]
+    found = take_turns({"plain": lambda: step(False), "measured": lambda: step(True)}, rounds)
+    speed = summary([4e-9 * values / one for one in found["plain"]], 2)
+    plain, measured = (summary(seconds, 1, 1e3) for seconds in found.values())
+    return [f"{4e-6 * values:.1f}", plain, speed, measured, str(rounds)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--codecs", type=codec_names, default=list(CODECS))
+    parser = build_parser(__doc__)
+    parser.add_argument("--codecs", type=list_of(codec_name), default=list(CODECS))
     parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument(
-        "--megabytes",
-        type=lambda text: [float(word) for word in text.split(",")],
-        default=[4.2, 33.6],
-    )
+    parser.add_argument("--megabytes", type=list_of(positive_number), default=[4.2, 33.6])
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    own = parser.parse_args()
-    torch.set_num_threads(own.threads)
-    device, rows, steps = torch.device(own.device), [], []
-    for megabytes in own.megabytes:
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device, rows, steps = torch.device(options.device), [], []
+    for megabytes in options.megabytes:
         values = 1e-3 * torch.randn(round(megabytes * 1e6 / 4), device=device)
-        for name in own.codecs:
-            chosen = Quantization(codec=name, rounding=own.rounding, block_size=own.block_size)
-            rows.append(row(build_codec(chosen), values, own.rounds))
-        steps.append(outer_step_row(values.numel(), device, own.rounds))
-    settings = f"{own.threads} CPU threads, {own.rounding}, blocks of {own.block_size}"
+        for name in options.codecs:
+            chosen = Quantization(
+                codec=name, rounding=options.rounding, block_size=options.block_size
+            )
+            rows.append(codec_row(build_codec(chosen), values, options.rounds))
+        steps.append(outer_step_row(values.numel(), device, options.rounds))
+    settings = f"{options.threads} CPU threads, {options.rounding}, blocks of {options.block_size}"
     title = f"{describe_device(device)}; {settings}; torch {torch.__version__}"
     print_table(title, HEADER, rows)
-    print(
-        "\nShare of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n turns.\n"
-    )
-    print_table("outer step", ["MB fp32", "ms", "GB/s", "n"], steps)
+    print(LEGEND)
+    print_table("outer step", STEP_HEADER, steps)
 
 
 if __name__ == "__main__":

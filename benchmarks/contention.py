@@ -1,26 +1,27 @@
-"""What the work of an exchange takes from the training step beside it, and how much of that is Python's lock.
+"""Measure what the work of an exchange takes from the training step beside it, and how much of that
+is due to Python's lock.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.contention [--rounds 9] [--steps 10] [--codecs fp32,fp4_e3m0] [--megabytes 6.3]
+    OMP_NUM_THREADS=1 python -m benchmarks.contention [--rounds 9] [--steps 10] [--megabytes 6.3]
+                                                      [--codecs fp32,fp4_e3m0]
                                                       [--section.key value ...]
 
-The trainer's step (as in benchmarks/train_step.py) takes turns beside: nothing; a thread that exchanges a fragment over
-and over, without a transfer (delta, encode, average, norms, outer step, checksum, merge); a process that does the same. A
-process shares cores, caches and memory with training, a thread shares Python's lock as well. What training lost is
-divided by the exchanges that were done meanwhile: what a thread's exchange costs more than a process's is the lock. The
-last row is a thread of pure Python, which gives the lock up as seldom as it can: it shows that the measurement would find
-it.
+The trainer's step (as in benchmarks/train_step.py) runs beside, in turns: nothing; a thread that
+exchanges a fragment over and over, without a transfer (delta, encode, average, outer step,
+checksum, merge); a process that does the same. A process shares cores, caches and memory with
+training, a thread also shares Python's lock: what its exchange costs more is due to the lock. The
+last row is a thread of pure Python, which holds the lock as long as it can: it shows that the
+measurement would find it.
 
-"Of a step at H": of the exchanges that the whole model takes in H steps.
+"of a step at H" is for the exchanges of the whole model in H steps.
 """
 
-import argparse
 import ctypes
 import multiprocessing as mp
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,88 +29,81 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.arguments import codec_names, config_of, positive, positive_number
-from benchmarks.table import print_table, summary
-from benchmarks.train_step import own_loop, turn
-from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.diloco.background_round import BackgroundRound
+from benchmarks.core import (
+    build_parser,
+    codec_name,
+    list_of,
+    parse_config,
+    positive,
+    positive_number,
+    print_table,
+    summary,
+    take_turns,
+)
+from benchmarks.train_step import ONE_WORKER, build_trainer_loop, run_steps
 from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import (
-    CodecName,
-    Fragments,
-    OuterOptimizer,
-    Quantization,
-)
-from torchtitan_diloco.diloco.exchange import CODED_PIECE
+from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.utils import describe_device
 
 Count = Callable[[], int]
-"""Exchanges done so far."""
+"""Returns the number of exchanges done so far."""
+PURE_PYTHON = ""
+"""Stands for a codec's name in the row of pure Python."""
+NOTHING = "nothing"
 
 
 class Work:
-    """A fragment of so many values and its rounds, as a worker's, but that nothing is sent and its own delta is the mean."""
+    """Rounds of one fragment in which nothing is sent: the worker's own delta is the mean."""
 
-    def __init__(self, codec: CodecName, values: int) -> None:
-        self._codec = build_codec(Quantization(codec=codec))
-        self.state = OuterState(
-            build_fragments(nn.Linear(values, 1, bias=False), Fragments(layers_per_fragment=0))[0],
-            OuterOptimizer(),
-            torch.device("cpu"),
-        )
-        self._round = BackgroundRound(None, 0, 0, None)
-        self._payload = torch.empty(self._codec.wire_bytes(min(CHUNK, values)), dtype=torch.uint8)
-        self._piece = BLOCK if self._codec.is_fp32 else CODED_PIECE
+    def __init__(self, codec: str, values: int) -> None:
+        self._codec = build_codec(Quantization(codec=codec))  # type: ignore[arg-type]
+        model = nn.Linear(values, 1, bias=False)
+        (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
+        self.state = OuterState(fragment, OuterOptimizer(), torch.device("cpu"))
+        size = self._codec.wire_bytes(min(CHUNK, values))
+        self._payload = torch.empty(size, dtype=torch.uint8)
 
-    def once(self) -> None:
-        state, now = self.state, time.perf_counter()
-        state.take_delta()
-        for chunk in state.delta.split(CHUNK):
-            pieces = chunk.split(self._piece)
-            payload = self._payload[: self._codec.wire_bytes(chunk.numel())].split(
-                self._codec.wire_bytes(self._piece)
-            )
-            for values, encoded in zip(pieces, payload, strict=True):
-                self._codec.encode(values, encoded)
-            for values, encoded in zip(pieces, payload, strict=True):
-                before = values.clone()
-                self._codec.average([encoded, encoded], [1.0, 1.0], values)
-                torch.dot(before, values)
-        header = Header(
-            0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=state.checksum
-        )
-        self._round(state, header, Round(0, 1, 1, state.values, due=now))
-        state.apply(0.5)
+    def exchange(self) -> None:
+        self.state.take_delta()
+        self.state.finish_delta()
+        for chunk in self.state.delta.split(CHUNK):
+            payload = self._payload[: self._codec.wire_bytes(chunk.numel())]
+            encoded = payload.split(self._codec.wire_bytes(PIECE))
+            for values, part in zip(chunk.split(PIECE), encoded, strict=True):
+                self._codec.encode(values, part)
+            for values, part in zip(chunk.split(PIECE), encoded, strict=True):
+                self._codec.average([part, part], [1.0, 1.0], values)
+        self.state.advance()
+        self.state.apply(0.5)
 
 
-def work_until(ended: Callable[[], bool], done: Any, codec: CodecName, values: int) -> None:
-    """`done.value` counts; 0 is the first one, which touches memory and code for the first time."""
-    torch.set_num_threads(1)  # of this thread alone
+def work_until(ended: Any, done: Any, codec: str, values: int) -> None:
+    """Exchange until the event `ended`, counting in `done.value`: the first round counts as 0."""
+    torch.set_num_threads(1)
     work = Work(codec, values)
-    while not ended():
-        work.once()
+    while not ended.is_set():
+        work.exchange()
         done.value += 1
 
 
-def _process(ended: Any, done: Any, codec: CodecName, values: int) -> None:
-    work_until(ended.is_set, done, codec, values)
+def spin_until(ended: Any, done: Any) -> None:
+    done.value = 0
+    while not ended.is_set():
+        sum(range(100))
 
 
 @contextmanager
 def beside(worker: Any, ended: Any, done: Any) -> Iterator[Count]:
+    """Run a thread or process in the body, from the end of its first exchange."""
     worker.start()
     try:
         while done.value < 0:
             if not worker.is_alive():
-                raise RuntimeError(
-                    "what was to work beside training has ended; its error stands above"
-                )
+                raise RuntimeError("the work beside training has ended; its error stands above")
             time.sleep(0.01)
         yield lambda: int(done.value)
     finally:
@@ -117,35 +111,17 @@ def beside(worker: Any, ended: Any, done: Any) -> Iterator[Count]:
         worker.join()
 
 
-def a_thread(codec: CodecName, values: int) -> AbstractContextManager[Count]:
+def in_thread(codec: str, values: int) -> AbstractContextManager[Count]:
     ended, done = threading.Event(), ctypes.c_long(-1)
-    arguments = ended.is_set, done, codec, values
-    return beside(threading.Thread(target=work_until, args=arguments, daemon=True), ended, done)
+    target = partial(work_until, codec=codec, values=values) if codec else spin_until
+    return beside(threading.Thread(target=target, args=(ended, done), daemon=True), ended, done)
 
 
-def a_process(codec: CodecName, values: int) -> AbstractContextManager[Count]:
+def in_process(codec: str, values: int) -> AbstractContextManager[Count]:
     context = mp.get_context("spawn")
     ended, done = context.Event(), context.RawValue(ctypes.c_long, -1)
-    return beside(
-        context.Process(target=_process, args=(ended, done, codec, values), daemon=True),
-        ended,
-        done,
-    )
-
-
-def pure_python() -> AbstractContextManager[Count]:
-    ended, done = threading.Event(), ctypes.c_long(0)
-
-    def spin() -> None:
-        while not ended.is_set():
-            sum(range(100))
-
-    return beside(threading.Thread(target=spin, daemon=True), ended, done)
-
-
-@contextmanager
-def nothing() -> Iterator[Count]:
-    yield lambda: 0
+    arguments = ended, done, codec, values
+    return beside(context.Process(target=work_until, args=arguments, daemon=True), ended, done)
 
 
 @dataclass(frozen=True)
@@ -153,86 +129,74 @@ class Measured:
     seconds: float
     """Of a step."""
     exchanges: float
-    """Done meanwhile, for each step."""
+    """Done during a step."""
+
+
+def build_row(
+    name: str, measured: list[Measured], alone: list[Measured], exchanges_per_step: float
+) -> list[str]:
+    """`exchanges_per_step`: in a real run."""
+    pairs = list(zip(measured, alone, strict=True))
+    cells = [name, summary([one.seconds for one in measured], 1, 1e3)]
+    if measured is alone:
+        return [*cells, "-", "-", "-"]
+    longer = [one.seconds / own.seconds - 1 for one, own in pairs]
+    cells.append(f"{summary(longer, 1, 100)} %")
+    if not all(one.exchanges for one in measured):
+        return [*cells, "-", "-"]
+    lost = [(one.seconds - own.seconds) / one.exchanges for one, own in pairs]
+    shares = [
+        seconds * exchanges_per_step / own.seconds for seconds, own in zip(lost, alone, strict=True)
+    ]
+    return [*cells, summary(lost, 2, 1e3), f"{summary(shares, 3, 100)} %"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--steps", type=positive, default=10, help="steps in one turn")
-    parser.add_argument("--codecs", type=codec_names, default=["fp32", "fp4_e3m0"])
-    parser.add_argument(
-        "--megabytes", type=positive_number, default=6.3, help="of the fragment in fp32"
-    )
-    own, words = parser.parse_known_args()
+    parser.add_argument("--codecs", type=list_of(codec_name), default=["fp32", "fp4_e3m0"])
+    size_help = "size of the fragment in fp32"
+    parser.add_argument("--megabytes", type=positive_number, default=6.3, help=size_help)
+    options, words = parser.parse_known_args()
     if (os.cpu_count() or 1) < 2:
-        parser.exit(
-            1, "on one core a thread takes the core before it takes a lock: this needs two\n"
-        )
-    config = config_of(
-        parser,
-        [*words, "--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"],
-    )
-    torch.set_num_threads(1)  # of training: the other core is for what works beside it
-    values = max(1, round(own.megabytes * 1e6 / 4))
+        parser.exit(1, "this needs two cores: on one, a thread waits for the core, not the lock\n")
+    config = parse_config(parser, [*words, *ONE_WORKER])
+    torch.set_num_threads(1)  # of training: the other core is for the work beside it
+    values = max(1, round(options.megabytes * 1e6 / 4))
+    conditions: dict[str, Callable[[], AbstractContextManager[Count]]] = {
+        NOTHING: lambda: nullcontext(lambda: 0)
+    }
+    for codec in options.codecs:
+        conditions[f"a thread, {codec}"] = partial(in_thread, codec, values)
+        conditions[f"a process, {codec}"] = partial(in_process, codec, values)
+    conditions["a thread of pure Python"] = partial(in_thread, PURE_PYTHON, values)
+    trainer, _, loop = build_trainer_loop(config)
+    device = trainer.world.device
 
-    conditions: dict[str, Callable[[], AbstractContextManager[Count]]] = {"nothing": nothing}
-    for codec in own.codecs:
-        conditions[f"a thread, {codec}"] = partial(a_thread, codec, values)
-        conditions[f"a process, {codec}"] = partial(a_process, codec, values)
-    conditions["a thread of pure Python"] = pure_python
-    found: dict[str, list[Measured]] = {name: [] for name in conditions}
-    with MetricsWriter(None, config.metrics) as metrics:
-        trainer, _, loop = own_loop(config, metrics)
-        device = trainer.world.device
-        turn(loop, own.steps, device)
-        for _ in range(own.rounds):
-            for name, condition in conditions.items():
-                with condition() as count:
-                    before = count()
-                    seconds = turn(loop, own.steps, device).seconds
-                    found[name].append(Measured(seconds, (count() - before) / own.steps))
-    sync_every, exchanges = config.diloco.sync_every, trainer.plan.parameters / values
+    def measure(name: str) -> Measured:
+        with conditions[name]() as count:
+            before = count()
+            seconds = run_steps(loop, options.steps, device).seconds
+            return Measured(seconds, (count() - before) / options.steps)
+
+    run_steps(loop, options.steps, device)
+    tasks = {name: partial(measure, name) for name in conditions}
+    found = take_turns(tasks, options.rounds, warm_up=0)
+    every, parameters = config.diloco.sync_every, trainer.plan.parameters
+    exchanges = parameters / values / every
     rows = [
-        row(name, measured, found["nothing"], exchanges / sync_every)
-        for name, measured in found.items()
+        build_row(name, measured, found[NOTHING], exchanges) for name, measured in found.items()
     ]
     title = (
-        f"{trainer.plan.parameters / 1e6:.1f}M parameters, {trainer.plan.tokens_per_step:,} tokens a step; "
-        f"{describe_device(device)}; torch {torch.__version__}; fragments of {own.megabytes:g} MB; n = {own.rounds} turns of "
-        f"{own.steps} steps; median (min ... max)"
+        f"{parameters / 1e6:.1f}M parameters, {trainer.plan.tokens_per_step:,} tokens a step; "
+        f"{describe_device(device)}; torch {torch.__version__}; fragments of "
+        f"{options.megabytes:g} MB; n = {options.rounds} turns of {options.steps} steps; median "
+        "(min ... max)"
     )
-    header = [
-        "beside",
-        "ms a step",
-        "longer than alone",
-        "ms lost to an exchange",
-        f"of a step at H = {sync_every}",
-    ]
+    last = f"of a step at H = {every}"
+    header = ["beside", "ms a step", "longer than alone", "ms lost to an exchange", last]
     print_table(title, header, rows)
-
-
-def row(
-    name: str, measured: list[Measured], alone: list[Measured], exchanges_a_step: float
-) -> list[str]:
-    """`exchanges_a_step`: of a real run."""
-    pairs = list(zip(measured, alone, strict=True))
-    cells = [name, summary([1e3 * one.seconds for one in measured], 1)]
-    if measured is alone:
-        return [*cells, "-", "-", "-"]
-    cells.append(
-        f"{summary([100 * (one.seconds / by_itself.seconds - 1) for one, by_itself in pairs], 1)} %"
-    )
-    if not all(one.exchanges for one in measured):
-        return [*cells, "-", "-"]
-    lost = [(one.seconds - by_itself.seconds) / one.exchanges for one, by_itself in pairs]
-    shares = [
-        100 * seconds * exchanges_a_step / by_itself.seconds
-        for seconds, by_itself in zip(lost, alone, strict=True)
-    ]
-    return [*cells, summary([1e3 * seconds for seconds in lost], 2), f"{summary(shares, 3)} %"]
 
 
 if __name__ == "__main__":

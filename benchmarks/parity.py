@@ -1,17 +1,19 @@
-"""Loss of the shared model at equal tokens: data parallelism, DiLoCo and streaming variants, several seeds.
+"""Compare the loss of the shared model at equal tokens: data parallelism, DiLoCo and streaming
+variants, with several seeds.
 
     python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--seeds 0,1,2] [--short]
-                                [--steps N] [--runs 'NAME;...'] [--out outputs/parity] [--section.key value ...]
+                                [--steps N] [--runs 'NAME;...'] [--out outputs/parity]
+                                [--section.key value ...]
 
-The tables are those of `benchmarks/parity_tables.py`. At full length `parity` takes hours on 2 CPU cores and the others about
-an hour each; `--short` is one seed of a tenth of the steps, warm-ups and beginnings included, in minutes.
+The tables are those of benchmarks/parity_tables.py. On 2 CPU cores `parity` takes hours at full
+length and the others about an hour each. `--short` is one seed of a tenth of the steps.
 
-Every run is a real one (`python -m torchtitan_diloco.launch`, gloo processes on the CPU), and is kept in --out. The same
-command again goes on where it was interrupted; a run that another table has too is not repeated. The table of the seeds that
-are complete is printed each time one is. Without --corpus the text is the Python standard library's source.
+Every run is a real one (`python -m torchtitan_diloco.launch`, gloo processes on the CPU) and is
+kept in --out: the same command continues where it was interrupted, and a run that another table
+also has is not repeated. The table is printed each time a seed is complete. Without --corpus, the
+text is the source of the Python standard library.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -22,133 +24,120 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.arguments import further_settings, positive
-from benchmarks.parity_tables import SET_BY_THE_TABLE, TABLES, Settings, Table
-from benchmarks.table import print_table
+from benchmarks.core import (
+    Settings,
+    build_parser,
+    command_line,
+    kept,
+    list_of,
+    parse_config,
+    parse_settings,
+    positive,
+    print_table,
+)
+from benchmarks.parity_tables import RESERVED, TABLES, Table
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
 
 LOSS = "validation/loss_nats_per_token_global"
 
 
-def command_line(settings: Settings) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+def resolved(settings: Settings) -> Settings:
+    """Return all settings of a run, defaults included."""
+    config = from_command_line(command_line(settings))
+    assert config is not None
+    return {key: str(value) for key, value in flat_settings(config).items()}
 
 
 def run_folder(out: Path, settings: Settings) -> Path:
-    """One folder for each thing that a run may be, defaults included: tables share their runs and never mistake them."""
-    config = from_command_line(command_line(settings))
-    assert config is not None
-    resolved = {key: str(value) for key, value in flat_settings(config).items()}
-    digest = hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:12]
-    return out / f"{config.training.steps}-steps-seed{config.run.seed}-{digest}"
+    """Return the folder of a run, which is the same for tables that share it."""
+    run = resolved(settings)
+    digest = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
+    return out / f"{run['training.steps']}-steps-seed{run['run.seed']}-{digest}"
 
 
 def train(out: Path, settings: Settings) -> float:
-    """The last validation loss of a run, which is started, or goes on, unless its folder says that it has finished."""
+    """Return the last validation loss of a run; start or resume it unless it has finished."""
     folder = run_folder(out, settings)
-    finished = folder / "finished.json"
-    if finished.exists():
-        return float(json.loads(finished.read_text())["loss"])
-    if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier start came to nothing
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan_diloco.launch",
-        *command_line({**settings, "run.folder": str(folder)}),
-    ]
-    outcome = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    if outcome.returncode:
-        raise SystemExit(
-            f"{' '.join(command)} failed:\n{outcome.stdout[-2000:]}{outcome.stderr[-2000:]}"
-        )
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    loss = [record[LOSS] for record in records if LOSS in record][-1]
-    if "checkpoint.keep_every" not in settings:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    finished.write_text(json.dumps({"loss": loss, "settings": settings}, indent=2))
-    return float(loss)
+
+    def run() -> dict[str, float]:
+        if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that cannot be resumed
+        words = command_line(settings | {"run.folder": str(folder)})
+        command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            output = done.stdout[-2000:] + done.stderr[-2000:]
+            raise SystemExit(f"{' '.join(command)} failed:\n{output}")
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if "checkpoint.keep_every" not in settings:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return {"loss": [record[LOSS] for record in records if LOSS in record][-1]}
+
+    return float(kept(folder, resolved(settings), run)["loss"])
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """`mean (least ... greatest)`."""
+def mean(values: Sequence[float], form: str) -> str:
+    """Return `mean (min ... max)`."""
     return f"{statistics.mean(values):{form}} ({min(values):{form}} ... {max(values):{form}})"
 
 
 def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> None:
-    """Every run beside its control, seed by seed, so that what a seed has in common cancels."""
+    """Compare each run with its control seed by seed: what the runs of a seed share cancels."""
     rows = []
     for name, found in losses.items():
         control = table.control_of(name)
-        behind = [
-            100 * (loss / beside - 1) for loss, beside in zip(found, losses[control], strict=True)
-        ]
-        settings = table.runs[name]
-        apart = steps - table.begins.get(name, 0)
-        rounds = (
-            "-"
-            if settings["diloco.method"] == "none"
-            else str(apart // int(settings["diloco.sync_every"]))
-        )
-        compared = "control" if name == control else f"{spread(behind, '+.2f')} %"
-        rows.append([name, rounds, spread(found, ".4f"), compared, table.paper.get(name, "")])
-    seeds = len(next(iter(losses.values())))
+        more = [100 * (loss / own - 1) for loss, own in zip(found, losses[control], strict=True)]
+        run, compared = table.runs[name], f"{mean(more, '+.2f')} %"
+        rounds = "-"
+        if run["diloco.method"] != "none":
+            rounds = str((steps - table.begin(name, steps)) // int(run["diloco.sync_every"]))
+        compared = "control" if name == control else compared
+        rows.append([name, rounds, mean(found, ".4f"), compared, table.paper.get(name, "")])
+    first, seeds = next(iter(table.runs)), len(next(iter(losses.values())))
+    same_control = {table.control_of(name) for name in losses} == {first}
+    against = f"against {first if same_control else 'its control'}"
     title = (
-        f"validation loss of the shared model after {steps:,} steps = {steps * table.tokens_per_step / 1e6:.1f}M tokens; "
-        f"n = {seeds} seeds; mean (least ... greatest)"
+        f"validation loss of the shared model after {steps:,} steps = "
+        f"{steps * table.tokens_per_step / 1e6:.1f}M tokens; n = {seeds} seeds; mean "
+        "(min ... max)"
     )
-    several = set(map(table.control_of, losses)) != {next(iter(table.runs))}
-    against = "against its control" if several else f"against {next(iter(table.runs))}"
     print_table(title, ["run", "rounds", "loss, nats per token", against, "papers"], rows)
-    sys.stdout.flush()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser(__doc__)
     parser.add_argument("--table", choices=TABLES, default="parity")
     parser.add_argument("--corpus", default="stdlib")
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        help="length of a run (default: the table's); warm-ups and the like with it",
-    )
-    parser.add_argument("--seeds", default="0,1,2")
+    steps_help = "length of a run (default: the table's), to which warm-ups are scaled"
+    parser.add_argument("--steps", type=positive, help=steps_help)
+    parser.add_argument("--seeds", type=list_of(int), default=[0, 1, 2])
     parser.add_argument("--short", action="store_true", help="one seed, a tenth of the steps")
-    parser.add_argument(
-        "--runs", default="", help="names in the table, separated by ';' (default: all)"
-    )
+    parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
-    own, words = parser.parse_known_args()
-    extra = further_settings(parser, words, SET_BY_THE_TABLE)
-    table = TABLES[own.table]
-    names = [name.strip() for name in own.runs.split(";") if name.strip()] or list(table.runs)
+    options, words = parser.parse_known_args()
+    extra, table = parse_settings(parser, words, RESERVED), TABLES[options.table]
+    names = [name.strip() for name in options.runs.split(";") if name.strip()] or list(table.runs)
     for name in names:
         if name not in table.runs:
-            parser.error(f"no run {name!r} in the table; there are: {'; '.join(table.runs)}")
+            parser.error(f"--runs {name!r}: there are {'; '.join(table.runs)}")
     names = list(dict.fromkeys([*map(table.control_of, names), *names]))
-    table = table.of_length(own.steps or (table.steps // 10 if own.short else table.steps))
-    steps = table.steps
-    seeds = [0] if own.short else [int(seed) for seed in own.seeds.split(",")]
+    steps = options.steps or (table.steps // 10 if options.short else table.steps)
+    extra["data.corpus"] = options.corpus
+    runs = {name: table.settings(name, steps) | extra for name in names}
+    for run in runs.values():
+        parse_config(parser, command_line(run))
 
-    common = {"data.corpus": own.corpus, "training.steps": str(steps)}
     losses: dict[str, list[float]] = {name: [] for name in names}
-    for seed in seeds:
+    for seed in [0] if options.short else options.seeds:
         for name in names:
-            more = common | extra | {"run.seed": str(seed)}
-            if name in table.begins:
-                control = run_folder(own.out, table.runs[table.control_of(name)] | more)
-                checkpoint = control / "checkpoints" / f"step-{table.begins[name]:08d}"
-                more |= {"checkpoint.resume": str(checkpoint), "checkpoint.new_workers": "copy"}
-            losses[name].append(train(own.out, table.runs[name] | more))
+            run = runs[name] | {"run.seed": str(seed)}
+            if step := table.begin(name, steps):
+                control = runs[table.control_of(name)] | {"run.seed": str(seed)}
+                path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
+                run |= {"checkpoint.resume": str(path), "checkpoint.new_workers": "copy"}
+            losses[name].append(train(options.out, run))
             print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
         print_losses(table, steps, losses)
 

@@ -1,15 +1,17 @@
-"""What the planner says of a run beside what the run then does, over links from slow to plenty.
+"""Compare the utilisation that the planner predicts with that of real runs, over links from slow to
+plenty.
 
-    python -m benchmarks.plan_vs_run [--workers 2] [--rates 200,100,50,20,10,5] [--codecs fp32,fp4_e3m0] [--delays 1,5]
-                                     [--steps 60] [--out outputs/plan-vs-run] [--section.key value ...]
+    python -m benchmarks.plan_vs_run [--workers 2] [--rates 200,100,50,20,10,5] [--delays 1,5]
+                                     [--codecs fp32,fp4_e3m0] [--steps 60]
+                                     [--out outputs/plan-vs-run] [--section.key value ...]
 
-Every run is a real one in a network of its own (benchmarks/network.py). The planner is told the link's rate (Mbit/s, less the
-headers of TCP, IP and Ethernet, which the bucket counts), latency and speed of coding as a run without a limit has met them,
-and what a step of the run itself computes, as a shared machine is not the same from one run to the next: nothing of its
-waiting. The error is in points of utilisation. Finished runs are kept in --out and not repeated.
+Every run is a real one in a network of its own (benchmarks/network.py). The planner is given the
+link's rate (Mbit/s, less the headers of TCP, IP and Ethernet, which the bucket counts), latency and
+speed of coding as measured in a run without a limit, and the step times of the run itself, as the
+speed of a shared machine changes from run to run; it is given nothing about waiting. Errors are in
+points of utilisation. Finished runs are kept in --out.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -17,114 +19,92 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import codec_names, further_settings, positive
-from benchmarks.slow_link_runs import MODEL, OVERLAP, SET_BY_THE_TABLE, watch
-from benchmarks.table import print_table, summary
-from torchtitan_diloco.config import load_config
-from torchtitan_diloco.planner.conditions import even_links
+from benchmarks.core import (
+    Settings,
+    build_parser,
+    codec_name,
+    command_line,
+    kept,
+    list_of,
+    parse_config,
+    parse_settings,
+    positive,
+    positive_number,
+    print_table,
+    summary,
+)
+from benchmarks.slow_link_run import RESERVED, build_settings, length_settings, watch
 from torchtitan_diloco.planner.observed import conditions_from
-from torchtitan_diloco.planner.outer_loop import predict_diloco
+from torchtitan_diloco.planner.prediction import even_links
+from torchtitan_diloco.planner.scenario import predict_diloco
 
+METHOD = "streaming + overlap"
 GOODPUT = 1448 / 1514
-"""Payload of a full packet / what the bucket counts of it."""
+"""Payload of a full packet / its size as the bucket counts it."""
 SYNC_EVERY = 10
+HEADER = ["codec", "tau", "Mbit/s", "predicted %", "measured %", "error, points"]
 
 
-def settings(
-    workers: int, codec: str, delay: int, steps: int, extra: dict[str, str]
-) -> dict[str, str]:
-    outer = {
-        "diloco.workers": str(workers),
-        "diloco.sync_every": str(SYNC_EVERY),
-        "diloco.overlap.delay": str(delay),
-        "diloco.quantization.codec": codec,
-    }
-    return MODEL | outer | {"training.steps": str(steps), "metrics.log_every": "1"} | extra
+def finished_run(rate: float, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Return the summary of a run and the sizes of its fragments; train unless `folder` has it."""
 
-
-def finished_run(rate: float, chosen: dict[str, str], workers: int, folder: Path) -> dict[str, Any]:
-    """The summary of a run and the sizes of its fragments; trained unless the folder holds it."""
-    kept = folder / "finished.json"
-    if not kept.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("metrics*.jsonl"):  # an earlier start was interrupted
-            path.unlink()
-        watch(OVERLAP, rate, chosen | {"run.folder": str(folder)}, workers, folder)
+    def run() -> dict[str, Any]:
+        watch(METHOD, rate, settings, folder)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        sizes = {
-            record["fragment"]: record["parameters"]
-            for record in records
-            if record.get("kind") == "round"
-        }
+        rounds = [record for record in records if record.get("kind") == "round"]
+        sizes = {record["fragment"]: record["parameters"] for record in rounds}
         fragments = [sizes[fragment] for fragment in sorted(sizes)]
-        kept.write_text(
-            json.dumps({"settings": chosen, "summary": records[-1], "fragments": fragments})
-        )
-    found: dict[str, Any] = json.loads(kept.read_text())
-    if found["settings"] != chosen:
-        raise SystemExit(
-            f"{folder} holds a run with other settings: choose another --out, or remove it"
-        )
-    return found
+        return {"summary": records[-1], "fragments": fragments}
+
+    return kept(folder, settings, run)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser(__doc__)
     parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument(
-        "--rates", default="200,100,50,20,10,5", help="Mbit/s of every worker's link, each way"
-    )
-    parser.add_argument("--codecs", type=codec_names, default=["fp32", "fp4_e3m0"])
-    parser.add_argument("--delays", default="1,5")
+    rates = [200.0, 100.0, 50.0, 20.0, 10.0, 5.0]
+    rates_help = "Mbit/s of each worker's link, in each direction"
+    parser.add_argument("--rates", type=list_of(positive_number), default=rates, help=rates_help)
+    parser.add_argument("--codecs", type=list_of(codec_name), default=["fp32", "fp4_e3m0"])
+    parser.add_argument("--delays", type=list_of(int), default=[1, 5])
     parser.add_argument("--steps", type=positive, default=60)
     parser.add_argument("--out", type=Path, default=Path("outputs/plan-vs-run"))
-    own, words = parser.parse_known_args()
-    extra = further_settings(parser, words, SET_BY_THE_TABLE)
+    options, words = parser.parse_known_args()
+    workers, extra = options.workers, parse_settings(parser, words, RESERVED)
+    runs = {}
+    for codec in options.codecs:
+        for delay in options.delays:
+            chosen = {"diloco.quantization.codec": codec} | extra
+            settings = build_settings(METHOD, workers, SYNC_EVERY, delay, chosen)
+            settings |= length_settings(options.steps, 1)
+            runs[codec, delay] = settings, parse_config(parser, command_line(settings)).diloco
 
     rows: list[list[str]] = []
     errors: list[float] = []
-    for codec in own.codecs:
-        for delay in map(int, own.delays.split(",")):
-            chosen = settings(own.workers, codec, delay, own.steps, extra)
-            diloco = load_config("debug", chosen).diloco
-            free = finished_run(
-                math.inf, chosen, own.workers, own.out / f"{codec}-tau{delay}-unlimited"
+    for (codec, delay), (settings, diloco) in runs.items():
+        name = f"{codec}-tau{delay}"
+        free = finished_run(math.inf, settings, options.out / f"{name}-unlimited")
+        known = conditions_from(free["summary"]["observed"])
+        for rate in options.rates:
+            run = finished_run(rate, settings, options.out / f"{name}-{rate:g}mbit")
+            own = conditions_from(run["summary"]["observed"])
+            links = even_links(workers, rate * 1e6 * GOODPUT, known.links.latency_seconds)
+            conditions = replace(
+                known, links=links, step_seconds=own.step_seconds, jitter=own.jitter
             )
-            known = conditions_from(free["summary"]["observed"])
-            for rate in map(float, own.rates.split(",")):
-                folder = own.out / f"{codec}-tau{delay}-{rate:g}mbit"
-                run = finished_run(rate, chosen, own.workers, folder)
-                links = even_links(own.workers, rate * 1e6 * GOODPUT, known.links.latency_seconds)
-                own_steps = conditions_from(run["summary"]["observed"])
-                told = replace(
-                    known, links=links, step_seconds=own_steps.step_seconds, jitter=own_steps.jitter
-                )
-                said = (
-                    100
-                    * predict_diloco(run["fragments"], diloco, told, steps=own.steps).utilisation
-                )
-                measured = run["summary"]["measured_utilisation_percent"]
-                errors.append(said - measured)
-                rows.append(
-                    [
-                        codec,
-                        str(delay),
-                        f"{rate:g}",
-                        f"{said:.1f}",
-                        f"{measured:.1f}",
-                        f"{said - measured:+.1f}",
-                    ]
-                )
-                print(" ".join(rows[-1]), flush=True)
+            predicted = predict_diloco(run["fragments"], diloco, conditions, steps=options.steps)
+            expected = 100 * predicted.utilisation
+            measured = run["summary"]["measured_utilisation_percent"]
+            errors.append(expected - measured)
+            values = f"{expected:.1f}", f"{measured:.1f}", f"{errors[-1]:+.1f}"
+            rows.append([codec, str(delay), f"{rate:g}", *values])
+            print(" ".join(rows[-1]), flush=True)
     title = (
-        f"utilisation predicted and measured, {own.workers} workers, H = {SYNC_EVERY}, {own.steps} steps, n = 1 run a row; "
-        f"error of the prediction, points: {summary(errors, 1)}; absolute, median {statistics.median(map(abs, errors)):.1f}"
+        f"utilisation predicted and measured, {workers} workers, H = {SYNC_EVERY}, {options.steps} "
+        f"steps, n = 1 run a row; error of the prediction, points: {summary(errors, 1)}; absolute, "
+        f"median {statistics.median(map(abs, errors)):.1f}"
     )
-    print_table(
-        title, ["codec", "tau", "Mbit/s", "predicted %", "measured %", "error, points"], rows
-    )
+    print_table(title, HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""Data parallelism, DiLoCo and streaming variants over links from far too slow to plenty: what is left of the compute.
+"""Compare data parallelism, DiLoCo and streaming variants over links from far too slow to plenty.
 
-    python -m benchmarks.slow_link [--workers 2] [--sync-every 100] [--cycles 1] [--delay 5] [--repeats 1]
-                                   [--rates inf,1x,0.05x] [--methods 'NAME;...'] [--out outputs/slow-link]
-                                   [--plot FILE.png] [--section.key value ...]
+    python -m benchmarks.slow_link [--workers 2] [--sync-every 100] [--cycles 1] [--delay 5]
+                                   [--repeats 1] [--rates inf,1x,0.05x] [--methods 'NAME;...']
+                                   [--out outputs/slow-link] [--plot FILE.png]
+                                   [--section.key value ...]
 
-Every run is a real one (`python -m torchtitan_diloco.launch`, a node for each worker) with one thread a worker, in a network of
-its own (benchmarks/network.py): same model, data and tokens a step, nothing but the method and the links differ. Rates are of
-each worker's link, each way: Mbit/s, `inf` for no limit, or `0.1x` for a multiple of the rate at which data parallelism is
-expected to have a tenth of its compute left, from its bytes and the step's seconds without a limit. Where torchft is installed
-(`pip install -e .[bench]`), its DiLoCo trains the same model (benchmarks/torchft_train.py): same fragments, tau and alpha.
+Every run is a real one (`python -m torchtitan_diloco.train`, one process and thread a worker) in a
+network of its own (benchmarks/network.py). Model, data and tokens a step are the same; only the
+method and the links differ. Rates are those of each worker's link in each direction: Mbit/s, `inf`
+for no limit, or a multiple such as `0.1x` of the rate at which data parallelism is expected to have
+a tenth of its compute left, from its bytes and the seconds of a step without a limit. If torchft is
+installed (`pip install -e .[bench]`), its DiLoCo replaces the outer loop of the same trainer
+(benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
 
-The short form above takes about a quarter of an hour on 2 quiet cores; the full one more than an hour a repeat. Finished runs
-are kept in --out and not repeated, so a table that was interrupted can be continued:
+The short form above takes about a quarter of an hour on 2 quiet cores, the full one more than an
+hour a repeat. Finished runs are kept in --out, so that an interrupted table can be continued:
 
-    python -m benchmarks.slow_link --cycles 2 --repeats 3 --rates inf,10x,3x,1x,0.3x,0.1x,0.03x,0.01x --plot slow-link.png
+    python -m benchmarks.slow_link --cycles 2 --repeats 3 --plot slow-link.png \\
+        --rates inf,10x,3x,1x,0.3x,0.1x,0.03x,0.01x
 """
 
 import argparse
@@ -21,39 +25,43 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import further_settings, positive
-from benchmarks.link import NoNetworkError
-from benchmarks.slow_link_runs import (
+from benchmarks import torchft_loop
+from benchmarks.core import (
+    Settings,
+    build_parser,
+    command_line,
+    list_of,
+    parse_config,
+    parse_settings,
+    positive,
+    print_table,
+    summary,
+)
+from benchmarks.network import NoNetworkError
+from benchmarks.slow_link_run import (
     DATA_PARALLEL,
     METHODS,
     OURS,
-    SET_BY_THE_TABLE,
+    RESERVED,
     TORCHFT,
-    Experiment,
     Measured,
     Window,
-    is_installed,
-    length_of_data_parallel,
+    build_settings,
+    cycles_length,
+    data_parallel_length,
     measure,
 )
-from benchmarks.table import print_table, summary
-from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
-from torchtitan_diloco.diloco.config import Quantization
-from torchtitan_diloco.pictures.files import write_picture
-from torchtitan_diloco.pictures.line_chart import Series, line_chart
 
 HEADER = [
     "Mbit/s",
     "method",
     "tokens/s",
     "utilisation %",
-    "of own start %",
     "not exposed %",
     "exposed ms a step",
     "sent kB a step",
@@ -61,336 +69,250 @@ HEADER = [
     "n (steps)",
 ]
 LEGEND = """\
-utilisation: tokens/s against the fastest method without a limit, in the same repeat; own start: the same run before anything
-is sent; exposed: of the training thread, by its own clock (data parallelism: its step less the reference's); not exposed: the
-rest of a step, which a machine whose speed changes between two runs leaves alone; sent: by one worker, counted by its
-interface; peak: the most in half a second, of the worker that sent most. Median (min ... max) of n windows."""
-
-
-@dataclass
-class Row:
-    """One method at one rate: a Measured for each repeat."""
-
-    method: str
-    rate: float
-    repeats: list[Measured]
-
-    @property
-    def windows(self) -> list[Window]:
-        return [window for measured in self.repeats for window in measured.windows]
-
-    @property
-    def sent(self) -> float:
-        return statistics.median(measured.sent_per_step for measured in self.repeats)
-
-    def utilisations(self, references: Sequence[float]) -> list[float]:
-        """In percent; `references`: tokens/s of each repeat."""
-        pairs = zip(self.repeats, references, strict=True)
-        return [
-            100 * window.tokens_per_second / reference
-            for measured, reference in pairs
-            for window in measured.windows
-        ]
+utilisation: tokens/s against the fastest method without a limit in the same repeat; exposed: time
+of the training thread by its own clock (data parallelism: its step less the reference's); not
+exposed: the rest of a step, which does not depend on changes of the machine's speed between runs;
+sent: bytes of one worker by the counter of its interface; peak: most in half a second, of the
+worker that sends most. Median (min ... max) of n windows."""
 
 
 @dataclass
 class Table:
-    experiment: Experiment
-    rows: list[Row]
-
-    def row(self, method: str, rate: float) -> Row:
-        return next(row for row in self.rows if (row.method, row.rate) == (method, rate))
+    runs: dict[tuple[float, str], list[Measured]] = field(default_factory=dict)
+    """By rate in Mbit/s and method: one run in each repeat."""
 
     @property
     def rates(self) -> list[float]:
-        return sorted({row.rate for row in self.rows}, reverse=True)
+        return sorted({rate for rate, _ in self.runs}, reverse=True)
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(row.method for row in self.rows))
+        return list(dict.fromkeys(method for _, method in self.runs))
+
+    def windows(self, rate: float, method: str) -> list[Window]:
+        return [window for run in self.runs[rate, method] for window in run.windows]
 
     def references(self) -> list[float]:
-        """Tokens/s of each repeat's fastest method without a limit."""
-        found = []
-        for number in range(len(self.row(DATA_PARALLEL, math.inf).repeats)):
-            free = [
-                row.repeats[number].windows
-                for row in self.rows
-                if row.rate == math.inf and number < len(row.repeats)
-            ]
-            found.append(
-                max(
-                    statistics.median(window.tokens_per_second for window in windows)
-                    for windows in free
-                )
-            )
-        return found
+        """Return tokens/s of each repeat's fastest method without a limit."""
+        free = [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
+        return [
+            max(_median(run, "tokens_per_second") for run in repeat)
+            for repeat in itertools.zip_longest(*free)
+            if all(repeat)
+        ]
 
-    def utilisation(self, method: str, rate: float) -> float:
-        return statistics.median(self.row(method, rate).utilisations(self.references()))
+    def utilisations(self, rate: float, method: str) -> list[float]:
+        """Return percentages of the reference, for each window."""
+        return [
+            100 * window.tokens_per_second / reference
+            for run, reference in zip(self.runs[rate, method], self.references(), strict=True)
+            for window in run.windows
+        ]
+
+    def utilisation(self, rate: float, method: str) -> float:
+        return statistics.median(self.utilisations(rate, method))
+
+    def free_step(self) -> tuple[float, float]:
+        """Return seconds of a step without a limit, and bytes that data parallelism sends in it.
+
+        Only of the first repeat, so that a table that is continued has the same rates.
+        """
+        free = [runs[0] for (rate, _), runs in self.runs.items() if rate == math.inf]
+        seconds = min(_median(run, "seconds_per_step") for run in free)
+        return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
+
+    def rate_of(self, text: str) -> float:
+        """Return Mbit/s; multiples are rounded, as they name folders.
+
+        At the rate of 1x, data parallelism sends for nine times as long as it computes.
+        """
+        if not text.endswith("x"):
+            return float(text)
+        seconds, sent = self.free_step()
+        return float(f"{float(text.removesuffix('x')) * sent * 8e-6 / (9 * seconds):.2g}")
+
+    def expected_seconds(self, rate: float) -> float:
+        """Return the expected time of a step of data parallelism."""
+        if not self.runs:
+            return 0.0
+        seconds, sent = self.free_step()
+        return seconds + sent * 8e-6 / rate
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+def _median(run: Measured, name: str) -> float:
+    return float(statistics.median(getattr(window, name) for window in run.windows))
 
 
 def measure_table(
-    experiment: Experiment, rates: list[str], methods: list[str], repeats: int, out: Path
+    options: argparse.Namespace, methods: list[str], settings: dict[str, Settings]
 ) -> Table:
-    """All methods take turns at a rate, and all rates in a repeat, so that a machine whose speed drifts treats them alike."""
-    table = Table(experiment, [])
-    for repeat in range(repeats):
-        for word in dict.fromkeys(["inf", *rates]):
-            rate = rate_of(word, table)
+    """Measure all methods in turns at each rate, and all rates in each repeat, so that a machine
+    whose speed drifts treats them alike."""
+    table = Table()
+    for repeat in range(options.repeats):
+        for text in dict.fromkeys(["inf", *options.rates]):
+            rate = table.rate_of(text)
             for method in methods:
-                length = None
+                length = cycles_length(options.sync_every, options.cycles, options.delay)
                 if method == DATA_PARALLEL:
-                    length = length_of_data_parallel(
-                        expected_seconds(rate, table) if table.rows else 0.0
-                    )
+                    length = data_parallel_length(table.expected_seconds(rate))
                 name = "".join(c if c.isalnum() else "-" for c in method)
-                measured = measure(
-                    method, rate, experiment, length, out / f"{name}-{rate:g}-{repeat}"
-                )
-                if repeat == 0:
-                    table.rows.append(Row(method, rate, []))
-                table.row(method, rate).repeats.append(measured)
-                speeds = [window.tokens_per_second for window in measured.windows]
+                folder = options.out / f"{name}-{rate:g}-{repeat}"
+                run = measure(method, rate, settings[method] | length, folder)
+                table.runs.setdefault((rate, method), []).append(run)
+                speed = _median(run, "tokens_per_second")
                 print(
-                    f"repeat {repeat}, {_named(rate)}, {method}: {statistics.median(speeds):,.0f} tokens/s",
-                    flush=True,
+                    f"repeat {repeat}, {named(rate)}, {method}: {speed:,.0f} tokens/s", flush=True
                 )
     return table
 
 
-def rate_of(word: str, table: Table) -> float:
-    """Mbit/s of a rate as it is given on the command line; multiples are rounded, as they name folders."""
-    if not word.endswith("x"):
-        return float(word)
-    return float(f"{float(word.removesuffix('x')) * rate_of_a_tenth(table):.2g}")
+# --- printing -------------------------------------------------------------------------------------
 
 
-def rate_of_a_tenth(table: Table) -> float:
-    """At which data parallelism is expected to spend nine times as long with sending as with computing."""
-    seconds, sent = _free_step(table)
-    return sent * 8e-6 / (9 * seconds)
-
-
-def expected_seconds(rate: float, table: Table) -> float:
-    """Of a step of data parallelism."""
-    seconds, sent = _free_step(table)
-    return seconds + sent * 8e-6 / rate
-
-
-def _free_step(table: Table) -> tuple[float, float]:
-    """Seconds of a step without a limit, and the bytes that a worker sends in one with data parallelism: of the first repeat,
-    so that a table which is continued has the same rates."""
-    free = [row.repeats[0].windows for row in table.rows if row.rate == math.inf]
-    seconds = min(
-        statistics.median(window.seconds_per_step for window in windows) for windows in free
-    )
-    return seconds, table.row(DATA_PARALLEL, math.inf).repeats[0].sent_per_step
-
-
-# --- telling ----------------------------------------------------------------------------------------------------------
-
-
-def cells(row: Row, references: list[float]) -> list[str]:
-    windows = row.windows
-    if row.method == DATA_PARALLEL:
-        shares = [used / 100 for used in row.utilisations(references)]
+def build_row(table: Table, rate: float, method: str) -> list[str]:
+    windows, runs = table.windows(rate, method), table.runs[rate, method]
+    utilisations = table.utilisations(rate, method)
+    exposed = [window.exposed_seconds or 0.0 for window in windows]
+    if method == DATA_PARALLEL:
         exposed = [
-            max(0.0, 1 - share) * window.seconds_per_step
-            for share, window in zip(shares, windows, strict=True)
+            max(0.0, 1 - used / 100) * window.seconds_per_step
+            for used, window in zip(utilisations, windows, strict=True)
         ]
-    else:
-        exposed = [window.exposed_seconds or 0.0 for window in windows]
-    starts = [
-        100 * window.tokens_per_second / measured.alone
-        for measured in row.repeats
-        for window in measured.windows
-        if measured.alone
+    not_exposed = [
+        1 - lost / window.seconds_per_step for lost, window in zip(exposed, windows, strict=True)
     ]
     steps = sorted({window.steps for window in windows})
     return [
-        "no limit" if row.rate == math.inf else f"{row.rate:.3g}",
-        row.method,
-        _summary([window.tokens_per_second for window in windows], 0),
-        _summary(row.utilisations(references), 1),
-        _summary(starts, 1) if starts else "-",
-        _summary(
-            [
-                100 * (1 - lost / window.seconds_per_step)
-                for lost, window in zip(exposed, windows, strict=True)
-            ],
-            1,
-        ),
-        _summary([1e3 * seconds for seconds in exposed], 1),
-        _summary([measured.sent_per_step / 1e3 for measured in row.repeats], 1),
-        _summary([measured.peak_mbit for measured in row.repeats], 1),
+        "no limit" if rate == math.inf else f"{rate:.3g}",
+        method,
+        summary([window.tokens_per_second for window in windows], 0),
+        summary(utilisations, 1),
+        summary(not_exposed, 1, 100),
+        summary(exposed, 1, 1e3),
+        summary([run.sent_per_step for run in runs], 1, 1e-3),
+        summary([run.peak_mbit for run in runs], 1),
         f"{len(windows)} ({' or '.join(map(str, steps))})",
     ]
 
 
 def conclusions(table: Table) -> list[str]:
-    """What the table says to the aims."""
     found = []
-    if (tenth := _rate_at(table, 10)) is not None:
-        found.append(f"data parallelism has 10 % utilisation left at about {_named(tenth)}")
-    if OURS in table.methods:
-        slow = [rate for rate in table.rates if table.utilisation(DATA_PARALLEL, rate) <= 12.5]
-        if slow:
-            rate, ours = slow[0], table.row(OURS, slow[0])
-            used = table.utilisation(DATA_PARALLEL, rate)
-            found.append(
-                f"at {_named(rate)}, where it has {used:.1f} %, {OURS} has "
-                f"{_summary(ours.utilisations(table.references()), 1)} %"
-            )
-        sent = table.row(OURS, math.inf).sent
-        full = table.row(DATA_PARALLEL, math.inf).sent
-        codec = build_codec(Quantization(codec="fp4_e3m0"))
-        bits, every = bits_per_parameter(codec), table.experiment.sync_every
+    slow = [rate for rate in table.rates if table.utilisation(rate, DATA_PARALLEL) <= 12.5]
+    if OURS in table.methods and slow:
+        used = table.utilisation(slow[0], DATA_PARALLEL)
+        ours = summary(table.utilisations(slow[0], OURS), 1)
         found.append(
-            f"{OURS} sends 1/{full / sent:.0f} of its bytes by the interfaces' counters, and 1/{full / sent / 2:.0f} "
-            f"of what it would with bf16 gradients; of the payload alone it is 4 bits of 16 every {every} steps, "
-            f"1/{16 * every / 4:.0f}, and 1/{16 * every / bits:.0f} with the scales of its blocks"
+            f"at {named(slow[0])}, where {DATA_PARALLEL} has {used:.1f} %, {OURS} has {ours} %"
+        )
+    if OURS in table.methods:
+        sent, full = (
+            statistics.median(run.sent_per_step for run in table.runs[math.inf, method])
+            for method in (OURS, DATA_PARALLEL)
+        )
+        found.append(
+            f"{OURS} sends 1/{full / sent:.0f} of the bytes of {DATA_PARALLEL} by the interfaces' "
+            f"counters, and 1/{full / sent / 2:.0f} of what that would send with bf16 gradients"
         )
     for method in table.methods if TORCHFT in table.methods else ():
         if method not in (TORCHFT, DATA_PARALLEL):
-            found.append(
-                f"{method} beside torchft, at {len(table.rates)} rates: {_beside_torchft(table, method)}"
-            )
+            found.append(f"{method} and torchft: {compare_with_torchft(table, method)}")
     return found
 
 
-def _beside_torchft(table: Table, method: str) -> str:
-    """Ahead or behind only where the spreads do not touch."""
+def compare_with_torchft(table: Table, method: str) -> str:
+    """Count the rates at which the spreads do not touch."""
     ahead = behind = 0
     for rate in table.rates:
-        own, other = (
-            table.row(name, rate).utilisations(table.references()) for name in (method, TORCHFT)
-        )
-        ahead += min(own) > max(other)
-        behind += max(own) < min(other)
-    return f"ahead at {ahead}, behind at {behind}, no difference beyond the spread at {len(table.rates) - ahead - behind}"
+        ours, theirs = table.utilisations(rate, method), table.utilisations(rate, TORCHFT)
+        ahead += min(ours) > max(theirs)
+        behind += max(ours) < min(theirs)
+    rest = len(table.rates) - ahead - behind
+    return f"ahead at {ahead} rates, behind at {behind}, no difference beyond the spread at {rest}"
 
 
-def _rate_at(table: Table, wanted: float) -> float | None:
-    """Where data parallelism's utilisation crosses a value, between two measured rates on logarithmic scales."""
-    points = [
-        (rate, table.utilisation(DATA_PARALLEL, rate)) for rate in table.rates if rate < math.inf
-    ]
-    for (fast, more), (slow, less) in itertools.pairwise(points):
-        if less <= wanted <= more and more > less:
-            share = math.log(wanted / less) / math.log(more / less)
-            return math.exp(math.log(slow) + share * math.log(fast / slow))
-    return None
-
-
-def plot(table: Table, path: Path) -> None:
-    limited = [rate for rate in reversed(table.rates) if rate < math.inf]
-    series = [
-        Series(
-            method,
-            [(rate, table.utilisation(method, rate)) for rate in limited],
-            dash=method == TORCHFT,
-            markers=True,
-        )
-        for method in table.methods
-    ]
-    title = f"{table.experiment.workers} workers, H = {table.experiment.sync_every}"
-    x_label, y_label = "link of each worker, Mbit/s", "compute utilisation, %"
-    chart = line_chart(
-        series, title=title, x_label=x_label, y_label=y_label, x_log=True, y_range=(0.0, None)
-    )
-    write_picture(chart, path)
-
-
-def _named(rate: float) -> str:
+def named(rate: float) -> str:
     return "no limit" if rate == math.inf else f"{rate:.3g} Mbit/s"
 
 
-def _summary(values: Sequence[float], digits: int) -> str:
-    """Without a spread where there is but one value."""
-    return summary(values, digits) if len(values) > 1 else f"{values[0]:,.{digits}f}"
+def plot(table: Table, title: str, path: Path) -> None:
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    rates = [rate for rate in table.rates if rate < math.inf]
+    for method in table.methods:
+        line = "--" if method == TORCHFT else "-"
+        used = [table.utilisation(rate, method) for rate in rates]
+        axes.plot(rates, used, line, marker="o", label=method)
+    axes.set(title=title, xlabel="link of each worker, Mbit/s", ylabel="compute utilisation, %")
+    axes.set(xscale="log", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
+
+
+def parse_rate(text: str) -> str:
+    try:
+        if float(text.removesuffix("x")) > 0:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text}: a rate is a number of Mbit/s above 0, inf, or a multiple such as 0.1x"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser(__doc__)
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--sync-every", type=positive, default=100, help="H")
-    parser.add_argument(
-        "--cycles",
-        type=positive,
-        default=1,
-        help="whole cycles of H steps that are measured, after the first",
-    )
-    parser.add_argument("--delay", type=int, default=5, help="tau, where communication overlaps")
-    parser.add_argument(
-        "--rates", type=lambda text: text.split(","), default=["inf", "1x", "0.05x"]
-    )
-    parser.add_argument(
-        "--methods",
-        default="",
-        help="names, separated by ';' (default: all): " + "; ".join(METHODS),
-    )
+    cycles_help = "measured cycles of H steps, after the first"
+    parser.add_argument("--cycles", type=positive, default=1, help=cycles_help)
+    parser.add_argument("--delay", type=int, default=5, help="tau of the methods with overlap")
+    parser.add_argument("--rates", type=list_of(parse_rate), default=["inf", "1x", "0.05x"])
+    methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"
+    parser.add_argument("--methods", default="", help=methods_help)
     parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
-    parser.add_argument("--plot", type=Path, help="a PNG of utilisation over rate")
-    own, words = parser.parse_known_args()
-    if own.workers == 1:
+    parser.add_argument("--plot", type=Path, help="PNG or SVG of utilisation over rate")
+    options, words = parser.parse_known_args()
+    if options.workers == 1:
         parser.error("--workers 1 sends nothing: give 2 or more")
-    if own.sync_every % 2:
-        parser.error(
-            f"--sync-every {own.sync_every} is odd, and half a cycle is measured before anything is sent: make it even"
-        )
-    for rate in own.rates:
-        if not _is_rate(rate):
-            parser.error(
-                f"--rates {rate}: a rate is a number of Mbit/s above 0, inf, or a multiple such as 0.1x"
-            )
-    extra = further_settings(parser, words, SET_BY_THE_TABLE)
-    asked = [name.strip() for name in own.methods.split(";") if name.strip()]
+    if options.sync_every % 2:
+        parser.error(f"--sync-every {options.sync_every} is odd: give an even number")
+    installed = [name for name in METHODS if name != TORCHFT or torchft_loop.is_installed()]
+    asked = [name.strip() for name in options.methods.split(";") if name.strip()]
     for name in asked:
-        if name not in METHODS or not is_installed(name):
-            parser.error(
-                f"no method {name!r} here; there are: {'; '.join(filter(is_installed, METHODS))}"
-            )
-    methods = [
-        name
-        for name in METHODS
-        if name == DATA_PARALLEL or name in asked or (not asked and is_installed(name))
-    ]
-    if not is_installed(TORCHFT):
+        if name not in installed:
+            parser.error(f"--methods {name}: there are {'; '.join(installed)}")
+    if TORCHFT not in installed:
         print("torchft is not installed, so it has no rows: pip install -e .[bench]")
-
-    experiment = Experiment(own.workers, own.sync_every, own.cycles, own.delay, extra)
+    methods = [name for name in installed if name == DATA_PARALLEL or name in (asked or installed)]
+    extra = parse_settings(parser, words, RESERVED)
+    cycle = options.workers, options.sync_every, options.delay
+    settings = {method: build_settings(method, *cycle, extra) for method in methods}
+    for method in methods:
+        parse_config(parser, command_line(settings[method]))
     try:
-        table = measure_table(experiment, own.rates, methods, own.repeats, own.out)
+        table = measure_table(options, methods, settings)
     except NoNetworkError as error:
         parser.exit(1, f"slow links need network namespaces: {error}\n")
-    references = table.references()
+
+    name = f"{options.workers} workers, H = {options.sync_every}, tau = {options.delay}"
     title = (
-        f"{own.workers} workers of 1 thread, {os.cpu_count()} cores, H = {own.sync_every}, tau = {own.delay}; torch "
-        f"{torch.__version__}; reference {_summary(references, 0)} tokens/s\n\n{LEGEND}"
+        f"{name}, 1 thread a worker, {os.cpu_count()} cores; torch {torch.__version__}; reference "
+        f"{summary(table.references(), 0)} tokens/s\n\n{LEGEND}"
     )
-    order = [table.row(method, rate) for rate in table.rates for method in table.methods]
-    print_table(title, HEADER, [cells(row, references) for row in order])
+    rows = [build_row(table, rate, method) for rate in table.rates for method in table.methods]
+    print_table(title, HEADER, rows)
     print("\n" + "\n".join(f"- {line}" for line in conclusions(table)))
-    if own.plot:
-        plot(table, own.plot)
-        print(f"\nplot: {own.plot}")
-
-
-def _is_rate(word: str) -> bool:
-    try:
-        return float(word.removesuffix("x")) > 0
-    except ValueError:
-        return False
+    if options.plot:
+        plot(table, name, options.plot)
+        print(f"\nplot: {options.plot}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""Namespaces joined by slow links: programs in them see each other, at the rates that were asked for, and nothing else."""
-
 import math
 import os
 import subprocess
@@ -9,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.link import PROGRAMS, NoNetworkError
-from benchmarks.network import INTERFACE, Network
+from benchmarks.network import ENVIRONMENT, INTERFACE, Network, NoNetworkError
 
 SENT = 200_000
 RECEIVE = """
@@ -32,7 +29,11 @@ while True:
         time.sleep(0.05)
 peer.sendall(bytes(int(sys.argv[1])))
 """
-INTERFACES = "import socket; print(sorted(name for _, name in socket.if_nameindex() if name in ('lo', 'eth0')))"
+INTERFACES = """
+import socket
+names = {name for _, name in socket.if_nameindex()}
+print(sorted(names & {"lo", "eth0"}), socket.gethostname())
+"""
 
 
 @pytest.fixture
@@ -67,7 +68,9 @@ def outputs(network: Network, programs: dict[int, list[str]]) -> dict[int, str]:
 
 def test_workers_see_each_other_and_nothing_else(network: Network) -> None:
     found = outputs(network, {worker: [INTERFACES] for worker in range(3)})
-    assert set(found.values()) == {f"{sorted(['lo', INTERFACE])}\n"}
+    assert found == {
+        worker: f"{[INTERFACE, 'lo']} {network.address(worker)}\n" for worker in range(3)
+    }
 
 
 def test_what_is_sent_arrives_and_is_counted_on_both_links(network: Network) -> None:
@@ -101,7 +104,7 @@ def test_a_bucket_holds_each_end_of_a_link_to_its_rate(network: Network) -> None
 
 
 def rates_of(network: Network, worker: int) -> tuple[str, str]:
-    """As tc tells them: up, down; empty for none."""
+    """Return the rates of tc, up and down; empty for no limit."""
 
     def rate(namespace: subprocess.Popen[str], device: str) -> str:
         shown = subprocess.run(
@@ -109,7 +112,7 @@ def rates_of(network: Network, worker: int) -> tuple[str, str]:
             capture_output=True,
             text=True,
             check=True,
-            env=PROGRAMS,
+            env=ENVIRONMENT,
         )
         words = shown.stdout.split()
         return words[words.index("rate") + 1] if "tbf" in words else ""

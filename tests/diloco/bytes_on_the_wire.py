@@ -1,6 +1,7 @@
-"""What exchanges put on a network of their own: prints, as JSON, bytes counted by us and by the kernel for every case.
+"""Count the bytes of exchanges in a network namespace, by our metrics and by the kernel.
 
-Run as a program by test_bytes_on_the_wire.py, as a network namespace is entered by a whole process.
+Prints both for every case, as JSON. test_bytes_on_the_wire.py runs it as a program, because only a
+whole process can enter a namespace.
 """
 
 import json
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import link
+from benchmarks.network import NoNetworkError, enter_own_network, loopback_bytes
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
@@ -30,8 +31,10 @@ CONFIG = DiLoCoConfig(
 
 
 def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
-    """Bytes that this worker has counted for one exchange, and that the interface has counted for all workers: the least of
-    some exchanges, as a busy machine makes TCP send parts of one again."""
+    """Return this worker's bytes of one exchange, and the interface's of all workers.
+
+    The latter are the least of some exchanges: on a busy machine TCP sends parts again.
+    """
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(VALUES))})
     outer = StreamingDiLoCo(
@@ -40,11 +43,11 @@ def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
     sent, on_the_wire = set[int](), []
     for _ in range(EXCHANGES):
         dist.barrier()
-        before = link.bytes_on_the_wire()
+        before = loopback_bytes()
         dist.barrier()
         outer.step()
         dist.barrier()
-        on_the_wire.append(link.bytes_on_the_wire() - before)
+        on_the_wire.append(loopback_bytes() - before)
         sent.add(int(outer.metrics()["diloco/sent_bytes"]))
     assert len(sent) == 1, "every exchange sends the same"
     return sent.pop(), min(on_the_wire)
@@ -52,8 +55,8 @@ def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
 
 def main() -> None:
     try:
-        link.enter_own_network("tests.diloco.bytes_on_the_wire", "")
-    except link.NoNetworkError as error:
+        enter_own_network("tests.diloco.bytes_on_the_wire")
+    except NoNetworkError as error:
         print(error, file=sys.stderr)
         raise SystemExit(NO_NETWORK) from error
     pool, found = ProcessPool(), []

@@ -1,5 +1,7 @@
-"""A worker of test_slow_links.py: some rounds, after which worker 0 prints the records as JSON. Started in a network namespace
-for each worker, with a rank's environment. The worker that is asked to is late to every round."""
+"""Worker of test_slow_links.py: some rounds, after which worker 0 prints the records as JSON.
+
+The worker whose number is given is late to every round.
+"""
 
 import json
 import sys

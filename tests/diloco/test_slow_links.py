@@ -1,4 +1,4 @@
-"""A slow worker and a slow link told apart by the records alone, over real links: three network namespaces."""
+"""Round records tell a slow worker from a slow link, over links between three namespaces."""
 
 import json
 import os
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.link import NoNetworkError
-from benchmarks.network import Network
+from benchmarks.network import Network, NoNetworkError
 from tests.conftest import REPOSITORY
 from tests.diloco.rounds_over_links import LATE_SECONDS, ROUNDS, WORKERS
 
@@ -21,24 +20,12 @@ NOBODY = -1
 
 
 def rounds(folder: Path, up: list[float], late_worker: int) -> list[dict[str, Any]]:
-    """Without the first, which finds connections and memory cold."""
+    """Return the records of all rounds but the first, in which connections and memory are cold."""
     try:
         with Network(WORKERS, up=up, down=FAST) as network:
             programs = []
             for worker in range(WORKERS):
-                ranks = {"RANK": str(worker), "WORLD_SIZE": str(WORKERS), "LOCAL_RANK": "0"}
-                meeting = {
-                    "MASTER_ADDR": network.address(0),
-                    "MASTER_PORT": "29500",
-                    "OMP_NUM_THREADS": "1",
-                }
-                variables = (
-                    os.environ
-                    | network.launch_variables(worker)
-                    | ranks
-                    | meeting
-                    | {"PYTHONPATH": str(REPOSITORY)}
-                )
+                variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
                 command = [sys.executable, "-m", "tests.diloco.rounds_over_links", str(late_worker)]
                 output = (folder / f"worker-{worker}.txt").open("w")
                 programs.append(network.start(worker, command, variables, output))
@@ -53,8 +40,11 @@ def rounds(folder: Path, up: list[float], late_worker: int) -> list[dict[str, An
 
 
 def rate(records: list[dict[str, Any]], source: int) -> float:
-    """At which a worker sends to the one that gets most of it, median over rounds. Not to the slowest: what goes to a worker
-    with a throttled uplink is held up as well, as the acknowledgements come back through it."""
+    """Return the median rate at which a worker sends to the one that receives fastest.
+
+    What goes to a worker with a throttled uplink is slow as well, because the acknowledgements
+    come back through it.
+    """
     best: list[float] = []
     for record in records:
         receivers = [

@@ -1,0 +1,168 @@
+"""Measuring core of the benchmarks: command lines, turns, tables, and results that are kept."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from torchtitan_diloco.config import Config, ConfigError, from_command_line
+from torchtitan_diloco.diloco.codecs import CODECS
+
+Settings = dict[str, str]
+"""Settings of the trainer: dotted key -> value."""
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def build_parser(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 up")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return value
+
+
+def codec_name(text: str) -> str:
+    if text not in CODECS:
+        raise argparse.ArgumentTypeError(f"{text}: choose from {', '.join(CODECS)}")
+    return text
+
+
+def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
+    """Return an argparse type for comma-separated values, none for an empty text."""
+
+    def parse(text: str) -> list[Item]:
+        try:
+            return [kind(word) for word in text.split(",") if word]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: give numbers, such as 1,5") from None
+
+    return parse
+
+
+def parse_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> Config:
+    """Return the trainer's configuration, or exit with its error message."""
+    try:
+        config = from_command_line(list(words))
+    except ConfigError as error:
+        parser.exit(2, f"error: {error}\n")
+    if config is None:  # --print-config has printed it
+        parser.exit(0)
+    return config
+
+
+def parse_settings(
+    parser: argparse.ArgumentParser, words: Sequence[str], reserved: Collection[str]
+) -> Settings:
+    """Return `--section.key value` for all runs of a table, which sets the reserved keys itself."""
+    if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
+        parser.error("settings of the trainer look like --section.key value")
+    settings = {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
+    for key, value in settings.items():
+        if key in reserved:
+            parser.error(f"--{key} {value}: the table sets this itself; see --help")
+    return settings
+
+
+def command_line(settings: Mapping[str, str]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def take_turns(
+    tasks: Mapping[str, Callable[[], Result]], rounds: int, *, warm_up: int = 1
+) -> dict[str, list[Result]]:
+    """Call the tasks in turns and return their results by name, without those of the warm-up.
+
+    Turns treat all tasks alike on a machine whose speed drifts.
+    """
+    found: dict[str, list[Result]] = {name: [] for name in tasks}
+    for number in range(warm_up + rounds):
+        for name, task in tasks.items():
+            result = task()
+            if number >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def seconds_of(task: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a task, including its work on a GPU."""
+    synchronize(device)
+    started = time.perf_counter()
+    task()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def kept(
+    folder: Path, settings: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the result of `measure`, kept as JSON in `folder`: a finished run is not repeated."""
+    path = folder / "finished.json"
+    if not path.exists():
+        result = measure()
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"settings": settings, "result": result}, indent=2))
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found["settings"] != settings:
+        raise SystemExit(
+            f"{folder} holds a run with other settings: choose another --out, or remove it"
+        )
+    result = found["result"]
+    assert isinstance(result, dict)
+    return result
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def summary(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> str:
+    """Return `median (min ... max)`, without a spread if there is only one value."""
+    scaled = [factor * value for value in values]
+    middle = f"{statistics.median(scaled):,.{digits}f}"
+    if len(scaled) == 1:
+        return middle
+    return f"{middle} ({min(scaled):,.{digits}f} ... {max(scaled):,.{digits}f})"
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table that reads well in a terminal and is valid Markdown."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
+    lines = [f"| {line} |" for line in lines]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    print(f"\n{title}\n\n" + "\n".join(lines), flush=True)

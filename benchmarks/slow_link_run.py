@@ -1,0 +1,230 @@
+"""One run of `benchmarks.slow_link`: real trainers in a network of their own, and the bytes that
+its interfaces count meanwhile."""
+
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.core import Settings, command_line, kept
+from benchmarks.network import Network
+from torchtitan_diloco.trainer import STEPS_APART
+
+MODEL = {
+    "model.layers": "6",
+    "model.width": "256",
+    "model.heads": "4",
+    "model.head_dim": "64",
+    "model.feed_forward": "1024",
+    "training.sequence_length": "128",
+    "training.batch_size": "2",
+    "validation.every": "0",
+    "checkpoint.at_end": "false",
+    "checkpoint.every_minutes": "0",
+    "metrics.tensorboard": "false",
+    "run.device": "cpu",
+    "diloco.fragments.layers_per_fragment": "2",
+    "diloco.link.timeout_seconds": "3600",
+    "distributed.train_timeout_seconds": "3600",
+}
+"""4.8M parameters in 3 fragments of 2 blocks and a small one of the rest; on one core a step takes
+a tenth of a second."""
+
+DATA_PARALLEL, TORCHFT, OURS = "data parallel", "torchft", "streaming + overlap + fp4"
+AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
+METHODS: dict[str, Settings] = {
+    DATA_PARALLEL: {"diloco.method": "none"},
+    "DiLoCo": AT_ONCE | {"diloco.fragments.layers_per_fragment": "0"},
+    "streaming": AT_ONCE,
+    "streaming + overlap": {},
+    OURS: {"diloco.quantization.codec": "fp4_e3m0"},
+    TORCHFT: {},
+}
+RESERVED = {
+    "run.folder",
+    "training.steps",
+    "metrics.log_every",
+    "diloco.method",
+    "diloco.workers",
+    "diloco.sync_every",
+    "diloco.overlap.delay",
+    "diloco.overlap.mixing",
+    "diloco.quantization.codec",
+}
+"""Settings that the tables set themselves."""
+
+LATE = STEPS_APART + 1
+"""Steps after which our trainer has written the record of a step, and one to spare."""
+SAMPLE_SECONDS, PEAK_SECONDS = 0.05, 0.5
+"""Time between two samples of the counters, and the time over which the peak is a mean."""
+SETTLED = 4
+"""Steps of data parallelism that are not measured: the link becomes slow during the third."""
+
+
+def build_settings(
+    method: str, workers: int, sync_every: int, delay: int, extra: Mapping[str, str]
+) -> Settings:
+    """Return the settings of the trainer, without the length of the run."""
+    outer = {
+        "diloco.workers": str(workers),
+        "diloco.sync_every": str(sync_every),
+        "diloco.overlap.delay": str(delay),
+        "diloco.overlap.mixing": "0.5",
+        "diloco.quantization.codec": "fp32",
+    }
+    return MODEL | outer | METHODS[method] | dict(extra)
+
+
+def length_settings(steps: int, log_every: int) -> Settings:
+    return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
+
+
+def cycles_length(sync_every: int, cycles: int, delay: int) -> Settings:
+    """Return the length of a run with an outer loop. Nothing is sent in its first cycle."""
+    return length_settings((1 + cycles) * sync_every + max(delay, LATE) + 1, sync_every // 2)
+
+
+def data_parallel_length(seconds_per_step: float) -> Settings:
+    """Return the length of a run with data parallelism, whose steps are alike and may be slow."""
+    if seconds_per_step < 1:
+        return length_settings(51, 10)
+    return length_settings(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
+
+
+@dataclass
+class Window:
+    """Steps that are measured together."""
+
+    steps: int
+    seconds_per_step: float
+    tokens_per_second: float
+    exposed_seconds: float | None
+    """Per step, by the trainer's own clock; None with data parallelism."""
+
+
+@dataclass
+class Measured:
+    windows: list[Window]
+    sent_per_step: float
+    """Bytes that a worker's interface sends in a measured step, mean over workers."""
+    peak_mbit: float
+    """Of the worker that sends most in half a second."""
+
+
+def measure(method: str, rate: float, settings: Settings, folder: Path) -> Measured:
+    """Measure a run unless `folder` holds it. `rate`: of each worker's link, in Mbit/s."""
+
+    def run() -> dict[str, object]:
+        samples = watch(method, rate, settings, folder)
+        sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
+        return asdict(summarise(samples, sync_every))
+
+    return msgspec.convert(kept(folder, settings, run), Measured)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Samples:
+    """Counters of a run over time, and its records."""
+
+    times: list[float] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+    """By sample and worker."""
+    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Records of logged steps, each with the number of the first sample at which it was there."""
+
+    def take(self, network: Network, path: Path) -> None:
+        self.times.append(time.perf_counter())
+        self.sent.append([network.counters(worker)[0] for worker in range(network.workers)])
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be incomplete
+        records = [record for record in map(json.loads, lines) if "kind" not in record]
+        number = len(self.times) - 1
+        self.records += [(number, record) for record in records[len(self.records) :]]
+
+
+def watch(method: str, rate: float, settings: Settings, folder: Path) -> Samples:
+    """Run the workers to their end. The links become slow after the first record."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    folder.mkdir(parents=True)
+    module = "benchmarks.torchft_loop" if method == TORCHFT else "torchtitan_diloco.train"
+    words = command_line(settings | {"run.folder": str(folder)})
+    command, log = [sys.executable, "-m", module, *words], folder / "log.txt"
+    samples, limited, workers = Samples(), False, range(int(settings["diloco.workers"]))
+    with Network(len(workers)) as network, log.open("w") as output:
+        programs = []
+        for worker in workers:
+            variables = {"OMP_NUM_THREADS": "1", "WORKER_ADDRESS": network.address(worker)}
+            programs.append(network.start(worker, command, os.environ | variables, output))
+        running = True
+        while running:
+            running = any(program.poll() is None for program in programs)
+            samples.take(network, folder / "metrics.jsonl")
+            if samples.records and not limited:
+                for worker in workers:
+                    network.set_rate(worker, up=rate, down=rate)
+                limited = True
+            if any(program.returncode for program in programs):
+                raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
+            time.sleep(SAMPLE_SECONDS)
+    return samples
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def summarise(samples: Samples, sync_every: int | None) -> Measured:
+    """Measure the steady part of a run: whole cycles of `sync_every` steps after the first, or
+    (None: data parallelism) all records after the link has become slow."""
+    steps = [int(record["step"]) for _, record in samples.records]
+    if sync_every is None:
+        first = next(number for number, step in enumerate(steps) if step >= SETTLED - 1)
+        ends = list(range(first, len(steps) - 1))  # the last record comes earlier than the others
+    else:
+        ends = [number for number, step in enumerate(steps) if step % sync_every == 0]
+    windows = [_window(samples, *pair) for pair in itertools.pairwise(ends)]
+    start, end = samples.records[ends[0]][0], samples.records[ends[-1]][0]
+    sent = sum(samples.sent[end]) - sum(samples.sent[start])
+    sent_per_step = sent / len(samples.sent[0]) / (steps[ends[-1]] - steps[ends[0]])
+    return Measured(windows, sent_per_step, _peak_mbit(samples, start, end))
+
+
+def _window(samples: Samples, first: int, last: int) -> Window:
+    """Return what was measured between two records."""
+    records = [record for _, record in samples.records[first : last + 1]]
+    counts = [int(now["step"] - before["step"]) for before, now in itertools.pairwise(records)]
+    steps, records = sum(counts), records[1:]
+    seconds = math.fsum(
+        count * record["speed/seconds_per_step"]
+        for count, record in zip(counts, records, strict=True)
+    )
+    tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
+    exposed = [
+        record["diloco/exposed_seconds_mean_over_ranks"]
+        for record in records
+        if "diloco/exposed_seconds_mean_over_ranks" in record
+    ]
+    exposed_seconds = math.fsum(exposed) / steps if exposed else None
+    return Window(steps, seconds / steps, tokens * steps / seconds, exposed_seconds)
+
+
+def _peak_mbit(samples: Samples, start: int, end: int) -> float:
+    peak, since = 0.0, start
+    for number in range(start + 1, end + 1):
+        while samples.times[number] - samples.times[since + 1] >= PEAK_SECONDS:
+            since += 1
+        seconds = samples.times[number] - samples.times[since]
+        if seconds >= PEAK_SECONDS:
+            pairs = zip(samples.sent[since], samples.sent[number], strict=True)
+            peak = max(peak, max(now - before for before, now in pairs) * 8e-6 / seconds)
+    return peak

@@ -1,0 +1,203 @@
+"""torchft's DiLoCo (optional: `pip install -e .[bench]`) in the loops of the benchmarks: in
+`benchmarks.sync`, and as the outer loop of our trainer in `benchmarks.slow_link`.
+
+    python -m benchmarks.torchft_loop --section.key value ...
+
+runs one rank of the trainer, started with torchrun's variables.
+"""
+
+import importlib.util
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from benchmarks.sync_loop import (
+    TIMEOUT,
+    Case,
+    Measured,
+    measure_syncs,
+    peak_megabytes,
+    start,
+)
+from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.diloco import DiLoCoConfig
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.distributed.world import World, join_world, leave_world
+from torchtitan_diloco.trainer import Trainer
+
+LIGHTHOUSE_PORT = 29510
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("torchft") is not None
+
+
+def serve_lighthouse(address: str, workers: int) -> Any:
+    """Start the server at which the workers meet."""
+    from torchft.coordination import LighthouseServer
+
+    return LighthouseServer(
+        bind=address, min_replicas=workers, join_timeout_ms=60_000, quorum_tick_ms=100
+    )
+
+
+class TorchftLoop(DataParallel):
+    """torchft's DiLoCo as the outer loop of our trainer. Its work is done in hooks on the inner
+    optimizer's step; all workers must start with the same parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: DiLoCoConfig,
+        world: World,
+        *,
+        lighthouse: str,
+        address: str,
+        timeout_seconds: int,
+    ) -> None:
+        """`address`: of this worker."""
+        from torchft.local_sgd import DiLoCo
+
+        super().__init__(model, world.workers)
+        logging.getLogger("torchft").setLevel(logging.WARNING)
+        self._manager = _build_manager(
+            model, world, lighthouse, address, timedelta(seconds=timeout_seconds)
+        )
+        # Its fragments are modules: ours become dictionaries of the same parameters.
+        self.fragments: list[nn.Module] = [
+            nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in one.parts})
+            for one in build_fragments(model, config.fragments)
+        ]
+        outer, self._begun, self._reported = config.outer_optimizer, 0.0, 0.0
+        optimizer.register_step_post_hook(self._begin)
+        DiLoCo(
+            self._manager,
+            self.fragments,
+            optimizer,
+            [
+                SGD(part.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
+                for part in self.fragments
+            ],
+            sync_every=config.sync_every,
+            fragment_sync_delay=config.overlap.delay,
+            fragment_update_alpha=config.overlap.mixing,
+        ).__enter__()  # registers its hooks
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: object) -> None:
+        self._begun = time.perf_counter()
+
+    def _end(self, *_: object) -> None:
+        self.exposed_seconds += time.perf_counter() - self._begun
+
+    def metrics(self) -> dict[str, float]:
+        before, self._reported = self._reported, self.exposed_seconds
+        return {"diloco/exposed_seconds": self.exposed_seconds - before}
+
+    def describe(self) -> list[str]:
+        return [f"{'outer':<10} torchft"]
+
+    def close(self) -> None:
+        self._manager.shutdown(wait=False)
+
+
+def _build_manager(
+    model: nn.Module, world: World, lighthouse: str, address: str, timeout: timedelta
+) -> Any:
+    from torchft import Manager, ProcessGroupGloo
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, 0, is_master=True, wait_for_workers=False
+    )
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict()},
+        min_replica_size=world.workers,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        hostname=address,
+        replica_id=f"replica_{world.worker}",
+        timeout=timeout,
+        quorum_timeout=timeout,
+        connect_timeout=timedelta(seconds=60),
+        init_sync=False,
+    )
+
+
+def measure(case: Case, lighthouse: str) -> Measured:
+    """Measure torchft's syncs on this rank."""
+    world, model, plain = start(case)
+    inner = SGD(model.parameters(), lr=0.0)  # there are no gradients, so its step only runs hooks
+    loop = TorchftLoop(
+        model,
+        inner,
+        case.config,
+        world,
+        lighthouse=lighthouse,
+        address="localhost",
+        timeout_seconds=TIMEOUT,
+    )
+    sizes = [sum(one.numel() for one in part.parameters()) for part in loop.fragments]
+    syncs = measure_syncs(case, world, model, sizes, lambda: inner.step())
+    found = syncs, peak_megabytes() - plain
+    loop.close()
+    return found
+
+
+class TorchftTrainer(Trainer):
+    """Our trainer with torchft's outer loop."""
+
+    outer: TorchftLoop
+
+    def _build_outer_loop(self) -> TorchftLoop:
+        return TorchftLoop(
+            self.model,
+            self.optimizer,
+            self.config.diloco,
+            self.world,
+            lighthouse=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
+            address=os.environ["WORKER_ADDRESS"],
+            timeout_seconds=self.config.diloco.link.timeout_seconds,
+        )
+
+
+def main(words: list[str]) -> None:
+    """Run one rank of the trainer. WORKER_ADDRESS: address of this worker."""
+    config = from_command_line(words)
+    assert config is not None
+    link, workers = config.diloco.link, config.diloco.workers
+    torch.manual_seed(config.run.seed)
+    world = join_world(config.distributed, link, device=config.run.device, workers=workers, fsdp=1)
+    lighthouse = None
+    if world.is_first:
+        lighthouse = serve_lighthouse(f"0.0.0.0:{LIGHTHOUSE_PORT}", workers)
+    trainer = TorchftTrainer(config, world)
+    trainer.run()
+    trainer.outer.close()
+    dist.barrier()  # the lighthouse answers until all have ended
+    if lighthouse is not None:
+        lighthouse.shutdown()
+    leave_world(world)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
