@@ -5,6 +5,7 @@ reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no scri
 """
 
 import io
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def css_variables(root: str = ":root") -> str:
         f"{root}{{color-scheme:light dark;{light}}}"
         f"@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}"
         f".chart text{{font-family:{FONT}!important;pointer-events:none}}"
-        ".hover path{fill:var(--text)!important;fill-opacity:0}.hover:hover path{fill-opacity:.07}"
+        ".hover{fill:var(--text);fill-opacity:0}.hover:hover{fill-opacity:.07}"
     )
 
 
@@ -139,7 +140,8 @@ def line_chart(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(_short)
     axes.grid(axis="y")
-    return _svg(figure, title, _add_hover_strips(axes, curves, x_label))
+    svg = _svg(figure, title)
+    return svg.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
 
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:
@@ -162,22 +164,27 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     )
 
 
-def _add_hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> list[str]:
-    """Add invisible strips over the plot. Return their tooltips: the values below the pointer."""
+def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
+    """Return invisible SVG strips over a drawn plot, whose tooltips are the values below them."""
     edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
-    tooltips: list[str] = []
-    for left, right in zip(edges, edges[1:], strict=False):
-        lines, position = [], left
+    left, bottom, width, height = axes.get_position().bounds * np.tile(LINE_CHART_SIZE, 2)
+    strips = ""
+    for place, (start, end) in enumerate(itertools.pairwise(edges)):
+        lines: list[str] = []
+        position = start
         for curve in curves:
-            inside = np.flatnonzero((curve.x >= left) & (curve.x < right) & np.isfinite(curve.y))
+            inside = np.flatnonzero((curve.x >= start) & (curve.x < end) & np.isfinite(curve.y))
             if inside.size:
                 lines.append(f"{curve.name}: {curve.y[inside[-1]]:.4g}")
                 position = max(position, curve.x[inside[-1]])
         if lines:
-            strip = axes.axvspan(left, right, facecolor="none", gid=f"hover-{len(tooltips)}")
-            strip.set_linewidth(0)
-            tooltips.append("\n".join([f"{_short(position)} {x_label}", *lines]))
-    return tooltips
+            tooltip = _escape("\n".join([f"{_short(position)} {x_label}", *lines]))
+            strips += (
+                f'<rect class="hover" x="{left + place * width / HOVER_STRIPS:.2f}" '
+                f'y="{LINE_CHART_SIZE[1] - bottom - height:.2f}" height="{height:.2f}" '
+                f'width="{width / HOVER_STRIPS:.2f}"><title>{tooltip}</title></rect>\n'
+            )
+    return strips
 
 
 def timeline_svg(title: str, phases: Sequence[Phase], width: float) -> str:
@@ -281,7 +288,9 @@ def _short(value: float, _: object = None) -> str:
     return EngFormatter(sep="", places=None)(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
-def _svg(figure: Figure, title: str, tooltips: Sequence[str], *, standalone: bool = False) -> str:
+def _svg(
+    figure: Figure, title: str, tooltips: Sequence[str] = (), *, standalone: bool = False
+) -> str:
     """Return a figure as SVG for a page or, `standalone`, for a file of its own."""
     buffer = io.StringIO()
     width, height = figure.get_size_inches() * 72
@@ -291,10 +300,8 @@ def _svg(figure: Figure, title: str, tooltips: Sequence[str], *, standalone: boo
         figure.savefig(buffer, format="svg", transparent=not standalone, metadata=metadata)
     body = buffer.getvalue().partition("</defs>")[2]
 
-    def with_tooltip(group: re.Match[str]) -> str:
-        return f'<g class="{group[1]}"><title>{_escape(tooltips[int(group[2])])}</title>'
-
-    body = re.sub(r'<g id="(tip|hover)-(\d+)">', with_tooltip, body)
+    for number, tooltip in enumerate(tooltips):
+        body = body.replace(f'<g id="tip-{number}">', f"<g><title>{_escape(tooltip)}</title>")
     body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
     body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
     for name, light in LIGHT.items():
