@@ -116,17 +116,3 @@ def test_page_is_readable(
     low, high = sorted((background, text))
     assert (high + 0.05) / (low + 0.05) > 7
     assert (background < text) == dark
-
-
-def test_measurement_sees_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "bad.html").write_text(
-        '<!DOCTYPE html><html><head><link rel="stylesheet" href="https://example.com/a.css"></head>'
-        '<body><div style="width: 700px">wide</div><img src="missing.png">'
-        '<svg class="chart" viewBox="0 0 100 50" width="100"><text x="10" y="20">one</text>'
-        '<text x="12" y="20">other</text><text x="90" y="40">cut off</text></svg></body></html>'
-    )
-    seen = measure(tmp_path / "bad.html", PHONE, dark=False)
-    assert "DIV" in seen["too_wide"]
-    assert sorted(seen["loads"]) == ["img-src", "style-src-elem"]
-    assert seen["cut"] == ["cut off"]
-    assert seen["overlapping"] == [["one", "other"]]

@@ -208,7 +208,7 @@ def _draw_timeline(
 ) -> tuple[Figure, list[str]]:
     """Draw two lanes per worker. Return the figure and the tooltips of its bars."""
     workers = sorted({phase.worker for phase in phases})
-    hidden = f"; {len(workers) - MAX_WORKERS} more workers" if len(workers) > MAX_WORKERS else ""
+    hidden = len(workers) - MAX_WORKERS
     rows = {
         (worker, lane): row * WORKER_STEP + number * LANE_STEP
         for row, worker in enumerate(workers[:MAX_WORKERS])
@@ -221,7 +221,8 @@ def _draw_timeline(
     figure = Figure(_inches(width, height))
     axes = figure.add_axes(
         (LEFT / width, BELOW / height, plot_width / width, lanes / height),
-        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock{hidden}",
+        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock"
+        + (f"; {hidden} more workers are not shown" if hidden > 0 else ""),
         xlim=(0, end),
         ylim=(lanes, 0),
     )
@@ -236,15 +237,12 @@ def _draw_timeline(
             label.set(color=LIGHT["text"], weight="bold")
         else:
             axes.axhline(top + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
-    shown = [
-        (phase, rows[phase.worker, phase.lane])
-        for phase in phases
-        if phase.worker in workers[:MAX_WORKERS]
-    ]
-    for number, (phase, top) in enumerate(shown):
-        _draw_bar(axes, phase, phase.start_seconds - start, top, end / plot_width, number)
+    shown = [phase for phase in phases if (phase.worker, phase.lane) in rows]
+    for number, phase in enumerate(shown):
+        corner = (phase.start_seconds - start, rows[phase.worker, phase.lane])
+        _draw_bar(axes, phase, corner, end / plot_width, f"tip-{number}")
     if title:
-        present = {"computing", *(phase.name for phase, _ in shown)}
+        present = {"computing", *(phase.name for phase in shown)}
         handles = [
             Patch(color=LIGHT[colour], label=name)
             for name, colour in PHASE_COLOURS.items()
@@ -253,21 +251,20 @@ def _draw_timeline(
         figure.text(2 / width, 1 - 18 / height, title, fontsize=14, fontweight="bold")
         legend = figure.legend(handles=handles, ncols=8, frameon=False, handlelength=0.8)
         legend.set(loc="upper left", bbox_to_anchor=(0, 1 - 18 / height))
-    return figure, [_bar_tooltip(phase) for phase, _ in shown]
+    return figure, [_bar_tooltip(phase) for phase in shown]
 
 
 def _draw_bar(
-    axes: Axes, phase: Phase, left: float, top: float, seconds_per_point: float, number: int
+    axes: Axes, phase: Phase, corner: tuple[float, float], seconds_per_point: float, gid: str
 ) -> None:
     """Draw a phase, with the number of its fragment if there is room."""
     length = max(phase.seconds, seconds_per_point)
-    bar = Rectangle((left, top), length, LANE, linewidth=0, gid=f"tip-{number}")
-    bar.set_facecolor(LIGHT[PHASE_COLOURS[phase.name]])
-    axes.add_patch(bar)
-    fragment = str(phase.fragment)
+    colour = LIGHT[PHASE_COLOURS[phase.name]]
+    axes.add_patch(Rectangle(corner, length, LANE, facecolor=colour, linewidth=0, gid=gid))
+    fragment, centre = str(phase.fragment), (corner[0] + length / 2, corner[1] + LANE / 2)
     if length / seconds_per_point > 8 * len(fragment) + 4:
-        text = axes.text(left + length / 2, top + LANE / 2, fragment, ha="center")
-        text.set(color=LIGHT["surface"], va="center_baseline")
+        text = axes.text(*centre, fragment, color=LIGHT["surface"])
+        text.set(ha="center", va="center_baseline")
 
 
 def _bar_tooltip(phase: Phase) -> str:
@@ -285,7 +282,7 @@ def _inches(width: float, height: float) -> tuple[float, float]:
 
 def _short(value: float, _: object = None) -> str:
     """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
-    return EngFormatter(sep="", places=None)(value) if abs(value) >= 1000 else f"{value:.6g}"
+    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def _svg(
