@@ -13,6 +13,7 @@ from torchtitan_diloco.report.run_records import Run, open_runs
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
 OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
+FORMAT_HELP = "html: a page with figures (default); md: tables as Markdown"
 TIMELINE_HELP = "write only the last exchanges of one run, to an .svg or .png file"
 
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)
-    add("--format", choices=("html", "md"), default="html", help="a page or Markdown (html)")
+    add("--format", choices=("html", "md"), default="html", help=FORMAT_HELP)
     add("--timeline", type=Path, metavar="FILE", help=TIMELINE_HELP)
     options = parser.parse_args(arguments)
     target: Path | None = options.timeline or options.out

@@ -136,7 +136,7 @@ def line_chart(
     few = (1, 2, 5) if high < 1000 * low else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=few) if log else MaxNLocator(5, steps=STEPS))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(_short)
     axes.grid(axis="y")
