@@ -14,12 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folder import Manifest, check_tokenizer
-from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.lr_schedule import lr_factor
 from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
-from torchtitan_diloco.components.precision import autocast, compute_dtype
+from torchtitan_diloco.components.optimizer import (
+    autocast,
+    build_optimizer,
+    clip_gradients,
+    compute_dtype,
+    lr_factor,
+    reduce_over_workers,
+    set_lr,
+)
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.reports import StepReports, StepResult
 from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore

@@ -41,6 +41,8 @@ class _RankFormatter(logging.Formatter):
 
 
 GIB = 2**30
+IGNORE_INDEX = -100
+"""Target of a position that does not count in the loss."""
 
 # Dense bf16 matrix throughput from the vendors' data sheets, in FLOP/s. A longer name stands before one it contains.
 PEAK_BF16_FLOPS = {
@@ -68,6 +70,8 @@ def peak_flops(device: "torch.device") -> float | None:
 
 
 def describe_device(device: "torch.device") -> str:
+    import torch
+
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"

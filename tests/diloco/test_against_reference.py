@@ -19,7 +19,8 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.diloco.codecs import Codec, Place, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs import Position as Place
 from torchtitan_diloco.diloco.codecs.stochastic import random_key as key_of
 from torchtitan_diloco.diloco.config import CodecName, Link
 from torchtitan_diloco.diloco.fragments import build_fragments
