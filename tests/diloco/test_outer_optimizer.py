@@ -1,6 +1,7 @@
 """The flat outer step is torch's optimizer and reads the shared parameters only."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,9 +54,8 @@ def test_steps_are_torchs(name: str, size: int, measured: bool) -> None:
     floor=st.floats(0, 1),
 )
 def test_outer_lr_rises_then_falls(warmup: int, span: int, decay: str, floor: float) -> None:
-    config = OuterOptimizer(
-        lr=0.5, warmup_rounds=warmup, decay=decay, decay_rounds=warmup + span, floor=floor
-    )  # type: ignore[arg-type]
+    shape: Any = {"decay": decay, "decay_rounds": warmup + span, "floor": floor}
+    config = OuterOptimizer(lr=0.5, warmup_rounds=warmup, **shape)
     rates = [outer_lr(config, outer_round) for outer_round in range(1, warmup + span + 5)]
     rising, falling = rates[: max(0, warmup - 1)], rates[max(0, warmup - 1) :]
     assert rising == sorted(rising)

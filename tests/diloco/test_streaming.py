@@ -78,15 +78,16 @@ STANDALONE = """
 import importlib.abc, sys
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        parts = name.split(".")
-        if parts[0] == "torchtitan_diloco" and len(parts) > 1 and parts[1] not in ("diloco", "utils"):
+        package, _, part = name.partition(".")
+        if package == "torchtitan_diloco" and part.split(".")[0] not in ("", "diloco", "utils"):
             raise ImportError(f"diloco is to stand alone, but {name} was imported")
 sys.meta_path.insert(0, Block())
 import torchtitan_diloco.diloco
 assert "torch" not in sys.modules, "reading a configuration must not import torch"
 from torch import nn
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, StreamingDiLoCo
-config = DiLoCoConfig(sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0))
+whole = Fragments(layers_per_fragment=0)
+config = DiLoCoConfig(sync_every=1, fragments=whole, overlap=Overlap(delay=0))
 outer = StreamingDiLoCo(nn.Linear(2, 2), None, config)
 outer.step()
 assert outer.metrics()["diloco/fragments_applied"] == 1

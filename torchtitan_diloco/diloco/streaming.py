@@ -7,7 +7,7 @@ for batch in loader:
 outer.drain()
 
 In the training thread `_send` takes the delta of a fragment, and `_apply` merges the next shared
-copy. In between, `_exchange` runs in the background: delta -> mean over workers -> next shared copy.
+copy. In between, in the background, `_exchange` turns the one into the other.
 """
 
 import math
@@ -148,10 +148,9 @@ class StreamingDiLoCo:
                 self._wait(round_, exchanged)
 
     def close(self) -> None:
-        """End the background thread after what is in flight.
+        """End the background thread, as happens by itself when this object is dropped.
 
-        Call it before an exit handler of your own destroys the process group; otherwise it happens
-        by itself.
+        Call it before an exit handler of your own destroys the process group.
         """
         self._finalizer()
 
@@ -355,10 +354,9 @@ class StreamingDiLoCo:
     # --- reports ----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return totals since the last call. Seconds and bytes are this rank's.
+        """Return totals of this rank since the last call.
 
-        `exposed` seconds are what the training thread spent or waited, `exchange` seconds went on
-        in the background meanwhile.
+        The training thread spent or waited the `exposed` seconds, the background thread the others.
         """
         for round_, exchanged in self._in_flight.values():
             if exchanged.done():
@@ -374,31 +372,23 @@ class StreamingDiLoCo:
         """Return the rounds applied since the last call, at most the latest 256."""
         return self._meter.take_rounds()
 
-    @property
-    def state_bytes(self) -> int:
-        """Memory of this rank's shared parameters, optimizer state and deltas."""
-        return sum(state.bytes for state in self._states)
-
     def table(self) -> str:
         """Return a table of the fragments and their places in the cycle."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        outer, overlap, wire = (
-            self.config.outer_optimizer,
-            self.config.overlap,
-            self.config.quantization,
-        )
+        every, overlap = self.config.sync_every, self.config.overlap
+        outer, wire = self.config.outer_optimizer, self.config.quantization
+        memory = sum(state.bytes for state in self._states) / GIB
         momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
         residual = " and what encoding lost" * wire.error_feedback
         return [
-            f"{'outer':<10} each fragment every {self.config.sync_every} steps, applied "
-            f"{overlap.delay} steps later, local share {overlap.mixing:g}; {outer.name} lr "
-            f"{outer.lr:g}{momentum}",
+            f"{'outer':<10} each fragment every {every} steps, applied {overlap.delay} steps "
+            f"later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
             f"{'wire':<10} {describe_codecs(wire, self.workers)}; summed in fp32",
-            f"{'':<10} {self.state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer "
-            f"optimizer, one delta{residual}",
+            f"{'':<10} {memory:.2f} GiB a rank for shared parameters, the outer optimizer, one "
+            f"delta{residual}",
             self.table(),
         ]
 
