@@ -105,9 +105,11 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
+        # A thread's first question sets its number to the default; the last line resets the default.
         threads = torch.get_num_threads()
-        self._background.submit(partial(_use_threads, wire.threads)).result()
-        torch.set_num_threads(threads)  # otherwise later threads would start with that number
+        self._background.submit(torch.get_num_threads).result()
+        self._background.submit(partial(torch.set_num_threads, wire.threads)).result()
+        torch.set_num_threads(threads)
         # Also runs when this object is dropped, and when Python exits.
         self._finalizer = weakref.finalize(self, _close, self._background, self._exchanger)
 
@@ -211,13 +213,11 @@ class StreamingDiLoCo:
         with state.background():
             if not self._is_finite(state.finish_delta()):
                 header = replace(header, flags=header.flags | NOT_FINITE)
-            if header.flags:
-                header = replace(header, weight=0.0)
+            header = replace(header, weight=0.0 if header.flags else header.weight)
             if measured:
                 round_.delta_square = square(state.delta)
             headers = [header]
             if self._exchanger is not None:
-                _forget_if_not_finite(state.residual, header.fragment)
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
                 where = self._seed, shard, header.fragment, header.outer_round
                 headers, round_.traffic = self._exchanger.average(
@@ -227,8 +227,8 @@ class StreamingDiLoCo:
                     (key_of(*where, self.worker), key_of(*where, "mean")),
                     measured=measured,
                 )
-            round_.participants = sum(one.weight > 0 for one in headers)
             round_.weight, round_.flags = header.weight, header.flags
+            round_.participants = sum(one.weight > 0 for one in headers)
             if round_.participants:
                 round_.mean_square, round_.update_square = state.advance(measured=measured)
             else:
@@ -391,20 +391,6 @@ class StreamingDiLoCo:
             f"delta{residual}",
             self.table(),
         ]
-
-
-def _forget_if_not_finite(residual: Tensor | None, fragment: int) -> None:
-    if residual is not None and not math.isfinite(float(residual.sum())):
-        logger.warning(
-            f"fragment {fragment}: what encoding has lost is not finite any more; it is forgotten"
-        )
-        residual.zero_()
-
-
-def _use_threads(number: int) -> None:
-    """Set torch's threads of this thread, which its first question initialises to the default."""
-    torch.get_num_threads()
-    torch.set_num_threads(number)
 
 
 def _close(background: BackgroundThread, exchange: Exchange | None) -> None:
