@@ -157,7 +157,7 @@ def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
     processes.run(run, 4, one)
     processes.run(run_and_send, 4, signal.SIGKILL, 10, other, dying=range(4))
     manifests = [read_manifest(path) for path in complete_checkpoints(tmp_path / "one")]
-    assert any(manifest.outer[0]["in_flight_order"] for manifest in manifests)
+    assert any(manifest.outer[0]["in_flight"] for manifest in manifests)
     processes.run(run, 4, other)
     assert_same_end(tmp_path / "one", tmp_path / "other")
     assert_same_records(tmp_path / "one", tmp_path / "other")
