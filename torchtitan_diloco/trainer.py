@@ -262,13 +262,12 @@ class Trainer:
         summary = run_summary(
             self.plan,
             self.config.diloco,
-            self.world.size,
-            self.step,
-            self.validator.validated,
-            telemetry.totals,
-            self.resumed.totals_after,
-            telemetry.round_records,
-            self.world.ranks_per_worker,
+            ranks=self.world.size,
+            step=self.step,
+            validated=self.validator.validated,
+            totals=telemetry.totals,
+            totals_after=self.resumed.totals_after,
+            rounds=telemetry.round_records,
         )
         if self.step > self.resumed.step:  # else the summary of the start before stays the last one
             telemetry.write_summary(summary)
@@ -410,7 +409,7 @@ class Trainer:
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
         if config.method == "none":
-            return DataParallel()
+            return DataParallel(self.model, self.world.workers)
         seed = self.config.run.seed
         return StreamingDiLoCo(self.model, group, config, shard_group=self.world.shards, seed=seed)
 

@@ -5,10 +5,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_name
 
 
 class OuterLoop(Protocol):
@@ -43,6 +46,9 @@ class DataParallel:
     fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
 
+    def __init__(self, model: nn.Module, workers: int = 1) -> None:
+        self._model, self._workers = model, workers
+
     def step(self, weight: float = 1.0) -> None:
         pass
 
@@ -63,13 +69,23 @@ class DataParallel:
         return []
 
     def describe(self) -> list[str]:
-        return ["outer      none: gradients are averaged at every step"]
+        text = "gradients are averaged at every step; of [diloco] only workers and link are read"
+        return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
     def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState] | None":
         return None
 
     def load_state_dict(self, saved: SavedState) -> list[str]:
-        return []
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                shared = saved.shared.get(shared_parameter_name(name))
+                if shared is not None:
+                    value = parameter.detach()
+                    local_rows(name, value, 0, 1).copy_(local_rows(name, shared, 0, 1))
+        return [
+            "there is no outer loop any more: the model starts from the shared parameters, the "
+            "optimizer from worker 0's"
+        ]
 
     def restart_from_model(self, step: int) -> None:
         pass

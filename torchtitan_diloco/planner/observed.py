@@ -108,24 +108,22 @@ def probe(words: Sequence[str], delay: int) -> Conditions | None:
 
 def run_summary(
     plan: Any,
-    diloco_config: Any,
+    config: Any,
+    *,
     ranks: int,
-    steps: int,
+    step: int,
     validated: tuple[int, float] | None,
     totals: dict[str, float],
     totals_after: int,
-    round_records: Any,
-    ranks_per_worker: int,
+    rounds: Any,
 ) -> dict[str, Any]:
     from torchtitan_diloco.planner.summary import summary_record
     from torchtitan_diloco.planner.utilisation import Observed
 
-    observed = Observed(diloco_config.workers, ranks_per_worker)
-    for record in round_records:
+    observed = Observed(config.workers, ranks // config.workers)
+    for record in rounds:
         observed.add(record)
-    return summary_record(
-        plan, diloco_config, ranks, steps, validated, totals, totals_after, observed
-    )
+    return summary_record(plan, config, ranks, step, validated, totals, totals_after, observed)
 
 
 def log_summary(record: dict[str, Any]) -> None:
