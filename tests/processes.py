@@ -1,7 +1,7 @@
-"""Runs a function in several real processes that are joined by gloo, as torchrun would have started them.
+"""Real processes that run a function together, joined by gloo, as torchrun would have started them.
 
-The processes are kept from one test to the next (importing torch takes seconds); the process groups are not. A test
-that fails or hangs costs the pool its processes, and the next one starts afresh.
+The processes are kept for the next test, because importing torch takes seconds; process groups are
+not. A test that fails or hangs costs the pool its processes.
 """
 
 import multiprocessing as mp
@@ -28,13 +28,16 @@ class ProcessPool:
         timeout: float = 60,
         dying: Collection[int] = (),
     ) -> list[Any]:
-        """function(*arguments) on `size` ranks; the results by rank. `function` must be importable by name. The ranks
-        `dying` are meant to end their process: their result is DIED."""
+        """Run function(*arguments) on `size` ranks and return the results by rank.
+
+        `function` must be importable by name. The ranks `dying` end their process on purpose:
+        their result is DIED.
+        """
         import torch.distributed as dist
 
         while len(self._members) < size:
             self._members.append(self._start_member())
-        # The store lives here, on a port the system chose, so that no two tests and no two runs can meet.
+        # The store lives here, on a port of the system's choice, so that no two runs can meet.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
@@ -58,7 +61,7 @@ class ProcessPool:
     def _collect(
         self, pipes: list[Connection], deadline: float, dying: Collection[int]
     ) -> list[Any]:
-        """Every rank's result. The first failure ends the wait: the others may hang in a collective with it."""
+        """Return all results. The first failure ends the wait: the other ranks may hang with it."""
         results: list[Any] = [None] * len(pipes)
         pending = set(range(len(pipes)))
         failures: list[str] = []
@@ -98,7 +101,7 @@ class ProcessPool:
 
 
 def _serve(pipe: Connection) -> None:
-    """One rank: takes tasks until the pipe is closed."""
+    """Run the tasks of one rank until the pipe is closed."""
     import torch
     import torch.distributed as dist
 

@@ -16,11 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
-from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
-from torchtitan_diloco.components.precision import autocast, compute_dtype
+from torchtitan_diloco.components.optimizer import (
+    autocast,
+    build_optimizer,
+    clip_gradients,
+    compute_dtype,
+    lr_factor,
+    reduce_over_workers,
+    set_lr,
+)
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
 from torchtitan_diloco.components.run_folder import claim_run_folder

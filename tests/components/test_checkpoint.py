@@ -102,7 +102,8 @@ def alone(folder: Path, **settings: Any) -> Checkpointer:
     model = torch.nn.Linear(2, 2)
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
-    return Checkpointer(Checkpoint(**settings), folder, world, model, optimizer, DataParallel())
+    outer = DataParallel(model)
+    return Checkpointer(Checkpoint(**settings), folder, world, model, optimizer, outer)
 
 
 def test_a_failing_save_does_not_hide_what_ended_the_run(

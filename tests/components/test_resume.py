@@ -44,12 +44,12 @@ FP4 = FP32 | {
 }
 
 
-def chosen(text: Path, folder: Path, **changes: Any) -> dict[str, str]:
+def chosen(text: Path, folder: Path | str, **changes: Any) -> dict[str, str]:
     """Return the settings of a run that saves after steps 4, 8, 12 and 16."""
     base = {
         "training.steps": STEPS,
         "training.batch_size": 1,
-        "run.folder": folder,
+        "run.folder": text.parent / folder,
         "validation.every": 8,
         "checkpoint.every": 4,
         "checkpoint.keep_latest": 9,
@@ -156,8 +156,8 @@ def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
     one, other = (chosen(text, tmp_path / name, **FP4) for name in ("one", "other"))
     processes.run(run, 4, one)
     processes.run(run_and_send, 4, signal.SIGKILL, 10, other, dying=range(4))
-    manifests = [read_manifest(path) for path in complete_checkpoints(tmp_path / "one")]
-    assert any(manifest.outer[0]["in_flight_order"] for manifest in manifests)
+    saved = [saved_tensors(path / "shared") for path in complete_checkpoints(tmp_path / "one")]
+    assert any(name.startswith("next/") for names in saved for name in names)
     processes.run(run, 4, other)
     assert_same_end(tmp_path / "one", tmp_path / "other")
     assert_same_records(tmp_path / "one", tmp_path / "other")
@@ -251,7 +251,10 @@ def test_another_layout_goes_on_where_the_run_was(
     size: int,
     changes: dict[str, Any],
 ) -> None:
-    """No sample is lost or repeated, and the loss goes on from where it was."""
+    """No sample is lost or repeated, and the loss goes on from where it was.
+
+    Data parallelism starts from the shared parameters alone, which have moved little so far.
+    """
     start = checkpoint(whole, 12)
     resume = {"checkpoint.resume": start}
     processes.run(run, size, chosen(text, tmp_path, **(FP32 | changes | resume)))
@@ -259,7 +262,9 @@ def test_another_layout_goes_on_where_the_run_was(
     assert [record["step"] for record in found if LOSS in record] == list(range(13, 17))
     assert read_manifest(last(tmp_path)).state.position == first.position + 4 * 12
     assert curve(found, "train/tokens_global")[0] == first.tokens + 12 * 32
-    assert curve(found, LOSS)[0] < 1.2 * curve(records(whole), LOSS)[11]
+    before = curve(records(whole), LOSS)
+    limit = before[0] if "diloco.method" in changes else 1.2 * before[11]
+    assert curve(found, LOSS)[0] < limit
 
 
 def test_data_parallelism_becomes_diloco(
@@ -326,11 +331,11 @@ def finished(template: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "run"))
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip_a_bit(path: Path) -> None:
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -339,8 +344,8 @@ def flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (cut, r"has [\d,]+ bytes instead of [\d,]+"),
-        (flip_a_bit, "has other content"),
+        (truncate, r"has [\d,]+ bytes instead of [\d,]+"),
+        (flip, "has other content"),
         (Path.unlink, "cannot be read"),
     ],
 )

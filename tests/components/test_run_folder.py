@@ -73,7 +73,7 @@ def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
 def test_nodes_without_a_shared_disk_are_refused_before_training(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    wanted = chosen(text, Path("run"), **FP32, **{"training.steps": 2})
+    wanted = chosen(text, "run", **FP32) | {"run.folder": "run", "training.steps": "2"}
     reason = "run.folder = run of rank 0 is not seen by the nodes of ranks 1"
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path / "saves"):
         assert reason in error

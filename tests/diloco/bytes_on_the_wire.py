@@ -1,7 +1,6 @@
-"""Count the bytes of exchanges in a network namespace, by our metrics and by the kernel.
+"""Prints as JSON the bytes of exchanges, as counted by us and by the kernel.
 
-Prints both for every case, as JSON. test_bytes_on_the_wire.py runs it as a program, because only a
-whole process can enter a namespace.
+Run by test_bytes_on_the_wire.py, as a network namespace is entered by a whole process.
 """
 
 import json
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.network import NoNetworkError, enter_own_network, loopback_bytes
+from tests.diloco.toy import AVERAGE_EVERY_STEP, join
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.config import CodecName, Link
-from torchtitan_diloco.distributed.world import WORKER, join_world
+from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.distributed.world import WORKER
 
 NO_NETWORK = 3
 """Exit status where the machine gives no network namespace."""
@@ -25,21 +24,17 @@ VALUES = 4_000_001
 EXCHANGES = 6
 CODECS: tuple[CodecName, ...] = ("fp32", "int8", "fp4_e3m0")
 CASES: list[tuple[int, CodecName]] = [(workers, codec) for workers in (2, 3) for codec in CODECS]
-CONFIG = DiLoCoConfig(
-    sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0)
-)
 
 
 def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
-    """Return this worker's bytes of one exchange, and the interface's of all workers.
+    """Return bytes this worker counts, and bytes the interface counts for all workers.
 
-    The latter are the least of some exchanges: on a busy machine TCP sends parts again.
+    The least of some exchanges: on a busy machine TCP sends parts of one again.
     """
-    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+    world = join(workers)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(VALUES))})
-    outer = StreamingDiLoCo(
-        model, world.group(WORKER), replace(CONFIG, quantization=Quantization(codec=codec))
-    )
+    chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec=codec))
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
     sent, on_the_wire = set[int](), []
     for _ in range(EXCHANGES):
         dist.barrier()

@@ -97,7 +97,7 @@ def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
 def _watchdog_of_each_group(outer_loop: bool, set_by_user: str) -> list[str | None]:
     """Return the variable while the groups (worker), (fsdp) and others are made, and afterwards."""
     seen: list[str | None] = []
-    original = dist.new_subgroups_by_enumeration
+    original: Any = dist.new_subgroups_by_enumeration
 
     def new_subgroups(*given: Any, **more: Any) -> Any:
         seen.append(os.environ.get(NCCL_ERROR_HANDLING))

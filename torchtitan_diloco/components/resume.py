@@ -36,6 +36,10 @@ from torchtitan_diloco.diloco.state_dict import (
 from torchtitan_diloco.distributed.collectives import gather_objects
 from torchtitan_diloco.distributed.world import World
 
+NO_OUTER_LOOP_SAVED = (
+    "the saved run had no outer loop: the shared parameters start as its model, outer momentum "
+    "from zero"
+)
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
 
 
@@ -72,8 +76,8 @@ def find_start(resume: str, run_folder: str) -> Start:
         return _start(str(path) if same else "", found[-1])
     if not path.exists():
         raise ValueError(
-            f'checkpoint.resume = "{resume}" does not exist: give "auto", "never", or the folder of '
-            "a run or of a checkpoint"
+            f'checkpoint.resume = "{resume}" does not exist: give "auto", "never", or the folder '
+            "of a run or of a checkpoint"
         )
     raise ValueError(
         f'checkpoint.resume = "{resume}" is neither "auto" nor "never", and no folder of a '
@@ -115,7 +119,7 @@ def restore(
     """Load a checkpoint and return what could not be carried over, one line each.
 
     `new_workers` is `checkpoint.new_workers`. Without an outer loop, which has no fragments, all
-    workers hold one model: that of worker 0.
+    workers hold one model and resume from worker 0.
     """
     assert start.manifest is not None
     manifest, reader = start.manifest, _Reader(Path(start.checkpoint), start.manifest, world)
@@ -127,18 +131,14 @@ def restore(
     reader.check_model(model)
     if source is not None:
         reader.load_inner(source, model, optimizer, parameters=existed)
-    if streamed and not (streaming and existed):
-        reader.load_shared_into(model)
-    if not streaming:
-        lost = "no outer loop any more: the model starts from the shared parameters, the optimizer"
-        return [f"there is {lost} from worker 0's"] if streamed else []
     if not streamed:
         outer.restart_from_model(manifest.step)
-        return [
-            "the saved run had no outer loop: the shared parameters start as its model, outer "
-            "momentum from zero"
-        ]
+        return [NO_OUTER_LOOP_SAVED] if streaming else []
+    if not existed:
+        reader.load_shared_into(model)
     notes = outer.load_state_dict(reader.outer_state(worker, model))
+    if not streaming:
+        return notes
     change = f"{manifest.workers} workers are now {world.workers}"
     if manifest.workers > world.workers:
         notes.append(
@@ -189,11 +189,11 @@ class _Reader:
         differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         if differing:
             name = differing[0]
+            there, here = theirs.get(name, "absent"), mine.get(name, "absent")
             raise ValueError(
-                f"{self._path} is of another model: {name} is {theirs.get(name, 'absent')} there "
-                f"and {mine.get(name, 'absent')} in this run, and {len(differing) - 1} more differ. Set "
-                "the [model] section, the tokenizer and training.sequence_length as in the run's "
-                "config.toml"
+                f"{self._path} is of another model: {name} is {there} there and {here} in this "
+                f"run, and {len(differing) - 1} more differ. Set the [model] section, the "
+                "tokenizer and training.sequence_length as in the run's config.toml"
             )
 
     def load_inner(

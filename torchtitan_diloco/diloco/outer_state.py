@@ -9,7 +9,13 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, UPDATES, outer_step
+from torchtitan_diloco.diloco.outer_optimizer import (
+    BLOCK,
+    STATE_BUFFERS,
+    UPDATES,
+    OuterStep,
+    outer_lr,
+)
 
 
 class OuterState:
@@ -187,7 +193,8 @@ class OuterState:
         If measured, return the squared norms of the mean and of the change, otherwise NaN.
         """
         self.rounds += 1
-        step, update = outer_step(self._config, self.rounds), UPDATES[self._config.name]
+        lr, update = outer_lr(self._config, self.rounds), UPDATES[self._config.name]
+        step = OuterStep(self._config, self.rounds, lr)
         sums, mean_square, change_square = RowSums(self.delta), 0.0, 0.0
         room = torch.empty(min(self._block, 2**24) if measured else 0, device=self.delta.device)
         buffers = (self.outer, self.delta, *self.slots)

@@ -95,29 +95,13 @@ class Round:
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
 
-    @property
-    def taking_seconds(self) -> float:
-        return self.taken - self.due
-
-    @property
-    def waiting_seconds(self) -> float:
-        return self.fetched - self.asked
-
-    @property
-    def merging_seconds(self) -> float:
-        return self.applied - self.fetched
-
-    @property
-    def exchange_seconds(self) -> float:
-        return self.ready - self.begun
-
     def exchange_sums(self) -> dict[str, float]:
         """Return what the exchange adds to the totals; nothing if another process has done it."""
-        if math.isnan(self.exchange_seconds):
+        traffic, seconds = self.traffic, self.ready - self.begun
+        if math.isnan(seconds):
             return {}
-        traffic = self.traffic
         return {
-            "diloco/exchange_seconds": self.exchange_seconds,
+            "diloco/exchange_seconds": seconds,
             "diloco/coding_seconds": traffic.encoding_seconds + traffic.decoding_seconds,
             "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
             "diloco/sent_bytes": traffic.bytes_sent,
@@ -169,7 +153,7 @@ class Meter:
         self._rounds: deque[Round] = deque(maxlen=self.ROUNDS_KEPT)
 
     def sent(self, round_: Round) -> None:
-        self._expose(round_.taking_seconds)
+        self._expose(round_.taken - round_.due)
 
     def exchanged(self, round_: Round) -> None:
         """Count an exchange, once. One whose result was loaded is in the totals of its save."""
@@ -179,8 +163,8 @@ class Meter:
 
     def applied(self, round_: Round) -> None:
         self.exchanged(round_)
-        self._expose(round_.waiting_seconds + round_.merging_seconds)
-        self._sums["diloco/exposed_waiting_seconds"] += round_.waiting_seconds
+        self._expose(round_.applied - round_.asked)
+        self._sums["diloco/exposed_waiting_seconds"] += round_.fetched - round_.asked
         self._sums["diloco/participants"] += round_.participants
         self._sums["diloco/fragments_applied"] += 1
         self._rounds.append(round_)

@@ -7,7 +7,7 @@ its turn comes.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def shaped_like(
     """
     value = parameter.detach()
     local = value.to_local() if isinstance(value, DTensor) else value
-    flat = torch.zeros(local.numel()) if flat is None else flat
+    flat = torch.zeros(local.numel(), dtype=torch.float32) if flat is None else flat
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
     return DTensor.from_local(
@@ -204,9 +204,8 @@ def by_name(
 # --- load -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What the outer loop takes over from a saved state, beside the content of its buffers."""
+class Resumed(NamedTuple):
+    """What a load returns, beside the content of the buffers."""
 
     fragments: list[Facts]
     in_flight: list[int]

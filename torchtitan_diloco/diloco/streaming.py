@@ -7,7 +7,7 @@ for batch in loader:
 outer.drain()
 
 In the training thread `_send` takes the delta of a fragment, and `_apply` merges the next shared
-copy. In between, `_exchange` runs in the background: delta -> mean over workers -> next shared copy.
+copy. In between, in the background, `_exchange` turns the one into the other.
 """
 
 import math
@@ -105,9 +105,11 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
+        # A thread's first question sets its number to the default; the last line resets the default.
         threads = torch.get_num_threads()
-        self._background.submit(partial(_use_threads, wire.threads)).result()
-        torch.set_num_threads(threads)  # otherwise later threads would start with that number
+        self._background.submit(torch.get_num_threads).result()
+        self._background.submit(partial(torch.set_num_threads, wire.threads)).result()
+        torch.set_num_threads(threads)
         # Also runs when this object is dropped, and when Python exits.
         self._finalizer = weakref.finalize(self, _close, self._background, self._exchanger)
 
@@ -148,10 +150,9 @@ class StreamingDiLoCo:
                 self._wait(round_, exchanged)
 
     def close(self) -> None:
-        """End the background thread after what is in flight.
+        """End the background thread, as happens by itself when this object is dropped.
 
-        Call it before an exit handler of your own destroys the process group; otherwise it happens
-        by itself.
+        Call it before an exit handler of your own destroys the process group.
         """
         self._finalizer()
 
@@ -212,13 +213,11 @@ class StreamingDiLoCo:
         with state.background():
             if not self._is_finite(state.finish_delta()):
                 header = replace(header, flags=header.flags | NOT_FINITE)
-            if header.flags:
-                header = replace(header, weight=0.0)
+            header = replace(header, weight=0.0 if header.flags else header.weight)
             if measured:
                 round_.delta_square = square(state.delta)
             headers = [header]
             if self._exchanger is not None:
-                _forget_if_not_finite(state.residual, header.fragment)
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
                 where = self._seed, shard, header.fragment, header.outer_round
                 headers, round_.traffic = self._exchanger.average(
@@ -228,8 +227,8 @@ class StreamingDiLoCo:
                     (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
-            round_.participants = sum(one.weight > 0 for one in headers)
             round_.weight, round_.flags = header.weight, header.flags
+            round_.participants = sum(one.weight > 0 for one in headers)
             if round_.participants:
                 round_.mean_square, round_.update_square = state.advance(measured=measured)
             else:
@@ -355,10 +354,9 @@ class StreamingDiLoCo:
     # --- reports ----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return totals since the last call. Seconds and bytes are this rank's.
+        """Return totals of this rank since the last call.
 
-        `exposed` seconds are what the training thread spent or waited, `exchange` seconds went on
-        in the background meanwhile.
+        The training thread spent or waited the `exposed` seconds, the background thread the others.
         """
         for round_, exchanged in self._in_flight.values():
             if exchanged.done():
@@ -374,47 +372,25 @@ class StreamingDiLoCo:
         """Return the rounds applied since the last call, at most the latest 256."""
         return self._meter.take_rounds()
 
-    @property
-    def state_bytes(self) -> int:
-        """Memory of this rank's shared parameters, optimizer state and deltas."""
-        return sum(state.bytes for state in self._states)
-
     def table(self) -> str:
         """Return a table of the fragments and their places in the cycle."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        outer, overlap, wire = (
-            self.config.outer_optimizer,
-            self.config.overlap,
-            self.config.quantization,
-        )
+        every, overlap = self.config.sync_every, self.config.overlap
+        outer, wire = self.config.outer_optimizer, self.config.quantization
+        memory = sum(state.bytes for state in self._states) / GIB
         momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
         residual = " and what encoding lost" * wire.error_feedback
         return [
-            f"{'outer':<10} each fragment every {self.config.sync_every} steps, applied "
-            f"{overlap.delay} steps later, local share {overlap.mixing:g}; {outer.name} lr "
-            f"{outer.lr:g}{momentum}",
+            f"{'outer':<10} each fragment every {every} steps, applied {overlap.delay} steps "
+            f"later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
             f"{'wire':<10} {describe_codecs(wire, self.workers)}; summed in fp32",
-            f"{'':<10} {self.state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer "
-            f"optimizer, one delta{residual}",
+            f"{'':<10} {memory:.2f} GiB a rank for shared parameters, the outer optimizer, one "
+            f"delta{residual}",
             self.table(),
         ]
-
-
-def _forget_if_not_finite(residual: Tensor | None, fragment: int) -> None:
-    if residual is not None and not math.isfinite(float(residual.sum())):
-        logger.warning(
-            f"fragment {fragment}: what encoding has lost is not finite any more; it is forgotten"
-        )
-        residual.zero_()
-
-
-def _use_threads(number: int) -> None:
-    """Set torch's threads of this thread, which its first question initialises to the default."""
-    torch.get_num_threads()
-    torch.set_num_threads(number)
 
 
 def _close(background: BackgroundThread, exchange: Exchange | None) -> None:

@@ -167,7 +167,7 @@ class Transport:
         """Send buffers in return for what `messages` receive.
 
         `watched`: threads wait for the arrivals, so that their moments are known. With more than
-        two workers they always do: the first to fail is the lost one, the others leave because of it.
+        two workers they always do, as the first to fail is the lost one.
         """
         operations = []
         for worker, buffer in parts:

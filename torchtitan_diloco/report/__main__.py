@@ -11,39 +11,21 @@ from pathlib import Path
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.report",
-        description="Write a report about one or several runs, finished or still going on.",
-    )
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="file to write (default: report.html in the folder of the first run; "
-        "with --format md: the terminal)",
-    )
-    add(
-        "--format",
-        choices=("html", "md"),
-        default="html",
-        help="html: a page with figures (default); md: tables as Markdown",
-    )
-    add(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="write only the last exchanges of one run, as .svg or .png",
-    )
-    return parser
+ABOUT = "Write a report about one or several runs, finished or still going on."
+OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
+FORMAT_HELP = "html: a page with figures (default); md: tables as Markdown"
+TIMELINE_HELP = "write only the last exchanges of one run, to an .svg or .png file"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m torchtitan_diloco.report", description=ABOUT)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("--out", type=Path, metavar="FILE", help=OUT_HELP)
+    add("--format", choices=("html", "md"), default="html", help=FORMAT_HELP)
+    add("--timeline", type=Path, metavar="FILE", help=TIMELINE_HELP)
+    options = parser.parse_args(arguments)
     target: Path | None = options.timeline or options.out
     try:
         runs = open_runs(options.runs)

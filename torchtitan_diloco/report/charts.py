@@ -5,11 +5,11 @@ reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no scri
 """
 
 import io
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def css_variables(root: str = ":root") -> str:
         f"{root}{{color-scheme:light dark;{light}}}"
         f"@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}"
         f".chart text{{font-family:{FONT}!important;pointer-events:none}}"
-        ".hover path{fill:var(--text)!important;fill-opacity:0}.hover:hover path{fill-opacity:.07}"
+        ".hover{fill:var(--text);fill-opacity:0}.hover:hover{fill-opacity:.07}"
     )
 
 
@@ -136,11 +136,12 @@ def line_chart(
     few = (1, 2, 5) if high < 1000 * low else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=few) if log else MaxNLocator(5, steps=STEPS))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(_short)
     axes.grid(axis="y")
-    return _svg(figure, title, _add_hover_strips(axes, curves, x_label))
+    svg = _svg(figure, title)
+    return svg.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
 
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:
@@ -163,22 +164,27 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     )
 
 
-def _add_hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> list[str]:
-    """Add invisible strips over the plot. Return their tooltips: the values below the pointer."""
+def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
+    """Return invisible SVG strips over a drawn plot, whose tooltips are the values below them."""
     edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
-    tooltips: list[str] = []
-    for left, right in pairwise(edges):
-        lines, position = [], left
+    left, bottom, width, height = axes.get_position().bounds * np.tile(LINE_CHART_SIZE, 2)
+    strips = ""
+    for place, (start, end) in enumerate(itertools.pairwise(edges)):
+        lines: list[str] = []
+        position = start
         for curve in curves:
-            inside = np.flatnonzero((curve.x >= left) & (curve.x < right) & np.isfinite(curve.y))
+            inside = np.flatnonzero((curve.x >= start) & (curve.x < end) & np.isfinite(curve.y))
             if inside.size:
                 lines.append(f"{curve.name}: {curve.y[inside[-1]]:.4g}")
                 position = max(position, curve.x[inside[-1]])
         if lines:
-            strip = axes.axvspan(left, right, facecolor="none", gid=f"hover-{len(tooltips)}")
-            strip.set_linewidth(0)
-            tooltips.append("\n".join([f"{_short(position)} {x_label}", *lines]))
-    return tooltips
+            tooltip = _escape("\n".join([f"{_short(position)} {x_label}", *lines]))
+            strips += (
+                f'<rect class="hover" x="{left + place * width / HOVER_STRIPS:.2f}" '
+                f'y="{LINE_CHART_SIZE[1] - bottom - height:.2f}" height="{height:.2f}" '
+                f'width="{width / HOVER_STRIPS:.2f}"><title>{tooltip}</title></rect>\n'
+            )
+    return strips
 
 
 def timeline_svg(title: str, phases: Sequence[Phase], width: float) -> str:
@@ -202,7 +208,7 @@ def _draw_timeline(
 ) -> tuple[Figure, list[str]]:
     """Draw two lanes per worker. Return the figure and the tooltips of its bars."""
     workers = sorted({phase.worker for phase in phases})
-    hidden = f"; {len(workers) - MAX_WORKERS} more workers" if len(workers) > MAX_WORKERS else ""
+    hidden = len(workers) - MAX_WORKERS
     rows = {
         (worker, lane): row * WORKER_STEP + number * LANE_STEP
         for row, worker in enumerate(workers[:MAX_WORKERS])
@@ -215,7 +221,8 @@ def _draw_timeline(
     figure = Figure(_inches(width, height))
     axes = figure.add_axes(
         (LEFT / width, BELOW / height, plot_width / width, lanes / height),
-        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock{hidden}",
+        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock"
+        + (f"; {hidden} more workers are not shown" if hidden > 0 else ""),
         xlim=(0, end),
         ylim=(lanes, 0),
     )
@@ -230,15 +237,12 @@ def _draw_timeline(
             label.set(color=LIGHT["text"], weight="bold")
         else:
             axes.axhline(top + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
-    shown = [
-        (phase, rows[phase.worker, phase.lane])
-        for phase in phases
-        if phase.worker in workers[:MAX_WORKERS]
-    ]
-    for number, (phase, top) in enumerate(shown):
-        _draw_bar(axes, phase, phase.start_seconds - start, top, end / plot_width, number)
+    shown = [phase for phase in phases if (phase.worker, phase.lane) in rows]
+    for number, phase in enumerate(shown):
+        corner = (phase.start_seconds - start, rows[phase.worker, phase.lane])
+        _draw_bar(axes, phase, corner, end / plot_width, f"tip-{number}")
     if title:
-        present = {"computing", *(phase.name for phase, _ in shown)}
+        present = {"computing", *(phase.name for phase in shown)}
         handles = [
             Patch(color=LIGHT[colour], label=name)
             for name, colour in PHASE_COLOURS.items()
@@ -247,21 +251,20 @@ def _draw_timeline(
         figure.text(2 / width, 1 - 18 / height, title, fontsize=14, fontweight="bold")
         legend = figure.legend(handles=handles, ncols=8, frameon=False, handlelength=0.8)
         legend.set(loc="upper left", bbox_to_anchor=(0, 1 - 18 / height))
-    return figure, [_bar_tooltip(phase) for phase, _ in shown]
+    return figure, [_bar_tooltip(phase) for phase in shown]
 
 
 def _draw_bar(
-    axes: Axes, phase: Phase, left: float, top: float, seconds_per_point: float, number: int
+    axes: Axes, phase: Phase, corner: tuple[float, float], seconds_per_point: float, gid: str
 ) -> None:
     """Draw a phase, with the number of its fragment if there is room."""
     length = max(phase.seconds, seconds_per_point)
-    bar = Rectangle((left, top), length, LANE, linewidth=0, gid=f"tip-{number}")
-    bar.set_facecolor(LIGHT[PHASE_COLOURS[phase.name]])
-    axes.add_patch(bar)
-    fragment = str(phase.fragment)
+    colour = LIGHT[PHASE_COLOURS[phase.name]]
+    axes.add_patch(Rectangle(corner, length, LANE, facecolor=colour, linewidth=0, gid=gid))
+    fragment, centre = str(phase.fragment), (corner[0] + length / 2, corner[1] + LANE / 2)
     if length / seconds_per_point > 8 * len(fragment) + 4:
-        text = axes.text(left + length / 2, top + LANE / 2, fragment, ha="center")
-        text.set(color=LIGHT["surface"], va="center_baseline")
+        text = axes.text(*centre, fragment, color=LIGHT["surface"])
+        text.set(ha="center", va="center_baseline")
 
 
 def _bar_tooltip(phase: Phase) -> str:
@@ -279,10 +282,12 @@ def _inches(width: float, height: float) -> tuple[float, float]:
 
 def _short(value: float, _: object = None) -> str:
     """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
-    return EngFormatter(sep="", places=None)(value) if abs(value) >= 1000 else f"{value:.6g}"
+    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
-def _svg(figure: Figure, title: str, tooltips: Sequence[str], *, standalone: bool = False) -> str:
+def _svg(
+    figure: Figure, title: str, tooltips: Sequence[str] = (), *, standalone: bool = False
+) -> str:
     """Return a figure as SVG for a page or, `standalone`, for a file of its own."""
     buffer = io.StringIO()
     width, height = figure.get_size_inches() * 72
@@ -292,10 +297,8 @@ def _svg(figure: Figure, title: str, tooltips: Sequence[str], *, standalone: boo
         figure.savefig(buffer, format="svg", transparent=not standalone, metadata=metadata)
     body = buffer.getvalue().partition("</defs>")[2]
 
-    def with_tooltip(group: re.Match[str]) -> str:
-        return f'<g class="{group[1]}"><title>{_escape(tooltips[int(group[2])])}</title>'
-
-    body = re.sub(r'<g id="(tip|hover)-(\d+)">', with_tooltip, body)
+    for number, tooltip in enumerate(tooltips):
+        body = body.replace(f'<g id="tip-{number}">', f"<g><title>{_escape(tooltip)}</title>")
     body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
     body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
     for name, light in LIGHT.items():

@@ -1,5 +1,6 @@
 """The figures of a page, each with a caption that says what it shows."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -43,6 +44,9 @@ TIMELINE_CAPTION = (
     "Lower lane: its exchanges in the background. Numbers are fragments. The workers' clocks are "
     "aligned at the moment when all headers have arrived."
 )
+COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
+DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
+DRIFT_UNIT = "root mean square over parameters"
 
 
 class Key(NamedTuple):
@@ -51,12 +55,6 @@ class Key(NamedTuple):
     name: str
     colour: str
     kind: str = "box"
-
-
-class Share(NamedTuple):
-    name: str
-    colour: str
-    percent: float
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ class Figure:
     svg: str = ""
     narrow_svg: str = ""
     """Replaces a wide `svg` on a narrow page."""
-    bars: dict[str, list[Share]] = field(default_factory=dict)
-    """By run."""
+    bars: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Percentages of the legend's entries by run."""
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -88,22 +86,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _bandwidth(runs, unit, size),
         _time_shares(runs),
         *_timelines(runs),
-        _rounds(
-            runs,
-            "Cosine of a worker's update to the mean",
-            "1: all workers move in the same direction; near 0: in unrelated directions.",
-            "cosine",
-            lambda record: _mean_over_workers(record, "cosine_to_mean"),
-        ),
-        _rounds(
-            runs,
-            "Drift of the workers",
-            "Distance of a worker from the new shared parameters before it merged them.",
-            "root mean square over parameters",
-            lambda record: (
-                _mean_over_workers(record, "drift_norm") / number(record.get("parameters")) ** 0.5
-            ),
-        ),
+        _rounds(runs, "Cosine of a worker's update to the mean", "cosine", COSINE_CAPTION, _cosine),
+        _rounds(runs, "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, _drift),
     ]
     return [figure for figure in found if figure is not None]
 
@@ -116,7 +100,7 @@ def _line_figure(
     curves: Sequence[Curve],
     **axes: Any,
 ) -> Figure | None:
-    """Draw the curves that have a value. The legend names the curves or, of several runs, the runs."""
+    """Draw the curves that have a value. The legend names the curves, or several runs."""
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     legend: dict[str, Key] = {}
     for place, curve in enumerate(curves):
@@ -201,18 +185,13 @@ def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
-    bars = {}
-    for run in runs:
-        shares = [
-            Share(name, SHARE_COLOURS[name], mean_share(run, SHARES[name])) for name in SHARES
-        ]
-        bars[run.name] = [share for share in shares if np.isfinite(share.percent)]
-    bars = {name: shares for name, shares in bars.items() if shares}
+    bars = {run.name: {name: mean_share(run, key) for name, key in SHARES.items()} for run in runs}
+    bars = {name: shares for name, shares in bars.items() if np.isfinite(shares["compute"])}
     caption = (
         "Shares of the training thread's time, mean over ranks and over the run. Exposed "
         "communication is what training did not hide."
     )
-    if any(len(shares) < len(SHARES) for shares in bars.values()):
+    if any(np.isnan(shares["exposed communication"]) for shares in bars.values()):
         caption += " In data parallelism, communication is part of compute."
     if len(bars) < len(runs):
         caption += f" Not recorded by {len(runs) - len(bars)} of the runs."
@@ -243,7 +222,7 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _rounds(
-    runs: Sequence[Run], title: str, caption: str, unit: str, value: Callable[[Record], float]
+    runs: Sequence[Run], title: str, unit: str, caption: str, value: Callable[[Record], float]
 ) -> Figure | None:
     """Draw a value over the rounds in which it was measured, by fragment or, of several runs, by
     run."""
@@ -263,6 +242,14 @@ def _rounds(
             curves.append(Curve("mean", x[cycle - 1 :: cycle], means, series))
     caption += " Mean over workers" + (" and the fragments of a cycle." if len(runs) > 1 else ".")
     return _line_figure(runs, title, caption, unit, curves, x_label="step")
+
+
+def _cosine(record: Record) -> float:
+    return _mean_over_workers(record, "cosine_to_mean")
+
+
+def _drift(record: Record) -> float:
+    return _mean_over_workers(record, "drift_norm") / math.sqrt(number(record.get("parameters")))
 
 
 def _mean_over_workers(record: Record, key: str) -> float:

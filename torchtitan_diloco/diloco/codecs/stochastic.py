@@ -3,6 +3,7 @@ fragment, the same on every device and however a buffer is cut. A resumed run dr
 numbers."""
 
 import hashlib
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,13 +35,17 @@ def draw(position: Position, out: Tensor, scratch: Scratch) -> Tensor:
     values, device = out.numel(), out.device
     pairs = -(-values // 2)
     word, shifted = scratch.get("hash", pairs, torch.int32, device), out[:pairs]
-    torch.arange(pairs, out=word)
-    word.mul_(to_int32(STRIDE)).add_(start)
+    torch.add(_multiples(pairs, device), start, out=word)
     word.bitwise_xor_(_shift_right(word, 16, shifted)).mul_(to_int32(MIX_1))
     word.bitwise_xor_(key)
     word.bitwise_xor_(_shift_right(word, 13, shifted)).mul_(to_int32(MIX_2))
     word.bitwise_xor_(_shift_right(word, 16, shifted))
     return out.copy_(word.view(torch.int16)[:values]).bitwise_and_(2**BITS - 1)
+
+
+@lru_cache(maxsize=4)
+def _multiples(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device) * to_int32(STRIDE)
 
 
 def _shift_right(word: Tensor, bits: int, out: Tensor) -> Tensor:
