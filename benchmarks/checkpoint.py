@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.core import build_parser, positive, print_table, seconds_of, summary
+from benchmarks import core
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
@@ -65,8 +65,8 @@ def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[floa
         saved = time.perf_counter() - started
         path = checkpoint_path(folder, step)
         begin = Start("", str(path), read_manifest(path))
-        loaded = seconds_of(partial(restore, begin, "copy", world, *parts), device)
-        copied = seconds_of(partial(copy_files, path, folder / "copy"), device)
+        loaded = core.seconds_of(partial(restore, begin, "copy", world, *parts), device)
+        copied = core.seconds_of(partial(copy_files, path, folder / "copy"), device)
         shutil.rmtree(folder / "copy")
         if step:  # the first round loads code
             for name, seconds in zip(found, (held_up, saved, loaded, copied), strict=True):
@@ -76,9 +76,9 @@ def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[floa
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
+    parser = core.build_parser(__doc__)
     parser.add_argument("--flavor", choices=FLAVORS, default="35m")
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--rounds", type=core.positive, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
@@ -86,9 +86,9 @@ def main() -> None:
     rows = []
     for name, seconds in found.items():
         speeds = [size / 1e6 / one for one in seconds]
-        rows.append([name, summary(seconds, 2), summary(speeds, 0), str(len(seconds))])
+        rows.append([name, core.summary(seconds, 2), core.summary(speeds, 0), str(len(seconds))])
     title = f"{options.flavor}, {size / 1e6:,.0f} MB, torch {torch.__version__}"
-    print_table(title, ["what", "seconds", "MB/s", "n"], rows)
+    core.print_table(title, "what | seconds | MB/s | n", rows)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,7 @@ copy reads and writes all values: a format that reads as much and writes less ma
 import torch
 from torch import Tensor, nn
 
-from benchmarks.core import (
-    build_parser,
-    codec_name,
-    list_of,
-    positive,
-    positive_number,
-    print_table,
-    seconds_of,
-    summary,
-    take_turns,
-)
+from benchmarks import core
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.exchange import PIECE
@@ -29,18 +19,11 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import describe_device
 
-HEADER = [
-    "format",
-    "bits",
-    "MB fp32",
-    "encode GB/s",
-    "decode GB/s",
-    "copy GB/s",
-    "encode + decode ms",
-    "share of copy",
-    "n",
-]
-STEP_HEADER = ["MB fp32", "plain ms", "GB/s", "measured ms", "n"]
+HEADER = (
+    "format | bits | MB fp32 | encode GB/s | decode GB/s | copy GB/s | encode + decode ms | "
+    "share of copy | n"
+)
+STEP_HEADER = "MB fp32 | plain ms | GB/s | measured ms | n"
 LEGEND = """
 Share of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n
 turns. Outer step: Nesterov and checksum; measured: also the norms of the mean and of the
@@ -63,11 +46,11 @@ def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
         for source, part in zip(encoded, decoded.split(piece), strict=True):
             codec.decode(source, part)
 
-    found = take_turns(
+    found = core.take_turns(
         {
-            "encode": lambda: seconds_of(encode, values.device),
-            "decode": lambda: seconds_of(decode, values.device),
-            "copy": lambda: seconds_of(lambda: decoded.copy_(values), values.device),
+            "encode": lambda: core.seconds_of(encode, values.device),
+            "decode": lambda: core.seconds_of(decode, values.device),
+            "copy": lambda: core.seconds_of(lambda: decoded.copy_(values), values.device),
         },
         rounds,
     )
@@ -77,9 +60,12 @@ def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
         codec.name,
         f"{8 * bytes_on_wire / values.numel():.3f}",
         f"{values.nbytes / 1e6:.1f}",
-        *(summary([values.nbytes / 1e9 / one for one in column], 2) for column in found.values()),
-        summary(both, 2, 1e3),
-        summary(shares, 0, 100) + " %",
+        *(
+            core.summary([values.nbytes / 1e9 / one for one in column], 2)
+            for column in found.values()
+        ),
+        core.summary(both, 2, 1e3),
+        core.summary(shares, 0, 100) + " %",
         str(rounds),
     ]
 
@@ -91,22 +77,22 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
 
     def step(measured: bool) -> float:
         state.delta.normal_(std=1e-3)
-        return seconds_of(lambda: state.advance(measured=measured), device)
+        return core.seconds_of(lambda: state.advance(measured=measured), device)
 
-    found = take_turns({"plain": lambda: step(False), "measured": lambda: step(True)}, rounds)
-    speed = summary([4e-9 * values / one for one in found["plain"]], 2)
-    plain, measured = (summary(seconds, 1, 1e3) for seconds in found.values())
+    found = core.take_turns({"plain": lambda: step(False), "measured": lambda: step(True)}, rounds)
+    speed = core.summary([4e-9 * values / one for one in found["plain"]], 2)
+    plain, measured = (core.summary(seconds, 1, 1e3) for seconds in found.values())
     return [f"{4e-6 * values:.1f}", plain, speed, measured, str(rounds)]
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
-    parser.add_argument("--codecs", type=list_of(codec_name), default=list(CODECS))
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=list(CODECS))
     parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--megabytes", type=list_of(positive_number), default=[4.2, 33.6])
-    parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--megabytes", type=core.list_of(core.positive_number), default=[4.2, 33.6])
+    parser.add_argument("--threads", type=core.positive, default=1)
+    parser.add_argument("--rounds", type=core.positive, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -121,9 +107,9 @@ def main() -> None:
         steps.append(outer_step_row(values.numel(), device, options.rounds))
     settings = f"{options.threads} CPU threads, {options.rounding}, blocks of {options.block_size}"
     title = f"{describe_device(device)}; {settings}; torch {torch.__version__}"
-    print_table(title, HEADER, rows)
+    core.print_table(title, HEADER, rows)
     print(LEGEND)
-    print_table("outer step", STEP_HEADER, steps)
+    core.print_table("outer step", STEP_HEADER, steps)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.core import (
-    build_parser,
-    codec_name,
-    list_of,
-    parse_config,
-    positive,
-    positive_number,
-    print_table,
-    summary,
-    take_turns,
-)
+from benchmarks import core
 from benchmarks.train_step import ONE_WORKER, build_trainer_loop, run_steps
 from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec
@@ -137,31 +127,33 @@ def build_row(
 ) -> list[str]:
     """`exchanges_per_step`: in a real run."""
     pairs = list(zip(measured, alone, strict=True))
-    cells = [name, summary([one.seconds for one in measured], 1, 1e3)]
+    cells = [name, core.summary([one.seconds for one in measured], 1, 1e3)]
     if measured is alone:
         return [*cells, "-", "-", "-"]
     longer = [one.seconds / own.seconds - 1 for one, own in pairs]
-    cells.append(f"{summary(longer, 1, 100)} %")
+    cells.append(f"{core.summary(longer, 1, 100)} %")
     if not all(one.exchanges for one in measured):
         return [*cells, "-", "-"]
     lost = [(one.seconds - own.seconds) / one.exchanges for one, own in pairs]
     shares = [
         seconds * exchanges_per_step / own.seconds for seconds, own in zip(lost, alone, strict=True)
     ]
-    return [*cells, summary(lost, 2, 1e3), f"{summary(shares, 3, 100)} %"]
+    return [*cells, core.summary(lost, 2, 1e3), f"{core.summary(shares, 3, 100)} %"]
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
-    parser.add_argument("--rounds", type=positive, default=9)
-    parser.add_argument("--steps", type=positive, default=10, help="steps in one turn")
-    parser.add_argument("--codecs", type=list_of(codec_name), default=["fp32", "fp4_e3m0"])
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--rounds", type=core.positive, default=9)
+    parser.add_argument("--steps", type=core.positive, default=10, help="steps in one turn")
+    parser.add_argument(
+        "--codecs", type=core.list_of(core.codec_name), default=["fp32", "fp4_e3m0"]
+    )
     size_help = "size of the fragment in fp32"
-    parser.add_argument("--megabytes", type=positive_number, default=6.3, help=size_help)
+    parser.add_argument("--megabytes", type=core.positive_number, default=6.3, help=size_help)
     options, words = parser.parse_known_args()
     if (os.cpu_count() or 1) < 2:
         parser.exit(1, "this needs two cores: on one, a thread waits for the core, not the lock\n")
-    config = parse_config(parser, [*words, *ONE_WORKER])
+    config = core.parse_config(parser, [*words, *ONE_WORKER])
     torch.set_num_threads(1)  # of training: the other core is for the work beside it
     values = max(1, round(options.megabytes * 1e6 / 4))
     conditions: dict[str, Callable[[], AbstractContextManager[Count]]] = {
@@ -182,7 +174,7 @@ def main() -> None:
 
     run_steps(loop, options.steps, device)
     tasks = {name: partial(measure, name) for name in conditions}
-    found = take_turns(tasks, options.rounds, warm_up=0)
+    found = core.take_turns(tasks, options.rounds, warm_up=0)
     every, parameters = config.diloco.sync_every, trainer.plan.parameters
     exchanges = parameters / values / every
     rows = [
@@ -195,8 +187,8 @@ def main() -> None:
         "(min ... max)"
     )
     last = f"of a step at H = {every}"
-    header = ["beside", "ms a step", "longer than alone", "ms lost to an exchange", last]
-    print_table(title, header, rows)
+    header = f"beside | ms a step | longer than alone | ms lost to an exchange | {last}"
+    core.print_table(title, header, rows)
 
 
 if __name__ == "__main__":

@@ -156,12 +156,16 @@ def summary(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> st
     return f"{middle} ({min(scaled):,.{digits}f} ... {max(scaled):,.{digits}f})"
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table that reads well in a terminal and is valid Markdown."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print a table that reads well in a terminal and is valid Markdown.
+
+    `header`: names of the columns, separated by " | ".
+    """
+    names = header.split(" | ")
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     lines = [
         " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (header, *rows)
+        for row in (names, *rows)
     ]
     lines = [f"| {line} |" for line in lines]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

@@ -24,17 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.core import (
-    Settings,
-    build_parser,
-    command_line,
-    kept,
-    list_of,
-    parse_config,
-    parse_settings,
-    positive,
-    print_table,
-)
+from benchmarks import core
 from benchmarks.parity_tables import RESERVED, TABLES, Table
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
@@ -42,28 +32,28 @@ from torchtitan_diloco.config.schema import flat_settings
 LOSS = "validation/loss_nats_per_token_global"
 
 
-def resolved(settings: Settings) -> Settings:
+def resolved(settings: core.Settings) -> core.Settings:
     """Return all settings of a run, defaults included."""
-    config = from_command_line(command_line(settings))
+    config = from_command_line(core.command_line(settings))
     assert config is not None
     return {key: str(value) for key, value in flat_settings(config).items()}
 
 
-def run_folder(out: Path, settings: Settings) -> Path:
+def run_folder(out: Path, settings: core.Settings) -> Path:
     """Return the folder of a run, which is the same for tables that share it."""
     run = resolved(settings)
     digest = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
     return out / f"{run['training.steps']}-steps-seed{run['run.seed']}-{digest}"
 
 
-def train(out: Path, settings: Settings) -> float:
+def train(out: Path, settings: core.Settings) -> float:
     """Return the last validation loss of a run; start or resume it unless it has finished."""
     folder = run_folder(out, settings)
 
     def run() -> dict[str, float]:
         if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)  # of a run that cannot be resumed
-        words = command_line(settings | {"run.folder": str(folder)})
+        words = core.command_line(settings | {"run.folder": str(folder)})
         command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -75,7 +65,7 @@ def train(out: Path, settings: Settings) -> float:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return {"loss": [record[LOSS] for record in records if LOSS in record][-1]}
 
-    return float(kept(folder, resolved(settings), run)["loss"])
+    return float(core.kept(folder, resolved(settings), run)["loss"])
 
 
 def mean(values: Sequence[float], form: str) -> str:
@@ -87,15 +77,15 @@ def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> No
     """Compare each run with its control seed by seed: what the runs of a seed share cancels."""
     rows = []
     for name, found in losses.items():
-        control = table.control_of(name)
+        control, run = table.control_of(name), table.settings(name, steps)
         more = [100 * (loss / own - 1) for loss, own in zip(found, losses[control], strict=True)]
-        run, compared = table.runs[name], f"{mean(more, '+.2f')} %"
+        compared = f"{mean(more, '+.2f')} %"
         rounds = "-"
         if run["diloco.method"] != "none":
             rounds = str((steps - table.begin(name, steps)) // int(run["diloco.sync_every"]))
         compared = "control" if name == control else compared
         rows.append([name, rounds, mean(found, ".4f"), compared, table.paper.get(name, "")])
-    first, seeds = next(iter(table.runs)), len(next(iter(losses.values())))
+    first, seeds = table.runs[0], len(next(iter(losses.values())))
     same_control = {table.control_of(name) for name in losses} == {first}
     against = f"against {first if same_control else 'its control'}"
     title = (
@@ -103,21 +93,21 @@ def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> No
         f"{steps * table.tokens_per_step / 1e6:.1f}M tokens; n = {seeds} seeds; mean "
         "(min ... max)"
     )
-    print_table(title, ["run", "rounds", "loss, nats per token", against, "papers"], rows)
+    core.print_table(title, f"run | rounds | loss, nats per token | {against} | papers", rows)
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
+    parser = core.build_parser(__doc__)
     parser.add_argument("--table", choices=TABLES, default="parity")
     parser.add_argument("--corpus", default="stdlib")
     steps_help = "length of a run (default: the table's), to which warm-ups are scaled"
-    parser.add_argument("--steps", type=positive, help=steps_help)
-    parser.add_argument("--seeds", type=list_of(int), default=[0, 1, 2])
+    parser.add_argument("--steps", type=core.positive, help=steps_help)
+    parser.add_argument("--seeds", type=core.list_of(int), default=[0, 1, 2])
     parser.add_argument("--short", action="store_true", help="one seed, a tenth of the steps")
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
-    extra, table = parse_settings(parser, words, RESERVED), TABLES[options.table]
+    extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
     names = [name.strip() for name in options.runs.split(";") if name.strip()] or list(table.runs)
     for name in names:
         if name not in table.runs:
@@ -127,7 +117,7 @@ def main() -> None:
     extra["data.corpus"] = options.corpus
     runs = {name: table.settings(name, steps) | extra for name in names}
     for run in runs.values():
-        parse_config(parser, command_line(run))
+        core.parse_config(parser, core.command_line(run))
 
     losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in [0] if options.short else options.seeds:

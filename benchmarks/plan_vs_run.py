@@ -19,20 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core import (
-    Settings,
-    build_parser,
-    codec_name,
-    command_line,
-    kept,
-    list_of,
-    parse_config,
-    parse_settings,
-    positive,
-    positive_number,
-    print_table,
-    summary,
-)
+from benchmarks import core
 from benchmarks.slow_link_run import RESERVED, build_settings, length_settings, watch
 from torchtitan_diloco.planner.observed import conditions_from
 from torchtitan_diloco.planner.prediction import even_links
@@ -42,10 +29,10 @@ METHOD = "streaming + overlap"
 GOODPUT = 1448 / 1514
 """Payload of a full packet / its size as the bucket counts it."""
 SYNC_EVERY = 10
-HEADER = ["codec", "tau", "Mbit/s", "predicted %", "measured %", "error, points"]
+HEADER = "codec | tau | Mbit/s | predicted % | measured % | error, points"
 
 
-def finished_run(rate: float, settings: Settings, folder: Path) -> dict[str, Any]:
+def finished_run(rate: float, settings: core.Settings, folder: Path) -> dict[str, Any]:
     """Return the summary of a run and the sizes of its fragments; train unless `folder` has it."""
 
     def run() -> dict[str, Any]:
@@ -54,57 +41,64 @@ def finished_run(rate: float, settings: Settings, folder: Path) -> dict[str, Any
         rounds = [record for record in records if record.get("kind") == "round"]
         sizes = {record["fragment"]: record["parameters"] for record in rounds}
         fragments = [sizes[fragment] for fragment in sorted(sizes)]
-        return {"summary": records[-1], "fragments": fragments}
+        return {"core.summary": records[-1], "fragments": fragments}
 
-    return kept(folder, settings, run)
+    return core.kept(folder, settings, run)
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
-    parser.add_argument("--workers", type=positive, default=2)
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--workers", type=core.positive, default=2)
     rates = [200.0, 100.0, 50.0, 20.0, 10.0, 5.0]
     rates_help = "Mbit/s of each worker's link, in each direction"
-    parser.add_argument("--rates", type=list_of(positive_number), default=rates, help=rates_help)
-    parser.add_argument("--codecs", type=list_of(codec_name), default=["fp32", "fp4_e3m0"])
-    parser.add_argument("--delays", type=list_of(int), default=[1, 5])
-    parser.add_argument("--steps", type=positive, default=60)
+    parser.add_argument(
+        "--rates", type=core.list_of(core.positive_number), default=rates, help=rates_help
+    )
+    parser.add_argument(
+        "--codecs", type=core.list_of(core.codec_name), default=["fp32", "fp4_e3m0"]
+    )
+    parser.add_argument("--delays", type=core.list_of(int), default=[1, 5])
+    parser.add_argument("--steps", type=core.positive, default=60)
     parser.add_argument("--out", type=Path, default=Path("outputs/plan-vs-run"))
     options, words = parser.parse_known_args()
-    workers, extra = options.workers, parse_settings(parser, words, RESERVED)
+    workers, extra = options.workers, core.parse_settings(parser, words, RESERVED)
     runs = {}
     for codec in options.codecs:
         for delay in options.delays:
             chosen = {"diloco.quantization.codec": codec} | extra
             settings = build_settings(METHOD, workers, SYNC_EVERY, delay, chosen)
             settings |= length_settings(options.steps, 1)
-            runs[codec, delay] = settings, parse_config(parser, command_line(settings)).diloco
+            runs[codec, delay] = (
+                settings,
+                core.parse_config(parser, core.command_line(settings)).diloco,
+            )
 
     rows: list[list[str]] = []
     errors: list[float] = []
     for (codec, delay), (settings, diloco) in runs.items():
         name = f"{codec}-tau{delay}"
         free = finished_run(math.inf, settings, options.out / f"{name}-unlimited")
-        known = conditions_from(free["summary"]["observed"])
+        known = conditions_from(free["core.summary"]["observed"])
         for rate in options.rates:
             run = finished_run(rate, settings, options.out / f"{name}-{rate:g}mbit")
-            own = conditions_from(run["summary"]["observed"])
+            own = conditions_from(run["core.summary"]["observed"])
             links = even_links(workers, rate * 1e6 * GOODPUT, known.links.latency_seconds)
             conditions = replace(
                 known, links=links, step_seconds=own.step_seconds, jitter=own.jitter
             )
             predicted = predict_diloco(run["fragments"], diloco, conditions, steps=options.steps)
             expected = 100 * predicted.utilisation
-            measured = run["summary"]["measured_utilisation_percent"]
+            measured = run["core.summary"]["measured_utilisation_percent"]
             errors.append(expected - measured)
             values = f"{expected:.1f}", f"{measured:.1f}", f"{errors[-1]:+.1f}"
             rows.append([codec, str(delay), f"{rate:g}", *values])
             print(" ".join(rows[-1]), flush=True)
     title = (
         f"utilisation predicted and measured, {workers} workers, H = {SYNC_EVERY}, {options.steps} "
-        f"steps, n = 1 run a row; error of the prediction, points: {summary(errors, 1)}; absolute, "
-        f"median {statistics.median(map(abs, errors)):.1f}"
+        "steps, n = 1 run a row; error of the prediction, points: "
+        f"{core.summary(errors, 1)}; absolute, median {statistics.median(map(abs, errors)):.1f}"
     )
-    print_table(title, HEADER, rows)
+    core.print_table(title, HEADER, rows)
 
 
 if __name__ == "__main__":

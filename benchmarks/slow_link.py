@@ -30,23 +30,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import torchft_loop
-from benchmarks.core import (
-    Settings,
-    build_parser,
-    command_line,
-    list_of,
-    parse_config,
-    parse_settings,
-    positive,
-    print_table,
-    summary,
-)
+from benchmarks import core, torchft_loop
 from benchmarks.network import NoNetworkError
 from benchmarks.slow_link_run import (
     DATA_PARALLEL,
     METHODS,
-    OURS,
     RESERVED,
     TORCHFT,
     Measured,
@@ -57,17 +45,10 @@ from benchmarks.slow_link_run import (
     measure,
 )
 
-HEADER = [
-    "Mbit/s",
-    "method",
-    "tokens/s",
-    "utilisation %",
-    "not exposed %",
-    "exposed ms a step",
-    "sent kB a step",
-    "peak Mbit/s",
-    "n (steps)",
-]
+HEADER = (
+    "Mbit/s | method | tokens/s | utilisation % | not exposed % | exposed ms a step | "
+    "sent kB a step | peak Mbit/s | n (steps)"
+)
 LEGEND = """\
 utilisation: tokens/s against the fastest method without a limit in the same repeat; exposed: time
 of the training thread by its own clock (data parallelism: its step less the reference's); not
@@ -144,7 +125,7 @@ def _median(run: Measured, name: str) -> float:
 
 
 def measure_table(
-    options: argparse.Namespace, methods: list[str], settings: dict[str, Settings]
+    options: argparse.Namespace, methods: list[str], settings: dict[str, core.Settings]
 ) -> Table:
     """Measure all methods in turns at each rate, and all rates in each repeat, so that a machine
     whose speed drifts treats them alike."""
@@ -186,49 +167,14 @@ def build_row(table: Table, rate: float, method: str) -> list[str]:
     return [
         "no limit" if rate == math.inf else f"{rate:.3g}",
         method,
-        summary([window.tokens_per_second for window in windows], 0),
-        summary(utilisations, 1),
-        summary(not_exposed, 1, 100),
-        summary(exposed, 1, 1e3),
-        summary([run.sent_per_step for run in runs], 1, 1e-3),
-        summary([run.peak_mbit for run in runs], 1),
+        core.summary([window.tokens_per_second for window in windows], 0),
+        core.summary(utilisations, 1),
+        core.summary(not_exposed, 1, 100),
+        core.summary(exposed, 1, 1e3),
+        core.summary([run.sent_per_step for run in runs], 1, 1e-3),
+        core.summary([run.peak_mbit for run in runs], 1),
         f"{len(windows)} ({' or '.join(map(str, steps))})",
     ]
-
-
-def conclusions(table: Table) -> list[str]:
-    found = []
-    slow = [rate for rate in table.rates if table.utilisation(rate, DATA_PARALLEL) <= 12.5]
-    if OURS in table.methods and slow:
-        used = table.utilisation(slow[0], DATA_PARALLEL)
-        ours = summary(table.utilisations(slow[0], OURS), 1)
-        found.append(
-            f"at {named(slow[0])}, where {DATA_PARALLEL} has {used:.1f} %, {OURS} has {ours} %"
-        )
-    if OURS in table.methods:
-        sent, full = (
-            statistics.median(run.sent_per_step for run in table.runs[math.inf, method])
-            for method in (OURS, DATA_PARALLEL)
-        )
-        found.append(
-            f"{OURS} sends 1/{full / sent:.0f} of the bytes of {DATA_PARALLEL} by the interfaces' "
-            f"counters, and 1/{full / sent / 2:.0f} of what that would send with bf16 gradients"
-        )
-    for method in table.methods if TORCHFT in table.methods else ():
-        if method not in (TORCHFT, DATA_PARALLEL):
-            found.append(f"{method} and torchft: {compare_with_torchft(table, method)}")
-    return found
-
-
-def compare_with_torchft(table: Table, method: str) -> str:
-    """Count the rates at which the spreads do not touch."""
-    ahead = behind = 0
-    for rate in table.rates:
-        ours, theirs = table.utilisations(rate, method), table.utilisations(rate, TORCHFT)
-        ahead += min(ours) > max(theirs)
-        behind += max(ours) < min(theirs)
-    rest = len(table.rates) - ahead - behind
-    return f"ahead at {ahead} rates, behind at {behind}, no difference beyond the spread at {rest}"
 
 
 def named(rate: float) -> str:
@@ -267,16 +213,16 @@ def parse_rate(text: str) -> str:
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
-    parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument("--sync-every", type=positive, default=100, help="H")
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--workers", type=core.positive, default=2)
+    parser.add_argument("--sync-every", type=core.positive, default=100, help="H")
     cycles_help = "measured cycles of H steps, after the first"
-    parser.add_argument("--cycles", type=positive, default=1, help=cycles_help)
+    parser.add_argument("--cycles", type=core.positive, default=1, help=cycles_help)
     parser.add_argument("--delay", type=int, default=5, help="tau of the methods with overlap")
-    parser.add_argument("--rates", type=list_of(parse_rate), default=["inf", "1x", "0.05x"])
+    parser.add_argument("--rates", type=core.list_of(parse_rate), default=["inf", "1x", "0.05x"])
     methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"
     parser.add_argument("--methods", default="", help=methods_help)
-    parser.add_argument("--repeats", type=positive, default=1)
+    parser.add_argument("--repeats", type=core.positive, default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
     parser.add_argument("--plot", type=Path, help="PNG or SVG of utilisation over rate")
     options, words = parser.parse_known_args()
@@ -292,11 +238,11 @@ def main() -> None:
     if TORCHFT not in installed:
         print("torchft is not installed, so it has no rows: pip install -e .[bench]")
     methods = [name for name in installed if name == DATA_PARALLEL or name in (asked or installed)]
-    extra = parse_settings(parser, words, RESERVED)
+    extra = core.parse_settings(parser, words, RESERVED)
     cycle = options.workers, options.sync_every, options.delay
     settings = {method: build_settings(method, *cycle, extra) for method in methods}
     for method in methods:
-        parse_config(parser, command_line(settings[method]))
+        core.parse_config(parser, core.command_line(settings[method]))
     try:
         table = measure_table(options, methods, settings)
     except NoNetworkError as error:
@@ -305,11 +251,10 @@ def main() -> None:
     name = f"{options.workers} workers, H = {options.sync_every}, tau = {options.delay}"
     title = (
         f"{name}, 1 thread a worker, {os.cpu_count()} cores; torch {torch.__version__}; reference "
-        f"{summary(table.references(), 0)} tokens/s\n\n{LEGEND}"
+        f"{core.summary(table.references(), 0)} tokens/s\n\n{LEGEND}"
     )
     rows = [build_row(table, rate, method) for rate in table.rates for method in table.methods]
-    print_table(title, HEADER, rows)
-    print("\n" + "\n".join(f"- {line}" for line in conclusions(table)))
+    core.print_table(title, HEADER, rows)
     if options.plot:
         plot(table, name, options.plot)
         print(f"\nplot: {options.plot}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.core import Settings, command_line, kept
+from benchmarks import core
 from benchmarks.network import Network
 from torchtitan_diloco.trainer import STEPS_APART
 
@@ -40,7 +40,7 @@ a tenth of a second."""
 
 DATA_PARALLEL, TORCHFT, OURS = "data parallel", "torchft", "streaming + overlap + fp4"
 AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
-METHODS: dict[str, Settings] = {
+METHODS: dict[str, core.Settings] = {
     DATA_PARALLEL: {"diloco.method": "none"},
     "DiLoCo": AT_ONCE | {"diloco.fragments.layers_per_fragment": "0"},
     "streaming": AT_ONCE,
@@ -71,7 +71,7 @@ SETTLED = 4
 
 def build_settings(
     method: str, workers: int, sync_every: int, delay: int, extra: Mapping[str, str]
-) -> Settings:
+) -> core.Settings:
     """Return the settings of the trainer, without the length of the run."""
     outer = {
         "diloco.workers": str(workers),
@@ -83,16 +83,16 @@ def build_settings(
     return MODEL | outer | METHODS[method] | dict(extra)
 
 
-def length_settings(steps: int, log_every: int) -> Settings:
+def length_settings(steps: int, log_every: int) -> core.Settings:
     return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
 
 
-def cycles_length(sync_every: int, cycles: int, delay: int) -> Settings:
+def cycles_length(sync_every: int, cycles: int, delay: int) -> core.Settings:
     """Return the length of a run with an outer loop. Nothing is sent in its first cycle."""
     return length_settings((1 + cycles) * sync_every + max(delay, LATE) + 1, sync_every // 2)
 
 
-def data_parallel_length(seconds_per_step: float) -> Settings:
+def data_parallel_length(seconds_per_step: float) -> core.Settings:
     """Return the length of a run with data parallelism, whose steps are alike and may be slow."""
     if seconds_per_step < 1:
         return length_settings(51, 10)
@@ -119,7 +119,7 @@ class Measured:
     """Of the worker that sends most in half a second."""
 
 
-def measure(method: str, rate: float, settings: Settings, folder: Path) -> Measured:
+def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:
     """Measure a run unless `folder` holds it. `rate`: of each worker's link, in Mbit/s."""
 
     def run() -> dict[str, object]:
@@ -127,7 +127,7 @@ def measure(method: str, rate: float, settings: Settings, folder: Path) -> Measu
         sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
         return asdict(summarise(samples, sync_every))
 
-    return msgspec.convert(kept(folder, settings, run), Measured)
+    return msgspec.convert(core.kept(folder, settings, run), Measured)
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class Samples:
         self.records += [(number, record) for record in records[len(self.records) :]]
 
 
-def watch(method: str, rate: float, settings: Settings, folder: Path) -> Samples:
+def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Samples:
     """Run the workers to their end. The links become slow after the first record."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
     folder.mkdir(parents=True)
     module = "benchmarks.torchft_loop" if method == TORCHFT else "torchtitan_diloco.train"
-    words = command_line(settings | {"run.folder": str(folder)})
+    words = core.command_line(settings | {"run.folder": str(folder)})
     command, log = [sys.executable, "-m", module, *words], folder / "log.txt"
     samples, limited, workers = Samples(), False, range(int(settings["diloco.workers"]))
     with Network(len(workers)) as network, log.open("w") as output:

@@ -24,26 +24,15 @@ from itertools import product
 
 import torch
 
-from benchmarks import torchft_loop
-from benchmarks.core import build_parser, codec_name, list_of, positive, print_table, summary
+from benchmarks import core, torchft_loop
 from benchmarks.network import NoNetworkError, enter_own_network
 from benchmarks.sync_loop import SMALLEST, TIMEOUT, WORKERS, Case, Measured, block_count, measure
 from tests.processes import ProcessPool
 
-HEADER = [
-    "loop",
-    "MB fp32",
-    "tau",
-    "exposed ms",
-    "all-reduce ms",
-    "ratio",
-    "CPU ms",
-    "all-reduce CPU ms",
-    "sent MB, one worker",
-    "on lo MB, both",
-    "memory MB",
-    "n",
-]
+HEADER = (
+    "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
+    "sent MB, one worker | on lo MB, both | memory MB | n"
+)
 LEGEND = """\
 exposed: of the training thread; all-reduce: one flat fp32 all-reduce of as many values; ratio:
 exposed / all-reduce; CPU: all threads of one process; memory: peak above that of the same loop
@@ -75,11 +64,11 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
         name,
         f"{case.megabytes / case.fragments:.1f}",
         str(case.delay),
-        summary([sync.exposed for sync in syncs], 1, 1e3),
-        summary([sync.all_reduce for sync in syncs], 1, 1e3),
-        summary([sync.exposed / sync.all_reduce for sync in syncs], 2),
-        summary([sync.cpu for sync in syncs], 0, 1e3),
-        summary([sync.all_reduce_cpu for sync in syncs], 0, 1e3),
+        core.summary([sync.exposed for sync in syncs], 1, 1e3),
+        core.summary([sync.all_reduce for sync in syncs], 1, 1e3),
+        core.summary([sync.exposed / sync.all_reduce for sync in syncs], 2),
+        core.summary([sync.cpu for sync in syncs], 0, 1e3),
+        core.summary([sync.all_reduce_cpu for sync in syncs], 0, 1e3),
         f"{sent / 1e6:.3f}" if sent else "-",
         f"{wire / 1e6:.3f}" if wire else "-",
         f"{memory:+.0f}",
@@ -100,19 +89,19 @@ def build_rows(options: argparse.Namespace) -> list[list[str]]:
         if torchft_loop.is_installed():
             rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
         else:
-            rows.append(["torchft: not installed", *("-" for _ in HEADER[1:])])
+            rows.append(["torchft: not installed", *["-"] * HEADER.count("|")])
     return rows
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
+    parser = core.build_parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=33.6, help="parameters in fp32")
-    parser.add_argument("--fragments", type=list_of(positive), default=[1, 2])
-    parser.add_argument("--delays", type=list_of(int), default=[0], help="tau")
+    parser.add_argument("--fragments", type=core.list_of(core.positive), default=[1, 2])
+    parser.add_argument("--delays", type=core.list_of(int), default=[0], help="tau")
     codecs = ["fp32", "bf16", "int8", "fp4_e3m0"]
-    parser.add_argument("--codecs", type=list_of(codec_name), default=codecs)
-    parser.add_argument("--measured", type=list_of(codec_name), default=["fp32"])
-    parser.add_argument("--rounds", type=positive, default=9, help="syncs of each fragment")
+    parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=codecs)
+    parser.add_argument("--measured", type=core.list_of(core.codec_name), default=["fp32"])
+    parser.add_argument("--rounds", type=core.positive, default=9, help="syncs of each fragment")
     rate_help = "as tc writes it (200mbit), of both directions together"
     parser.add_argument("--rate", default="", help=rate_help)
     parser.add_argument("--inner-seconds", type=float, default=0.4, help="with delays above 0")
@@ -141,7 +130,7 @@ def main() -> None:
         f"{options.megabytes:g} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
         f"{os.cpu_count()} cores, loopback{speed}{sleep}; torch {torch.__version__}\n\n{LEGEND}"
     )
-    print_table(title, HEADER, build_rows(options))
+    core.print_table(title, HEADER, build_rows(options))
 
 
 if __name__ == "__main__":

@@ -23,15 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.core import (
-    build_parser,
-    parse_config,
-    positive,
-    print_table,
-    summary,
-    synchronize,
-    take_turns,
-)
+from benchmarks import core
 from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.telemetry import Telemetry, TimedIterator
 from torchtitan_diloco.config import Config
@@ -46,16 +38,9 @@ ONE_WORKER = ["--diloco.workers", "1", "--validation.every", "0", "--diloco.meth
 OURS = "torchtitan_diloco"
 OUTER_STEPS = 1000
 """Calls of the outer loop that are timed together."""
-HEADER = [
-    "loop",
-    "M parameters",
-    "tokens/s",
-    "ratio",
-    "CPU ms a step",
-    "ratio of CPU time",
-    "MFU %",
-    "peak GiB",
-]
+HEADER = (
+    "loop | M parameters | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
+)
 
 
 @dataclass
@@ -148,11 +133,11 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
 
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> Turn:
-    synchronize(device)
+    core.synchronize(device)
     started, cpu_started = time.perf_counter(), time.process_time()
     for _ in range(steps):
         loop.step()
-    synchronize(device)
+    core.synchronize(device)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     return Turn(seconds / steps, cpu_seconds / steps)
 
@@ -174,10 +159,10 @@ def build_row(loop: Loop, turns: list[Turn], ours: list[Turn], trainer: Trainer)
     return [
         loop.name,
         f"{loop.parameters / 1e6:.1f}",
-        summary([tokens / turn.seconds for turn in turns], 0),
-        summary([own.seconds / turn.seconds for turn, own in pairs]),
-        summary([turn.cpu_seconds for turn in turns], 1, 1e3),
-        summary([own.cpu_seconds / turn.cpu_seconds for turn, own in pairs]),
+        core.summary([tokens / turn.seconds for turn in turns], 0),
+        core.summary([own.seconds / turn.seconds for turn, own in pairs]),
+        core.summary([turn.cpu_seconds for turn in turns], 1, 1e3),
+        core.summary([own.cpu_seconds / turn.cpu_seconds for turn, own in pairs]),
         "-" if peak is None else f"{100 * flops / middle / peak:.1f}",
         f"{loop.peak_bytes / GIB:.2f}" if loop.peak_bytes else "-",
     ]
@@ -198,11 +183,11 @@ def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = build_parser(__doc__)
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--steps", type=positive, default=10, help="of each loop in a round")
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--rounds", type=core.positive, default=7)
+    parser.add_argument("--steps", type=core.positive, default=10, help="of each loop in a round")
     options, words = parser.parse_known_args()
-    config = parse_config(parser, [*words, *ONE_WORKER])
+    config = core.parse_config(parser, [*words, *ONE_WORKER])
     trainer, batches, ours = build_trainer_loop(config)
     device = trainer.world.device
     loops = [measure_peak(ours, options.steps, device, before=0)]
@@ -211,7 +196,7 @@ def main() -> None:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         loops.append(measure_peak(build(trainer, batches), options.steps, device, before))
     turns = {loop.name: partial(run_steps, loop, options.steps, device) for loop in loops}
-    found = take_turns(turns, options.rounds, warm_up=0)
+    found = core.take_turns(turns, options.rounds, warm_up=0)
     outer = outer_loop_seconds(trainer, options.rounds)
 
     compiled = "compiled" if config.compile.enable else "not compiled"
@@ -222,13 +207,18 @@ def main() -> None:
         f"ratio: time of {OURS} / time of this loop, per round; above 1 this loop is faster"
     )
     rows = [build_row(loop, found[loop.name], found[OURS], trainer) for loop in loops]
-    print_table(title, HEADER, rows)
+    core.print_table(title, HEADER, rows)
     step = statistics.median(turn.seconds for turn in found[OURS])
-    print_table(
+    core.print_table(
         f"the outer loop in a step without communication, H = {config.diloco.sync_every}; "
         f"n = {options.rounds} rounds",
-        ["microseconds", f"% of {OURS}'s step"],
-        [[summary(outer, 1, 1e6), summary([seconds / step for seconds in outer], 4, 100)]],
+        f"microseconds | % of {OURS}'s step",
+        [
+            [
+                core.summary(outer, 1, 1e6),
+                core.summary([seconds / step for seconds in outer], 4, 100),
+            ]
+        ],
     )
 
 

@@ -116,7 +116,7 @@ def test_a_finished_run_is_kept(tmp_path: Path) -> None:
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("title", ["what", "ms"], [["a", summary([1.0, 3.0, 2.0], 1, 1e3)], ["b", "-"]])
+    print_table("title", "what | ms", [["a", summary([1.0, 3.0, 2.0], 1, 1e3)], ["b", "-"]])
     assert capsys.readouterr().out.strip().splitlines() == [
         "title",
         "",

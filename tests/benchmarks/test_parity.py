@@ -9,7 +9,7 @@ import pytest
 from benchmarks import parity
 from benchmarks.core import command_line
 from benchmarks.parity import print_losses, run_folder, train
-from benchmarks.parity_tables import TABLES, Table
+from benchmarks.parity_tables import DROPS, TABLES, Table, parse_terms
 from torchtitan_diloco.config import from_command_line
 
 RUN = {"training.steps": "20", "run.seed": "0"}
@@ -28,18 +28,33 @@ def test_runs_are_valid_distinct_and_of_equal_tokens(table: Table) -> None:
         assert table.control_of(name) in table.runs
         folders.add((run_folder(Path(), run), table.begin(name, table.steps)))
     assert len(folders) == len(table.runs), "no run has two names"
-    assert set(table.controls) | set(table.begins) | set(table.paper) <= set(table.runs)
+    assert set(table.controls) | set(table.paper) <= set(table.runs)
+
+
+def test_names_are_settings() -> None:
+    assert parse_terms("streaming, M=4, lr 0.7, inner lr 2e-3, means in bf16, lr 0.4") == {
+        "diloco.workers": "4",
+        "diloco.outer_optimizer.lr": "0.4",
+        "optimizer.lr": "2e-3",
+        "diloco.quantization.gather_codec": "bf16",
+    }
+    later = "after 1000 steps of data parallelism"
+    table = TABLES["parity"]
+    assert table.begin(f"streaming, M=2, H=30, {later}", table.steps // 10) == 100
+    assert parse_terms(later) == {}
+    with pytest.raises(StopIteration):
+        parse_terms("alhpa 0.5")
 
 
 @all_tables
 @pytest.mark.parametrize("share", [1, 7, 10])
 def test_controls_keep_the_checkpoints_that_runs_begin_from(table: Table, share: int) -> None:
     steps = table.steps // share
-    for name in table.begins:
-        control = table.settings(table.control_of(name), steps)
-        begin = table.begin(name, steps)
-        assert 0 < begin < steps
-        assert begin % int(control["checkpoint.keep_every"]) == 0
+    for name in table.runs:
+        if begin := table.begin(name, steps):
+            control = table.settings(table.control_of(name), steps)
+            assert 0 < begin < steps
+            assert begin % int(control["checkpoint.keep_every"]) == 0
 
 
 def test_a_short_run_is_the_long_one_in_miniature() -> None:
@@ -58,7 +73,7 @@ def test_a_short_run_is_the_long_one_in_miniature() -> None:
 
 def test_tables_share_their_runs() -> None:
     same = {
-        "robustness-drops": "0 % dropped",
+        "robustness-drops": DROPS[0],
         "sync-every": "streaming, H=10",
         "workers": "streaming, M=2",
     }
@@ -108,13 +123,13 @@ def test_an_interrupted_run_resumes_if_it_has_a_checkpoint(
 
 
 def test_losses_are_compared_seed_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    losses = {"0 % dropped": [1.0, 2.0], "50 % dropped": [1.01, 2.06]}
+    losses = {DROPS[0]: [1.0, 2.0], DROPS[3]: [1.01, 2.06]}
     print_losses(TABLES["robustness-drops"], 2000, losses)
     title, *_, control, dropped = capsys.readouterr().out.strip().splitlines()
     assert "after 2,000 steps = 1.0M tokens; n = 2 seeds" in title
     assert "control" in control
     assert [cell.strip() for cell in dropped.strip("|").split("|")] == [
-        "50 % dropped",
+        "drop probability 0.5",
         "200",
         "1.5350 (1.0100 ... 2.0600)",
         "+2.00 (+1.00 ... +3.00) %",
