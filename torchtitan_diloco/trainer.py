@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,11 +29,17 @@ from torchtitan_diloco.components.optimizer import (
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
 from torchtitan_diloco.components.run_folder import claim_run_folder
-from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
+from torchtitan_diloco.components.run_plan import (
+    after_step,
+    log_plan,
+    plan_run,
+    validation_due,
+    vocabulary_rows,
+)
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry, TimedIterator
 from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.checks import unused_settings
+from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.loader import (
     build_train_loader,
@@ -43,10 +49,9 @@ from torchtitan_diloco.data.loader import (
 )
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.config import advice
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import assert_agreement, on_first_rank
-from torchtitan_diloco.distributed.stop import Requests, StopRequest
+from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
@@ -57,43 +62,6 @@ STEPS_APART = 6
 """Steps by which workers that train on their own may run apart before they wait for an answer."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings in which the processes of a run may differ."""
-
-
-@dataclass(frozen=True)
-class AfterStep:
-    """What happens after a training step, in this order."""
-
-    drain: bool
-    """Apply everything in flight: the run is finished."""
-    report: bool
-    """Start a report on the steps since the last one."""
-    publish_all: bool
-    """Write all reports now. A resumed run does not write those before its checkpoint again."""
-    validate: bool
-    save: bool
-    stop: bool
-
-
-def after_step(step: int, total_steps: int, config: Config, requests: Requests) -> AfterStep:
-    """Decide what happens after a step. The answer is the same on every rank."""
-    finished = step == total_steps
-    paused = step == config.training.stop_after and not finished
-    stop = finished or paused or requests.stop
-    scheduled = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
-    save = requests.save or scheduled or paused or (stop and config.checkpoint.at_end)
-    validation = validation_due(step, total_steps, config.validation.every)
-    return AfterStep(
-        drain=finished,
-        report=stop or save or step % config.metrics.log_every == 0 or step == 1,
-        publish_all=stop or save or validation,
-        validate=validation and not requests.stop,  # whoever sent a signal is waiting
-        save=save,
-        stop=stop,
-    )
-
-
-def validation_due(step: int, total_steps: int, every: int) -> bool:
-    return every > 0 and (step % every == 0 or step == total_steps)
 
 
 class Trainer:
@@ -143,6 +111,7 @@ class Trainer:
         self._log_plan(folder)
         self._resume()
         batches = TimedIterator(iter(self.loader))
+        sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
             lock,
@@ -160,7 +129,7 @@ class Trainer:
                     profiler.step()
                 garbage.after_step(self.step)
                 requests = stop.agreed(self.step, save=checkpointer.due_by_time())
-                then = after_step(self.step, total_steps, config, requests)
+                then = after_step(self.plan, self.step, requests, *sections)
                 if then.drain:
                     telemetry.drained(self._drain())
                 if then.report:
@@ -365,7 +334,7 @@ class Trainer:
 
     def _validation_missed(self) -> bool:
         """Return whether a signal came between the resumed step and its validation."""
-        due = validation_due(self.step, self.plan.total_steps, self.config.validation.every)
+        due = validation_due(self.plan, self.step, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
         return bool(self.start.checkpoint) and due and done < self.step
 
@@ -385,11 +354,6 @@ class Trainer:
             start_tokens=self.resumed.tokens,
         )
         dtype = compute_dtype(config.parallel.compute_dtype, device)
-        if dtype == torch.bfloat16 and device.type != "cuda":
-            raise ValueError(
-                'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use '
-                '"auto" or "float32"'
-            )
         mesh = self._fsdp_mesh()
         spec.parallelize(
             self.model,
@@ -444,34 +408,18 @@ class Trainer:
         return Validator(self.outer, evaluate, local=local, validated=validated)
 
     def _log_plan(self, folder: Path) -> None:
-        config, shape = self.config, self.model.shape
+        config = self.config
         model_line = (
-            f"{config.model.name} {config.model.flavor}, {shape.layers} layers x {shape.width}, "
-            f"{shape.heads} heads of {shape.head_dim}, feed-forward {shape.feed_forward}, "
+            f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
             f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
         for line in self.outer.describe():
             logger.info(line)
-        for warning in self._warnings() if self.world.is_first else ():
+        warnings = run_warnings(config, self.plan.total_steps) if self.world.is_first else []
+        for warning in warnings:
             logger.warning(warning)
-
-    def _warnings(self) -> list[str]:
-        config, total_steps = self.config, self.plan.total_steps
-        found = [*advice(config.diloco, total_steps), *unused_settings(config)]
-        warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
-        if warmup_steps > total_steps:
-            found.append(
-                f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of "
-                f"{total_steps} steps, so the peak learning rate is never reached: shorten it"
-            )
-        if stop_after >= total_steps:
-            found.append(
-                f"training.stop_after = {stop_after} does nothing: the run ends after step "
-                f"{total_steps}"
-            )
-        return found
 
     def _assert_agreement(self) -> None:
         settings = flat_settings(self.config).items()

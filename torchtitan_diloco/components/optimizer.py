@@ -20,6 +20,11 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     optimizer state stay fp32."""
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
+    if choice == "bfloat16" and device.type != "cuda":
+        raise ValueError(
+            'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none: use "auto" or '
+            '"float32"'
+        )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
