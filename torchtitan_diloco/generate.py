@@ -39,7 +39,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"--temperature {self.temperature}: give 0 (most likely token) or more")
+            raise ValueError(
+                f"--temperature {self.temperature}: give 0 (most likely token) or more"
+            )
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k}: give a number of tokens, or 0 for all")
         if not 0 < self.top_p <= 1:
