@@ -21,7 +21,7 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.weights import read_weights
-from torchtitan_diloco.generate import Sampling, generate
+from torchtitan_diloco.generate import generate
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
 ROWS, LENGTH, VOCABULARY = 320, 24, 257
@@ -76,8 +76,8 @@ def some_tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def greedy(decoder: Decoder, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
-    options = {"vocab_size": VOCABULARY, "max_new_tokens": count, "stop": stop}
-    return list(generate(decoder, prompt, Sampling(temperature=0), **options))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"vocab_size": VOCABULARY, "max_new_tokens": count, "stop": stop}
+    return list(generate(decoder, prompt, temperature=0, **options))
 
 
 @pytest.fixture(

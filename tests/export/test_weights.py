@@ -84,13 +84,13 @@ def test_weights_are_never_overwritten(sharded: Path) -> None:
         write_weights(sharded, three(), {})
 
 
-def test_a_missing_file_or_folder_is_named(tmp_path: Path, sharded: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.safetensors does not exist: name a"):
+def test_a_missing_file_is_named(tmp_path: Path, sharded: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.safetensors cannot be read .*: name a complete"):
         read_weights(tmp_path / "none.safetensors")
-    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(ValueError, match=r"/model\.safetensors cannot be read .*No such file"):
         read_weights(tmp_path)
     (sharded / SHARDS[1]).unlink()
-    with pytest.raises(ValueError, match=rf"{SHARDS[1]} is not a complete safetensors file"):
+    with pytest.raises(ValueError, match=rf"{SHARDS[1]} cannot be read .*No such file"):
         read_weights(sharded)
 
 
@@ -99,14 +99,14 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     write_weights(tmp_path, three(), {})
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete .* again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .*: name a complete"):
         read_weights(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', "\xff"])
 def test_a_damaged_index_is_named(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"index\.json is not an index of safetensors files"):
+    with pytest.raises(ValueError, match=r"index\.json cannot be read"):
         read_weights(sharded)
 
 
@@ -167,7 +167,7 @@ def test_weights_that_do_not_fit_are_refused(text: Path, sharded: Path) -> None:
     message = r'model.weights = ".*" does not fit .* blocks.0.feed_forward.up.weight is 48x32 there'
     with pytest.raises(ValueError, match=message):
         run(settings(text, model__weights=folder, model__feed_forward=64))
-    with pytest.raises(ValueError, match=r'model.weights = ".*nowhere does not exist'):
+    with pytest.raises(ValueError, match=r'model.weights = ".*nowhere cannot be read'):
         run(settings(text, model__weights=text.parent / "nowhere"))
     # An index that names the file of another tensor
     index = json.loads((sharded / INDEX).read_text())
