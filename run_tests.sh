@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests: ./run_tests.sh [pytest arguments]. All of them run on several cores at once, chosen ones as pytest would.
+# Run the tests: ./run_tests.sh [pytest arguments]. Without arguments, all tests run on up to four cores.
 set -euo pipefail
 
 # shellcheck source=scripts/environment.sh
@@ -7,7 +7,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/scripts/environment.sh"
 prepare_environment test
 
 cd "$REPOSITORY"
-if [ $# -eq 0 ]; then # four at most: a test may start as many processes itself
+if [ $# -eq 0 ]; then # at most four, because a test may start four processes itself
     set -- -n auto --maxprocesses 4 --dist worksteal
 fi
 exec "$ENVIRONMENT_PYTHON" -m pytest "$@"

@@ -32,21 +32,11 @@ from benchmarks.arguments import codec_names, config_of, positive, positive_numb
 from benchmarks.table import print_table, summary
 from benchmarks.train_step import own_loop, turn
 from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.diloco.background_round import BackgroundRound
+from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, StreamingDiLoCo
 from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import (
-    CodecName,
-    Fragments,
-    OuterOptimizer,
-    Quantization,
-)
-from torchtitan_diloco.diloco.exchange import CODED_PIECE
-from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.transport import Header
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK
-from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.config import CodecName, Fragments, Quantization
+from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.utils import describe_device
 
 Count = Callable[[], int]
@@ -58,34 +48,23 @@ class Work:
 
     def __init__(self, codec: CodecName, values: int) -> None:
         self._codec = build_codec(Quantization(codec=codec))
-        self.state = OuterState(
-            build_fragments(nn.Linear(values, 1, bias=False), Fragments(layers_per_fragment=0))[0],
-            OuterOptimizer(),
-            torch.device("cpu"),
+        config = DiLoCoConfig(
+            sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0)
         )
-        self._round = BackgroundRound(None, 0, 0, None)
+        model = nn.Linear(values, 1, bias=False)
+        self._outer, self._delta = StreamingDiLoCo(model, None, config), torch.randn(values)
         self._payload = torch.empty(self._codec.wire_bytes(min(CHUNK, values)), dtype=torch.uint8)
-        self._piece = BLOCK if self._codec.is_fp32 else CODED_PIECE
 
     def once(self) -> None:
-        state, now = self.state, time.perf_counter()
-        state.take_delta()
-        for chunk in state.delta.split(CHUNK):
-            pieces = chunk.split(self._piece)
-            payload = self._payload[: self._codec.wire_bytes(chunk.numel())].split(
-                self._codec.wire_bytes(self._piece)
-            )
+        for chunk in self._delta.split(CHUNK):
+            pieces = chunk.split(PIECE)
+            size, piece_size = map(self._codec.wire_bytes, (chunk.numel(), PIECE))
+            payload = self._payload[:size].split(piece_size)
             for values, encoded in zip(pieces, payload, strict=True):
                 self._codec.encode(values, encoded)
             for values, encoded in zip(pieces, payload, strict=True):
-                before = values.clone()
                 self._codec.average([encoded, encoded], [1.0, 1.0], values)
-                torch.dot(before, values)
-        header = Header(
-            0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=state.checksum
-        )
-        self._round(state, header, Round(0, 1, 1, state.values, due=now))
-        state.apply(0.5)
+        self._outer.step()
 
 
 def work_until(ended: Callable[[], bool], done: Any, codec: CodecName, values: int) -> None:

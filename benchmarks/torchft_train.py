@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.torchft_manager import serve_lighthouse, start_manager
-from torchtitan_diloco.components.gradients import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
+from torchtitan_diloco.components.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    lr_factor,
+    set_lr,
+)
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run, vocabulary_rows
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import Config

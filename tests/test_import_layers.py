@@ -13,7 +13,7 @@ PACKAGE = REPOSITORY / "torchtitan_diloco"
 MAY_IMPORT = {
     "utils": set(),
     "diloco": {"utils"},
-    "config": {"utils", "diloco.config"},
+    "config": {"utils", "diloco.config", "diloco.fields"},
     "distributed": {"utils", "config", "diloco"},
     "models": {"utils", "config"},
     "data": {"utils", "config"},

@@ -1,4 +1,4 @@
-"""Whole runs: the curve does not depend on the number of processes, what a run writes, and how it ends."""
+"""Whole runs: their curve, what they write, and how they end."""
 
 import json
 import math
@@ -19,9 +19,13 @@ from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import LossSums, loss_head
 from torchtitan_diloco.config import Config, load_config, to_toml
+from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World, join_world
 from torchtitan_diloco.train import main
-from torchtitan_diloco.trainer import Trainer
+from torchtitan_diloco.trainer import AfterStep, Trainer, after_step
+
+LOSS = "train/loss_nats_per_token_global"
+VALIDATION = "validation/loss_nats_per_token_global"
 
 
 def settings(text: Path, **changes: Any) -> dict[str, str]:
@@ -62,7 +66,7 @@ def words(chosen: dict[str, str]) -> list[str]:
 
 
 def train(chosen: dict[str, str]) -> list[dict[str, Any]]:
-    """Trains with the processes that call it; rank 0 returns the records of metrics.jsonl."""
+    """Train with the processes that call it; rank 0 returns the records of metrics.jsonl."""
     config = load_config("debug", chosen)
     world = join(config)
     folder = Trainer(config, world).run()
@@ -71,13 +75,12 @@ def train(chosen: dict[str, str]) -> list[dict[str, Any]]:
 
 def join(config: Config) -> World:
     workers, fsdp = config.diloco.workers, config.parallel.fsdp
-    return join_world(
-        config.distributed, config.diloco.link, device="cpu", workers=workers, fsdp=fsdp
-    )
+    link = config.diloco.link
+    return join_world(config.distributed, link, device="cpu", workers=workers, fsdp=fsdp)
 
 
 def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Those of logged steps and validations, which have no kind; or `round` or `summary`."""
+    """Return the records of logged steps and validations, or those of a kind."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record.get("kind") == kind]
 
@@ -90,77 +93,81 @@ def curve(found: list[dict[str, Any]], key: str) -> list[float]:
 def test_any_number_of_processes_gives_the_same_curve(
     text: Path, processes: ProcessPool, size: int, workers: int
 ) -> None:
-    """HSDP over workers x ranks with the same global batch: 12 sequences as 6, 3 or 2 micro-batches."""
+    """HSDP over workers x ranks with the same global batch, as 6, 3 or 2 micro-batches."""
     changes = {"training.batch_size": 1} if size == 4 else {}
     alone = train(settings(text, **changes))
-    folder = text.parent / "many"
-    together = processes.run(
-        train, size, settings(text, run__folder=folder, diloco__workers=workers, **changes)
-    )[0]
-    for key in ("train/loss_nats_per_token_global", "train/gradient_norm_mean_over_workers"):
-        assert len(curve(alone, key)) == 8
+    many = settings(text, run__folder=text.parent / "many", diloco__workers=workers, **changes)
+    together = processes.run(train, size, many)[0]
+    assert len(curve(alone, LOSS)) == 8
+    for key in (LOSS, VALIDATION, "train/gradient_norm_mean_over_workers"):
         assert curve(together, key) == pytest.approx(curve(alone, key), rel=2e-4), key
     for key in ("train/tokens_global", "validation/tokens_global", "train/lr"):
         assert curve(together, key) == curve(alone, key), key
-    key = "validation/loss_nats_per_token_global"
-    assert curve(together, key) == pytest.approx(curve(alone, key), rel=2e-4)
     assert curve(alone, "validation/tokens_global") == [7 * 32, 7 * 32]
 
 
 def test_accumulation_is_one_large_batch(text: Path) -> None:
     large = train(settings(text, training__batch_size=12))
     small = train(settings(text, training__batch_size=3, run__folder=text.parent / "small"))
-    key = "train/loss_nats_per_token_global"
-    assert curve(small, key) == pytest.approx(curve(large, key), rel=1e-5)
+    assert curve(small, LOSS) == pytest.approx(curve(large, LOSS), rel=1e-5)
 
 
-def test_it_learns_and_the_same_seed_gives_the_same_run(text: Path) -> None:
+def test_it_learns_and_the_seed_determines_the_run(text: Path) -> None:
     chosen = settings(text, training__steps=60, optimizer__lr="1e-2", validation__every=0)
-    first = curve(train(chosen), "train/loss_nats_per_token_global")
-    again = curve(
-        train(chosen | {"run.folder": str(text.parent / "again")}),
-        "train/loss_nats_per_token_global",
-    )
-    other = curve(
-        train(chosen | {"run.folder": str(text.parent / "o"), "run.seed": "1"}),
-        "train/loss_nats_per_token_global",
+    first, again, other = (
+        curve(train(chosen | {"run.folder": str(text.parent / name), "run.seed": seed}), LOSS)
+        for name, seed in (("first", "0"), ("again", "0"), ("other", "1"))
     )
     assert first[-1] < 0.6 * first[0]
     assert first == again
     assert first != other
 
 
-def test_the_run_folder_starts_the_same_run_again(text: Path) -> None:
+def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
     first = train(settings(text))
     saved = text.parent / "run" / "config.toml"
-    config = load_config(str(saved), {"run.folder": str(text.parent / "again")})
-    assert load_config(str(saved)).run.folder == "", (
-        "a second start must not write into the first one's folder"
-    )
-    world = join(config)
-    again = records(Trainer(config, world).run())
-    key = "train/loss_nats_per_token_global"
-    assert curve(again, key) == curve(first, key)
-    assert (text.parent / "again" / "config.toml").read_text() == saved.read_text()
+    assert load_config(str(saved)).run.folder == ""
     assert to_toml(load_config(str(saved))) == saved.read_text()
+    config = load_config(str(saved), {"run.folder": str(text.parent / "again")})
+    again = Trainer(config, join(config)).run()
+    assert curve(records(again), LOSS) == curve(first, LOSS)
+    assert (again / "config.toml").read_text() == saved.read_text()
 
 
-def test_a_folder_that_holds_a_run_is_refused(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(settings(text))
-    before = (text.parent / "run" / "metrics.jsonl").read_text()
-    assert main(words(settings(text, checkpoint__resume="never"))) == 2
-    assert "already holds a run" in capsys.readouterr().err
-    assert (text.parent / "run" / "metrics.jsonl").read_text() == before
+# --- decisions ------------------------------------------------------------------------------------
 
 
-def test_a_run_that_starts_over_keeps_the_records_of_the_one_before(text: Path) -> None:
-    first = train(settings(text))
-    before = (text.parent / "run" / "metrics.jsonl").read_text()
-    again = train(settings(text))
-    assert (text.parent / "run" / "metrics-1.jsonl").read_text() == before
-    assert len(again) == len(first)
+@pytest.mark.parametrize(
+    ("step", "asked", "expected"),
+    [
+        (1, "", "report"),
+        (2, "", ""),
+        (3, "", "report"),
+        (4, "", "publish_all validate"),
+        (5, "", "report publish_all save"),
+        (7, "save", "report publish_all save"),
+        (7, "stop", "report publish_all save stop"),
+        (8, "stop", "report publish_all save stop"),  # whoever sent the signal is waiting
+        (9, "", "report publish_all save stop"),  # training.stop_after
+        (11, "", "drain report publish_all validate save stop"),
+    ],
+)
+def test_what_happens_after_a_step(step: int, asked: str, expected: str) -> None:
+    chosen = {"training.stop_after": "9", "metrics.log_every": "3", "validation.every": "4"}
+    config = load_config("debug", chosen | {"checkpoint.every": "5"})
+    found = after_step(step, 11, config, Requests(stop=asked == "stop", save=asked == "save"))
+    assert found == AfterStep(**{name: name in expected.split() for name in vars(found)})
+
+
+@pytest.mark.parametrize(("step", "saves"), [(7, False), (9, True), (11, False)])
+def test_only_a_paused_run_saves_at_its_end_without_being_asked(step: int, saves: bool) -> None:
+    chosen = {"training.stop_after": "9", "checkpoint.at_end": "false"}
+    found = after_step(step, 11, load_config("debug", chosen), Requests(stop=True, save=False))
+    assert found.stop
+    assert found.save == saves
+
+
+# --- steps that are not finite --------------------------------------------------------------------
 
 
 def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:
@@ -169,11 +176,8 @@ def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:
 
         def spoiled(hidden: torch.Tensor, weight: torch.Tensor) -> LossSums:
             sums: LossSums = plain(hidden, weight)
-            return (
-                sums._replace(objective=sums.objective * math.nan)
-                if trainer.step in steps
-                else sums
-            )
+            factor = math.nan if trainer.step in steps else 1.0
+            return sums._replace(objective=sums.objective * factor)
 
         return spoiled
 
@@ -189,47 +193,32 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     batches = iter(trainer.loader)
     trainer.train_step(batches)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    assert trainer.train_step(batches).skipped
+    assert [trainer.train_step(batches).skipped for _ in range(2)] == [True, True]
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert trainer.train_step(batches).skipped
+    assert trainer.skipped_in_a_row == 2
     assert not trainer.train_step(batches).skipped
     assert trainer.skipped_in_a_row == 0
-    found = records(trainer.run())
-    assert all(math.isfinite(loss) for loss in curve(found, "train/loss_nats_per_token_global"))
+    assert all(math.isfinite(loss) for loss in curve(records(trainer.run()), LOSS))
 
 
 def test_too_many_skipped_steps_end_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("debug", settings(text, training__max_skipped_steps=2))
     trainer = Trainer(config, join(config))
-    monkeypatch.setattr(
-        torchtitan_diloco.trainer, "loss_head", nan_loss_at(set(range(100)), trainer)
-    )
-    with pytest.raises(
-        ValueError, match=r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"
-    ):
+    spoiled = nan_loss_at(set(range(100)), trainer)
+    monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", spoiled)
+    reason = r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"
+    with pytest.raises(ValueError, match=reason):
         trainer.run()
 
 
-def test_tensorboard_and_profiler_write_into_the_folder(text: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+# --- what a user sees -----------------------------------------------------------------------------
 
-    found = train(
-        settings(
-            text,
-            metrics__tensorboard="true",
-            profiling__enable="true",
-            profiling__start=2,
-            profiling__steps=2,
-        )
-    )
-    board = EventAccumulator(str(text.parent / "run" / "tensorboard"))
-    board.Reload()
-    for key in ("train/loss_nats_per_token_global", "validation/loss_nats_per_token_global"):
-        assert [event.value for event in board.Scalars(key)] == pytest.approx(curve(found, key))
-    traces = list((text.parent / "run" / "traces").iterdir())
-    assert len(traces) == 1
-    assert traces[0].stat().st_size > 1000
+
+def test_the_profiler_writes_into_the_folder(text: Path) -> None:
+    train(settings(text, profiling__enable="true", profiling__start=2, profiling__steps=2))
+    (trace,) = (text.parent / "run" / "traces").iterdir()
+    assert trace.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -238,11 +227,12 @@ def test_tensorboard_and_profiler_write_into_the_folder(text: Path) -> None:
         ({"data.corpus": "nowhere/*.txt"}, "nowhere"),
         ({"model.vocab_size": 100}, "model.vocab_size = 100"),
         ({"training.sequence_length": 10**7}, "sequence"),
+        ({"profiling.enable": "true", "profiling.ranks": "[3]"}, "profiling.ranks has 3"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.stepz": 2}, "training.steps"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_are_errors_in_one_line(
     text: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], reason: str
 ) -> None:
     assert main(words(settings(text, **changes))) == 2
@@ -252,121 +242,109 @@ def test_mistakes_are_told_in_one_line(
     assert "Traceback" not in message
 
 
-def test_a_warm_up_longer_than_the_run_is_pointed_out(
-    text: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"lr_schedule.warmup_steps": 9},
+            "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps",
+        ),
+        (
+            {"training.stop_after": 8},
+            "training.stop_after = 8 does nothing: the run ends after step 8",
+        ),
+        (
+            {"training.stop_after": 3},
+            "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one",
+        ),
+    ],
+)
+def test_what_a_run_says(
+    text: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
 ) -> None:
-    assert main(words(settings(text, lr_schedule__warmup_steps=9))) == 0
-    assert (
-        "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in capsys.readouterr().out
+    assert main(words(settings(text, **changes))) == 0
+    assert expected in capsys.readouterr().out
+    saved = [path.name for path in (text.parent / "run").glob("checkpoints/*")]
+    assert saved == (["step-00000003"] if "stopped" in expected else [])
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment,
     )
 
 
-def test_a_start_that_is_to_stop_says_how_the_run_goes_on(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = settings(text, training__stop_after=3, checkpoint__at_end="false")
-    assert main(words(chosen)) == 0
-    said = capsys.readouterr().out
-    assert [path.name for path in Path(chosen["run.folder"], "checkpoints").iterdir()] == [
-        "step-00000003"
-    ]
-    assert (
-        "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one or none, the same command"
-        in said
-    )
-
-
-def test_a_stop_at_the_end_or_behind_is_pointed_out(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words(settings(text, training__stop_after=8))) == 0
-    assert (
-        "training.stop_after = 8 does nothing: the run ends after step 8" in capsys.readouterr().out
-    )
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and line.split()[1].startswith(f"{step}/"):
+            return
 
 
 def test_a_signal_ends_the_run_after_a_whole_step(text: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan_diloco.train",
-        *words(settings(text, training__steps=1_000_000)),
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
+    chosen = settings(text, training__steps=1_000_000)
+    process = start(["torchtitan_diloco.train", *words(chosen)])
     timer = threading.Timer(60, process.kill)
     timer.start()
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step") and lines[-1].split()[1].startswith("3/"):
-            time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            break
-    rest = process.stdout.read()
+    wait_for_step(process, 3)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
     timer.cancel()
-    assert process.wait(timeout=30) == 0
-    assert "as asked by a signal" in rest
+    assert process.returncode == 0
+    assert "as asked by a signal" in output
+
+
+# --- workers that train on their own --------------------------------------------------------------
 
 
 def streaming(text: Path, **changes: Any) -> dict[str, str]:
-    return settings(
-        text,
-        **{
-            "diloco.method": "streaming",
-            "diloco.workers": 2,
-            "diloco.sync_every": 4,
-            "diloco.fragments.layers_per_fragment": 1,
-            "training.global_batch_size": 16,
-            "validation.local": "true",
-            **changes,
-        },
-    )
+    base = {
+        "diloco.method": "streaming",
+        "diloco.workers": 2,
+        "diloco.sync_every": 4,
+        "diloco.fragments.layers_per_fragment": 1,
+        "training.global_batch_size": 16,
+        "validation.local": "true",
+    }
+    return settings(text, **{**base, **changes})
 
 
 def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessPool) -> None:
-    """2 workers x 1 rank and 2 workers x 2 ranks read the same samples and exchange the same fragments."""
+    """Workers of one and of two ranks read the same samples and exchange the same fragments."""
     alone = processes.run(train, 2, streaming(text))[0]
     sharded = processes.run(train, 4, streaming(text, run__folder=text.parent / "sharded"))[0]
-    for key in (
-        "train/loss_nats_per_token_global",
-        "validation/loss_nats_per_token_global",
-    ):
+    for key in (LOSS, VALIDATION):
         assert len(curve(alone, key)) >= 2
         assert curve(sharded, key) == pytest.approx(curve(alone, key), rel=2e-4), key
-    values = sum(curve(alone, "diloco/sent_bytes_sum_over_ranks"))
-    assert values > 0
-    assert sum(curve(sharded, "diloco/sent_bytes_sum_over_ranks")) == pytest.approx(
-        values, rel=0.05
-    )
+    one, two = (sum(curve(run, "diloco/sent_bytes_sum_over_ranks")) for run in (alone, sharded))
+    assert two == pytest.approx(one, rel=0.05)
+    assert one > 0
 
 
 def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
-    """With mixing 0 and every fragment just applied, local and shared parameters are the same; before, they are not."""
+    """With mixing 0 and every fragment just applied, they are the local ones; before, not."""
     changes = {
         "diloco.overlap.delay": 0,
         "diloco.overlap.mixing": 0.0,
         "diloco.fragments.layers_per_fragment": 0,
     }
     found = processes.run(train, 2, streaming(text, validation__every=2, **changes))[0]
-    shared = curve(found, "validation/loss_nats_per_token_global")
+    shared = curve(found, VALIDATION)
     local = curve(found, "validation/local_loss_nats_per_token_mean_over_workers")
     assert local[1] == pytest.approx(shared[1], rel=1e-6), "after step 4, a sync"
     assert local[0] != pytest.approx(shared[0], rel=1e-3), "after step 2"
 
 
-def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan_diloco.launch", *words(streaming(text))]
-    outcome = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert outcome.returncode == 0, outcome.stderr
+def test_a_streaming_run_ends_with_a_summary(text: Path) -> None:
+    process = start(["torchtitan_diloco.launch", *words(streaming(text))])
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
     for expected in (
         "each fragment every 4 steps, applied 1 steps later",
         "blocks.0",
@@ -375,8 +353,8 @@ def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
         "data parallelism would send",
         "communication hidden",
     ):
-        assert expected in outcome.stdout, expected
-    assert "Warning" not in outcome.stderr
+        assert expected in output, expected
+    assert "Warning" not in errors
 
 
 @pytest.mark.parametrize(
@@ -385,8 +363,7 @@ def test_a_streaming_run_ends_with_what_it_saved(text: Path) -> None:
 def test_a_lost_worker_is_named_in_a_line(
     text: Path, kind: signal.Signals, sync_every: int
 ) -> None:
-    """Both with an exchange in flight and between two. The processes are started here, so that no launcher ends the one
-    that is to say who is missing."""
+    """With an exchange in flight and between two; without a launcher that ends the survivor."""
     chosen = streaming(
         text,
         training__steps=100_000,
@@ -395,43 +372,28 @@ def test_a_lost_worker_is_named_in_a_line(
         diloco__link__timeout_seconds=4,
     )
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    processes = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [sys.executable, "-m", "torchtitan_diloco.train", *words(chosen)]
-        pipe = subprocess.PIPE
-        processes.append(
-            subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True
-            )
-        )
-    survivor, victim = processes
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    survivor, victim = (
+        start(["torchtitan_diloco.train", *words(chosen)], RANK=rank, LOCAL_RANK=rank, **shared)
+        for rank in ("0", "1")
+    )
     timer = threading.Timer(100, survivor.kill)
     timer.start()
     try:
-        assert survivor.stdout is not None
-        for line in survivor.stdout:
-            if line.startswith("step") and line.split()[1].startswith("30/"):
-                victim.send_signal(kind)
-                break
+        wait_for_step(survivor, 30)
+        victim.send_signal(kind)
         _, errors = survivor.communicate()
     finally:
         timer.cancel()
         victim.kill()
         victim.communicate()
     assert survivor.returncode == 3, errors
-    lines = [line for line in errors.splitlines() if "error:" in line]
-    assert len(lines) == 1
-    assert "worker 1" in lines[0]
-    assert "left or did not answer in time" in lines[0]
-    assert "step" in lines[0]
+    (line,) = [line for line in errors.splitlines() if "error:" in line]
+    for expected in ("worker 1", "left or did not answer in time", "step"):
+        assert expected in line
     assert "Traceback" not in errors

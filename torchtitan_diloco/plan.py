@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
-from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.config.toml_writer import format_value
+from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.utils import PEAK_BF16_FLOPS
 
 if TYPE_CHECKING:

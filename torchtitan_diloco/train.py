@@ -1,4 +1,4 @@
-"""Entry of a training process: config -> world -> Trainer -> run. Started by launch/, alone or under torchrun."""
+"""Entry point of a training process: configuration, process groups, trainer, run."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ import torch
 
 from torchtitan_diloco.config import ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
-from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.distributed.roll_call import RanksLostError
+from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import start_logging
@@ -19,12 +19,12 @@ from torchtitan_diloco.utils import start_logging
 USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""
 WORKER_LOST = 3
-"""Exit code where another worker died or was silent for too long."""
+"""Exit code if another worker died or did not answer in time."""
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     try:
-        config = from_command_line(words)
+        config = from_command_line(arguments)
     except ConfigError as error:
         return _report(error)
     if config is None:
@@ -44,7 +44,7 @@ def main(words: list[str]) -> int:
     except ValueError as error:
         return _report(error)
     except (WorkerLostError, RanksLostError) as error:
-        print(f"{_rank()}error: {error}", file=sys.stderr, flush=True)
+        _print_error(error)
         return WORKER_LOST
     leave_world(world)
     return 0
@@ -59,24 +59,23 @@ def set_determinism(run: Run) -> None:
 
 
 def _report(error: ValueError) -> int:
-    """Tells a mistake of the user's in words. What all ranks run into is told by the first one of each machine: the
-    launcher ends the others as soon as that one has left; a rank that still lives then has met something of its own."""
-    if not _is_ours(error):
+    """Print an error of this package in one line; an error raised by torch keeps its traceback.
+
+    If all ranks meet the same error, the first rank of each machine prints it, and the launcher
+    ends the others. A rank that still lives ten seconds later has met an error of its own.
+    """
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if not Path(raised_in).is_relative_to(Path(__file__).parent):
         raise error
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
-    print(f"{_rank()}error: {error}", file=sys.stderr, flush=True)
+    _print_error(error)
     return USER_ERROR
 
 
-def _rank() -> str:
-    return f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-
-
-def _is_ours(error: ValueError) -> bool:
-    """Whether this package raised the error, whose message is then meant for the user; torch's own keep their trace."""
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(raised_in).is_relative_to(Path(__file__).parent)
+def _print_error(error: Exception) -> None:
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{rank}error: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,40 @@
-"""Builds the parts of a run and holds its loop. The one place that sees the whole configuration."""
+"""Trainer: builds the parts of a run and holds its loop. Only it sees the whole configuration."""
 
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folder import Manifest, check_tokenizer
-from torchtitan_diloco.components.gradients import clip_gradients, reduce_over_workers
+from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.metrics import MetricsWriter
-from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
-from torchtitan_diloco.components.precision import autocast, compute_dtype
+from torchtitan_diloco.components.optimizer import (
+    autocast,
+    build_optimizer,
+    clip_gradients,
+    compute_dtype,
+    lr_factor,
+    reduce_over_workers,
+    set_lr,
+)
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.reports import StepReports, StepResult
-from torchtitan_diloco.components.resume import agree_on_start, changed_settings, restore
-from torchtitan_diloco.components.run_claim import claim_run_folder
+from torchtitan_diloco.components.resume import changed_settings, find_start, restore
+from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
-from torchtitan_diloco.components.step_time import TimedIterator
-from torchtitan_diloco.components.validation import Validator
+from torchtitan_diloco.components.telemetry import StepResult, Telemetry, TimedIterator
+from torchtitan_diloco.components.validation import Validator, validate
+from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import unused_settings
-from torchtitan_diloco.config.loader import to_toml
-from torchtitan_diloco.config.schema import Config, flat_settings
+from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.loader import (
     build_train_loader,
     build_validation_batches,
@@ -39,75 +44,79 @@ from torchtitan_diloco.data.loader import (
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import advice
-from torchtitan_diloco.diloco.outer_loop import DataParallel
-from torchtitan_diloco.distributed.agreement import assert_agreement
-from torchtitan_diloco.distributed.stop import StopRequest
+from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
+from torchtitan_diloco.distributed.collectives import assert_agreement, on_first_rank
+from torchtitan_diloco.distributed.stop import Requests, StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
-from torchtitan_diloco.planner.summary import log_summary, outer_line, summary_record, wire_line
-from torchtitan_diloco.utils import GIB, GarbageControl, clock, code_fingerprint, logger
+from torchtitan_diloco.planner.observed import log_summary, run_summary
+from torchtitan_diloco.utils import GarbageControl, clock, code_fingerprint, logger
 
 STEPS_APART = 6
-"""Workers that train on their own are not held together to print a number or to ask whether to stop: what they say is read so
-many steps later, or after the delay of an exchange where that is longer."""
-ASK_EVERY = 2
-"""Steps between two questions whether to stop."""
-
+"""Steps by which workers that train on their own may run apart before they wait for an answer."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings in which the processes of a run may differ."""
+
+
+@dataclass(frozen=True)
+class AfterStep:
+    """What happens after a training step, in this order."""
+
+    drain: bool
+    """Apply everything in flight: the run is finished."""
+    report: bool
+    """Start a report on the steps since the last one."""
+    publish_all: bool
+    """Write all reports now. A resumed run does not write those before its checkpoint again."""
+    validate: bool
+    save: bool
+    stop: bool
+
+
+def after_step(step: int, total_steps: int, config: Config, requests: Requests) -> AfterStep:
+    """Decide what happens after a step. The answer is the same on every rank."""
+    finished = step == total_steps
+    paused = step == config.training.stop_after and not finished
+    stop = finished or paused or requests.stop
+    scheduled = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
+    save = requests.save or scheduled or paused or (stop and config.checkpoint.at_end)
+    validation = validation_due(step, total_steps, config.validation.every)
+    return AfterStep(
+        drain=finished,
+        report=stop or save or step % config.metrics.log_every == 0 or step == 1,
+        publish_all=stop or save or validation,
+        validate=validation and not requests.stop,  # whoever sent a signal is waiting
+        save=save,
+        stop=stop,
+    )
+
+
+def validation_due(step: int, total_steps: int, every: int) -> bool:
+    return every > 0 and (step % every == 0 or step == total_steps)
 
 
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.start = agree_on_start(world, config.checkpoint.resume, config.run.folder)
-        self.tokenizer = open_tokenizer(config.data)
-        if self.start.manifest is not None:
-            check_tokenizer(
-                self.start.checkpoint,
-                self.start.manifest,
-                self.tokenizer.name,
-                self.tokenizer.fingerprint,
-            )
-        self.train_tokens = open_split(config.data, self.tokenizer, "train")
-        self.worker_shards = share_out(
-            config.data, self.train_tokens, self.tokenizer, world.workers
+        self.start = on_first_rank(
+            world, lambda: find_start(config.checkpoint.resume, config.run.folder)
         )
-        self.vocab_size = vocabulary_rows(config.model, self.tokenizer.vocab_size)
+        tokenizer = self.tokenizer = open_tokenizer(config.data)
+        if self.start.manifest is not None:
+            saved = self.start.checkpoint, self.start.manifest
+            check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
+        self.train_tokens = open_split(config.data, tokenizer, "train")
+        self.worker_shards = share_out(config.data, self.train_tokens, tokenizer, world.workers)
+        self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         self._assert_agreement()
 
-        spec = MODELS[config.model.name]
-        with torch.device("meta"):
-            self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
-        counts = self.model.parameter_counts()
-        started = {"start_step": self.start.step, "start_tokens": self.start.tokens}
-        self.plan = plan_run(
-            config.training, world, counts["total"], counts["embedding"], **started
-        )
-        dtype = compute_dtype(config.parallel.compute_dtype, world.device)
-        if dtype == torch.bfloat16 and world.device.type != "cuda":
-            raise ValueError(
-                'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use "auto" or "float32"'
-            )
-        spec.parallelize(
-            self.model,
-            self._fsdp_mesh(),
-            parallel=config.parallel,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            compute_dtype=dtype,
-        )
-        spec.materialize(self.model, world.device, config.run.seed)
-        if config.model.weights and not self.start.checkpoint:
-            load_initial_weights(self.model, config.model.weights)
-        self.precision = (
-            autocast(dtype, world.device) if self._fsdp_mesh() is None else nullcontext()
-        )
+        self.resumed = self._resumed_state()
+        self.step, self.skipped_in_a_row = self.resumed.step, self.resumed.skipped_in_a_row
+        self._build_model()
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
-
-        self.outer = self._outer_loop()
+        self.outer = self._build_outer_loop()
         self.loader = build_train_loader(
             self.train_tokens,
             sequence_length=config.training.sequence_length,
@@ -118,130 +127,61 @@ class Trainer:
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
-            start=self._position(),
+            start=self.resumed.position,
             worker_shards=self.worker_shards,
             pin_memory=world.device.type == "cuda",
         )
-        self.step = self.start.step
-        self.behind = {} if self.start.manifest is None else self.start.manifest.run
-        """What a run that goes on has behind it."""
-        if (
-            self.start.manifest is not None
-            and self.start.manifest.settings.get("diloco.method") != config.diloco.method
-        ):
-            self.behind |= {
-                "totals": {},
-                "totals_after": self.start.step,
-            }  # those of another method
-        self.skipped_in_a_row: int = self.behind.get("skipped_in_a_row", 0)
-        self.validator = self._validator()
+        self.validator = self._build_validator()
 
-    # --- the run ---------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> Path:
-        """Trains to the last step, or to the one after which `stop_after` or a signal ends it. Returns the run's folder."""
+        """Train to the last step, or until `stop_after` or a signal, and return the folder."""
         config, total_steps = self.config, self.plan.total_steps
-        until = min(total_steps, config.training.stop_after or total_steps)
-        own_folder = replace(
-            config, run=replace(config.run, folder="")
-        )  # starts the same run again, in a folder of its own
-        saves = (
-            config.checkpoint.every
-            or config.checkpoint.every_minutes
-            or config.checkpoint.at_end
-            or until < total_steps
-        )
-        claimed = config.run, config.checkpoint.resume, self.start, to_toml(own_folder)
-        folder, held = claim_run_folder(self.world, *claimed, saves=bool(saves))
+        last_step = min(total_steps, config.training.stop_after or total_steps)
+        folder, lock = self._claim_folder(stops_early=last_step < total_steps)
         self._log_plan(folder)
-        self._take_up()
-        together = config.diloco.method == "none" or self.world.workers == 1
-        lag, ask_every = (
-            (1, 1) if together else (max(STEPS_APART, config.diloco.overlap.delay), ASK_EVERY)
-        )
-        garbage = GarbageControl(config.run.garbage_collect_every)
+        self._resume()
         batches = TimedIterator(iter(self.loader))
+        garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            StopRequest(self.world, lag, ask_every) as stop,
-            MetricsWriter(
-                folder if self.world.is_first else None,
-                config.metrics,
-                self.step,
-                self.world.workers,
-                held,
-            ) as metrics,
+            lock,
+            StopRequest(self.world, self._lag) as stop,
+            self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            Checkpointer(
-                config.checkpoint, folder, self.world, self.model, self.optimizer, self.outer
-            ) as checkpointer,
+            closing(self._checkpointer(folder)) as checkpointer,
         ):
-            flops = self.model.flops_per_token(config.training.sequence_length)
-            reports = StepReports(
-                self.world, self.plan, flops, metrics, lag, self.outer, self.behind
-            )
-            if self.start.checkpoint and self.validator.missed(self.step):
-                reports.pause(self.validator.validate(self.step, metrics))
-            while self.step < until:
-                reports.step_begins()
-                reports.step_done(self.train_step(batches), batches.take_seconds())
-                profiler.step()
+            if self._validation_missed():
+                telemetry.pause(self.validator.validate(self.step, telemetry))
+            while self.step < last_step:
+                telemetry.step_begins()
+                telemetry.step_done(self.train_step(batches), batches.take_seconds())
+                if profiler is not None:
+                    profiler.step()
                 garbage.after_step(self.step)
-                asked, saving = stop.agreed(
-                    self.step, self.world.is_first and checkpointer.minutes_have_passed()
-                )
-                finished = self.step == total_steps
-                pausing = self.step == until and not finished
-                stopping = pausing or (asked and not finished)
-                at_end = config.checkpoint.at_end and (stopping or finished)
-                saving = saving or checkpointer.due(self.step) or at_end or pausing
-                if finished:
-                    started = time.perf_counter()
-                    self.outer.drain()
-                    reports.drained(time.perf_counter() - started)
-                # What a run that goes on from a checkpoint would not write again is written before the save.
-                settled = stopping or finished or saving
-                if settled or self.step % config.metrics.log_every == 0 or self.step == 1:
-                    reports.open(self.step, self.lr, stop.waited_seconds)
-                validating = self.validator.due(self.step)
-                reports.publish(self.step, all=settled or validating)
-                if validating and not asked:  # whoever sent the signal is waiting
-                    reports.pause(self.validator.validate(self.step, metrics))
-                if saving:
-                    self._save(checkpointer, reports)
-                if stopping:
-                    self.outer.drain()
+                requests = stop.agreed(self.step, save=checkpointer.due_by_time())
+                then = after_step(self.step, total_steps, config, requests)
+                if then.drain:
+                    telemetry.drained(self._drain())
+                if then.report:
+                    telemetry.open(self.step, self.lr, stop.waited_seconds)
+                telemetry.publish(self.step, all=then.publish_all)
+                if then.validate:
+                    telemetry.pause(self.validator.validate(self.step, telemetry))
+                if then.save:
+                    telemetry.pause(checkpointer.save(self._manifest(telemetry)))
+                if then.stop:
                     break
+            self.outer.drain()
             checkpointer.wait()
-            facts = (
-                self.step,
-                self.validator.validated,
-                reports.totals,
-                self.behind.get("totals_after", 0),
-                reports.observed,
-            )
-            summary = summary_record(self.plan, config.diloco, self.world.size, *facts)
-            if (
-                self.step > self.start.step
-            ):  # else the record of the start before stays the last word
-                metrics.write_summary(summary)
-                metrics.draw(self.step)
+            summary = self._summarise(telemetry)
         garbage.close()
-        if self.step < total_steps:
-            asker, again = "a signal", "the same command"
-            if self.step >= until:
-                asker = f"training.stop_after = {config.training.stop_after}"
-                again = "with a later one or none, the same command"
-            saved = config.checkpoint.at_end or self.step >= until
-            hint = f"; {again} with --run.folder {folder} goes on" if saved else ""
-            logger.info(
-                f"stopped after step {self.step} of {total_steps}, as asked by {asker}{hint}"
-            )
-        log_summary(summary)
-        logger.info(f"took {clock(reports.elapsed_seconds)}; the run is in {folder}")
+        self._log_end(folder, summary, telemetry.elapsed_seconds)
         if checkpointer.failure:
             raise ValueError(
-                f"the last checkpoint could not be saved: {checkpointer.failure}; free what is missing and start the same "
-                f"command again with --run.folder {folder}, which goes on from the checkpoint before, if there is one"
+                f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
+                f"start the same command again with --run.folder {folder}, which resumes from the "
+                "checkpoint before, if there is one"
             )
         return folder
 
@@ -249,42 +189,36 @@ class Trainer:
         self.step += 1
         config, plan = self.config.training, self.plan
         set_lr(self.optimizer, self.lr)
-        # The gradient is a sum over the tokens of all ranks / their number. FSDP2 takes the mean over ranks: x ranks.
+        # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
         scale = self.world.size / plan.tokens_per_step
         cross_entropy = torch.zeros((), device=self.world.device)
         for number, (inputs, targets) in enumerate(islice(batches, plan.accumulation), start=1):
             inputs = inputs.to(self.world.device, non_blocking=True)
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
+            head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
             with self.precision:
-                head = loss_head(
-                    targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens
-                )
                 sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         norm = clip_gradients(self.parameters, config.max_gradient_norm, self.world.group(FSDP))
-        # Read where the norm has been waited for: behind the optimizer an accelerator would run empty before the next step.
+        # Read here, where the norm has been waited for: later a GPU would run out of work.
         loss = cross_entropy.item()
         skipped = not math.isfinite(norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.outer.step(
-            weight=0.0
-            if skipped
-            else plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
-        )
-        self._guard(skipped, norm)
+        tokens = plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
+        self.outer.step(weight=0.0 if skipped else tokens)
+        self._count_skipped(skipped, norm)
         return StepResult(loss, norm, skipped)
 
     @property
     def lr(self) -> float:
-        return self.config.optimizer.lr * lr_factor(
-            self.step, self.plan.total_steps, self.config.lr_schedule
-        )
+        factor = lr_factor(self.step, self.plan.total_steps, self.config.lr_schedule)
+        return self.config.optimizer.lr * factor
 
-    def _guard(self, skipped: bool, norm: float) -> None:
+    def _count_skipped(self, skipped: bool, norm: float) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if not skipped:
             return
@@ -292,96 +226,200 @@ class Trainer:
         limit = self.config.training.max_skipped_steps
         if self.skipped_in_a_row > limit:
             raise ValueError(
-                f"{self.skipped_in_a_row} steps in a row, up to step {self.step}, had gradients that are not finite, "
-                f"more than training.max_skipped_steps = {limit}: lower optimizer.lr, lengthen "
-                "lr_schedule.warmup_steps, or look at the data"
+                f"{self.skipped_in_a_row} steps in a row, up to step {self.step}, had gradients "
+                f"that are not finite, more than training.max_skipped_steps = {limit}: lower "
+                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data"
             )
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------
+    def _open_telemetry(self, folder: Path) -> Telemetry:
+        return Telemetry(
+            self.config.metrics,
+            self.world,
+            folder,
+            self.plan,
+            self.outer,
+            self.resumed,
+            flops_per_token=self.model.flops_per_token(self.config.training.sequence_length),
+            lag=self._lag,
+        )
 
-    def _save(self, checkpointer: Checkpointer, reports: StepReports) -> None:
-        manifest = Manifest(
+    def _checkpointer(self, folder: Path) -> Checkpointer:
+        parts = self.model, self.optimizer, self.outer
+        return Checkpointer(self.config.checkpoint, folder, self.world, *parts)
+
+    @property
+    def _lag(self) -> int:
+        """Steps between a question to the other ranks and reading their answer.
+
+        Workers that train on their own should not wait for each other.
+        """
+        if self.config.diloco.method == "none" or self.world.workers == 1:
+            return 1
+        return max(STEPS_APART, self.config.diloco.overlap.delay)
+
+    def _drain(self) -> float:
+        """Apply everything in flight and return the seconds it took."""
+        started = time.perf_counter()
+        self.outer.drain()
+        return time.perf_counter() - started
+
+    def _summarise(self, telemetry: Telemetry) -> dict[str, Any]:
+        summary = run_summary(
+            self.plan,
+            self.config.diloco,
+            ranks=self.world.size,
+            step=self.step,
+            validated=self.validator.validated,
+            totals=telemetry.totals,
+            totals_after=self.resumed.totals_after,
+            rounds=telemetry.round_records,
+        )
+        if self.step > self.resumed.step:  # else the summary of the start before stays the last one
+            telemetry.write_summary(summary)
+            telemetry.draw(self.step)
+        return summary
+
+    def _log_end(self, folder: Path, summary: dict[str, Any], elapsed_seconds: float) -> None:
+        stop_after = self.config.training.stop_after
+        if self.step < self.plan.total_steps:
+            paused = 0 < stop_after <= self.step
+            reason = f"training.stop_after = {stop_after}" if paused else "a signal"
+            command = "with a later one or none, the same command" if paused else "the same command"
+            saved = paused or self.config.checkpoint.at_end
+            hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
+            logger.info(
+                f"stopped after step {self.step} of {self.plan.total_steps}, "
+                f"as asked by {reason}{hint}"
+            )
+        log_summary(summary)
+        logger.info(f"took {clock(elapsed_seconds)}; the run is in {folder}")
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _manifest(self, telemetry: Telemetry) -> Manifest:
+        state = RunState(
             step=self.step,
             tokens=self.plan.tokens_at(self.step),
             position=self.loader.position,
+            skipped_in_a_row=self.skipped_in_a_row,
+            validated=self.validator.validated,
+            totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
+            totals_after=self.resumed.totals_after,
+            elapsed_seconds=telemetry.elapsed_seconds,
+        )
+        return Manifest(
+            state,
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
             ranks_per_worker=self.world.ranks_per_worker,
             data=self._data_identity(),
-            run={
-                "skipped_in_a_row": self.skipped_in_a_row,
-                "validated": self.validator.validated,
-                "totals": dict(
-                    reports.totals
-                ),  # it is written later, while the run goes on counting
-                "totals_after": self.behind.get("totals_after", 0),
-                "elapsed_seconds": reports.elapsed_seconds,
-            },
-            settings={key: str(value) for key, value in flat_settings(self.config).items()},
+            config=self._toml(),
             tokenizer=self.tokenizer.fingerprint,
         )
-        reports.pause(checkpointer.save(manifest))
 
-    def _data_identity(self) -> dict[str, object]:
-        """What a position in the order of samples is good for."""
-        config = self.config
-        return {
-            "corpus": self.worker_shards.fingerprint,
-            "training.sequence_length": config.training.sequence_length,
-            "run.seed": config.run.seed,
-            "data.shuffle": config.data.shuffle,
-        }
+    def _resumed_state(self) -> RunState:
+        """Return the state to resume from; what does not fit this run starts from zero."""
+        manifest, state = self.start.manifest, self.start.state
+        if manifest is not None and manifest.data != self._data_identity():
+            state = replace(state, position=0)
+        if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
+            state = replace(state, totals={}, totals_after=state.step)
+        return state
 
-    def _position(self) -> int:
-        manifest = self.start.manifest
-        return (
-            manifest.position
-            if manifest is not None and manifest.data == self._data_identity()
-            else 0
-        )
-
-    def _take_up(self) -> None:
-        """Goes on where the checkpoint was saved, and says what is different."""
+    def _resume(self) -> None:
+        """Load the checkpoint, and log what has changed since it was saved."""
         manifest = self.start.manifest
         if manifest is None:
             return
-        notes = restore(
-            self.start, self.config.checkpoint, self.world, self.model, self.optimizer, self.outer
-        )
+        parts = self.world, self.model, self.optimizer, self.outer
+        notes = restore(self.start, self.config.checkpoint.new_workers, *parts)
         if manifest.data != self._data_identity():
-            notes.append(
-                "the data are others than before, or in another order: they are read from their beginning"
-            )
+            notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
-            notes.append("model.weights is for a new run: the checkpoint's own are taken")
-        changes = changed_settings(
-            manifest, {key: str(value) for key, value in flat_settings(self.config).items()}
-        )
+            notes.append("model.weights is for new runs: the checkpoint's weights are used")
         logger.info(
-            f"goes on from {self.start.checkpoint}: step {manifest.step}, {manifest.tokens:,} tokens"
+            f"resumed from {self.start.checkpoint}: step {manifest.step}, "
+            f"{manifest.state.tokens:,} tokens"
         )
+        changes = changed_settings(manifest.config, self._toml())
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")
 
-    # --- parts -----------------------------------------------------------------------------------------------------
+    def _data_identity(self) -> dict[str, Any]:
+        """Return what a position in the order of samples refers to."""
+        return {
+            "corpus": self.worker_shards.fingerprint,
+            "training.sequence_length": self.config.training.sequence_length,
+            "run.seed": self.config.run.seed,
+            "data.shuffle": self.config.data.shuffle,
+        }
+
+    def _toml(self) -> str:
+        """Return the configuration that starts the same run again, in a folder of its own."""
+        return to_toml(replace(self.config, run=replace(self.config.run, folder="")))
+
+    def _claim_folder(self, *, stops_early: bool) -> tuple[Path, Any]:
+        run, save = self.config.run, self.config.checkpoint
+        saves = bool(save.every or save.every_minutes or save.at_end or stops_early)
+        names = run.folder, run.name, save.resume
+        return claim_run_folder(self.world, *names, self.start, self._toml(), shared=saves)
+
+    def _validation_missed(self) -> bool:
+        """Return whether a signal came between the resumed step and its validation."""
+        due = validation_due(self.step, self.plan.total_steps, self.config.validation.every)
+        done = 0 if self.validator.validated is None else self.validator.validated[0]
+        return bool(self.start.checkpoint) and due and done < self.step
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _build_model(self) -> None:
+        config, spec, device = self.config, MODELS[self.config.model.name], self.world.device
+        with torch.device("meta"):
+            self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
+        counts = self.model.parameter_counts()
+        self.plan = plan_run(
+            config.training,
+            self.world.size,
+            counts["total"],
+            counts["embedding"],
+            start_step=self.resumed.step,
+            start_tokens=self.resumed.tokens,
+        )
+        dtype = compute_dtype(config.parallel.compute_dtype, device)
+        if dtype == torch.bfloat16 and device.type != "cuda":
+            raise ValueError(
+                'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use '
+                '"auto" or "float32"'
+            )
+        mesh = self._fsdp_mesh()
+        spec.parallelize(
+            self.model,
+            mesh,
+            parallel=config.parallel,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            compute_dtype=dtype,
+        )
+        spec.materialize(self.model, device, config.run.seed)
+        if config.model.weights and not self.start.checkpoint:
+            load_initial_weights(self.model, config.model.weights)
+        self.precision = autocast(dtype, device) if mesh is None else nullcontext()
 
     def _fsdp_mesh(self) -> DeviceMesh | None:
-        """What gradients are averaged over: all ranks with data parallelism, else those of this worker."""
+        """Return the ranks that average gradients: all with data parallelism, else a worker's."""
         mesh = self.world.mesh
         if mesh is None or (self.config.diloco.method == "none" and self.world.workers > 1):
             return mesh
         return mesh[FSDP] if self.world.ranks_per_worker > 1 else None
 
-    def _outer_loop(self) -> StreamingDiLoCo | DataParallel:
-        config = self.config
-        if config.diloco.method == "none":
-            return DataParallel()
-        group, shards = self.world.group(WORKER), self.world.shards
-        return StreamingDiLoCo(
-            self.model, group, config.diloco, shard_group=shards, seed=config.run.seed
-        )
+    def _build_outer_loop(self) -> OuterLoop:
+        config, group = self.config.diloco, self.world.group(WORKER)
+        if config.method == "none":
+            return DataParallel(self.model, self.world.workers)
+        seed = self.config.run.seed
+        return StreamingDiLoCo(self.model, group, config, shard_group=self.world.shards, seed=seed)
 
-    def _validator(self) -> Validator:
-        """With the held-out sequences this rank reads at every validation: few, so they stay in memory."""
+    def _build_validator(self) -> Validator:
+        """Build the validator; the few sequences that it reads stay in memory."""
         config = self.config
         batches: list[tuple[Tensor, Tensor]] = []
         if config.validation.every:
@@ -394,63 +432,51 @@ class Trainer:
                 sequences=config.validation.sequences,
             )
             batches = list(held_out)
-        validated = self.behind.get("validated")
-        return Validator(
-            config.validation,
+        evaluate = partial(
+            validate,
             self.model,
-            self.outer,
             batches,
             self.world,
             chunk_tokens=config.training.loss_chunk_tokens,
             precision=self.precision,
-            last_step=self.plan.total_steps,
-            validated=None if validated is None else (validated[0], validated[1]),
         )
+        local, validated = config.validation.local, self.resumed.validated
+        return Validator(self.outer, evaluate, local=local, validated=validated)
 
     def _log_plan(self, folder: Path) -> None:
-        shape, config = self.model.shape, self.config
+        config, shape = self.config, self.model.shape
         model_line = (
-            f"{config.model.name} {config.model.flavor}, {shape.layers} layers x {shape.width}, {shape.heads} heads of "
-            f"{shape.head_dim}, feed-forward {shape.feed_forward}, vocabulary {self.vocab_size:,}"
+            f"{config.model.name} {config.model.flavor}, {shape.layers} layers x {shape.width}, "
+            f"{shape.heads} heads of {shape.head_dim}, feed-forward {shape.feed_forward}, "
+            f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
-        if isinstance(self.outer, StreamingDiLoCo):
-            logger.info(f"{'outer':<10} {outer_line(config.diloco)}")
-            logger.info(f"{'wire':<10} {wire_line(config.diloco)}")
-            residual = " and what encoding lost" * config.diloco.quantization.error_feedback
-            held = f"shared parameters, the outer optimizer, one delta{residual}"
-            logger.info(f"{'':<10} {self.outer.state_bytes / GIB:.2f} GiB a rank for {held}")
-            logger.info(self.outer.table())
-        elif self.world.workers > 1:
-            logger.info(
-                f"{'outer':<10} none: gradients are averaged at every step; of [diloco] only workers and link are read"
-            )
+        for line in self.outer.describe():
+            logger.info(line)
         for warning in self._warnings() if self.world.is_first else ():
             logger.warning(warning)
 
     def _warnings(self) -> list[str]:
-        found = [*advice(self.config.diloco, self.plan.total_steps), *unused_settings(self.config)]
-        warmup_steps = self.config.lr_schedule.warmup_steps
-        if warmup_steps > self.plan.total_steps:
+        config, total_steps = self.config, self.plan.total_steps
+        found = [*advice(config.diloco, total_steps), *unused_settings(config)]
+        warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
+        if warmup_steps > total_steps:
             found.append(
-                f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {self.plan.total_steps} steps, so the "
-                "peak learning rate is never reached: shorten it"
+                f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of "
+                f"{total_steps} steps, so the peak learning rate is never reached: shorten it"
             )
-        stop_after = self.config.training.stop_after
-        if stop_after >= self.plan.total_steps:
+        if stop_after >= total_steps:
             found.append(
-                f"training.stop_after = {stop_after} does nothing: the run ends after step {self.plan.total_steps}"
+                f"training.stop_after = {stop_after} does nothing: the run ends after step "
+                f"{total_steps}"
             )
         return found
 
     def _assert_agreement(self) -> None:
-        settings = {
-            key: str(value)
-            for key, value in flat_settings(self.config).items()
-            if key not in OWN_SETTINGS
-        }
-        facts = settings | {
+        settings = flat_settings(self.config).items()
+        facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
+        facts |= {
             "code": code_fingerprint(),
             "torch version": str(torch.__version__),
             "tokenizer": self.tokenizer.fingerprint,

@@ -70,6 +70,8 @@ def peak_flops(device: "torch.device") -> float | None:
 
 
 def describe_device(device: "torch.device") -> str:
+    import torch
+
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {total / GIB:.0f} GiB"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchtitan_diloco.components.precision import autocast, compute_dtype
+from torchtitan_diloco.components.optimizer import autocast, compute_dtype
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.data.loader import build_validation_batches, open_split
 from torchtitan_diloco.distributed.world import World, pick_device

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan_diloco.components.gradients import clip_gradients
-from torchtitan_diloco.components.lr_schedule import lr_factor
-from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
+from torchtitan_diloco.components.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    lr_factor,
+    set_lr,
+)
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 
 schedules = st.builds(

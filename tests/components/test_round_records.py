@@ -1,133 +1,143 @@
-"""Who came last, shares of time, what the planner is told: pure functions of what ranks measure."""
+"""Round records: how the numbers of all ranks become one record."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.components.reports import peak_bits_per_second
-from torchtitan_diloco.components.round_records import ahead_of_last
-from torchtitan_diloco.components.step_time import SHARES, TimedIterator, time_shares
-from torchtitan_diloco.diloco.config import DiLoCoConfig as DiLoCo, Overlap
-from torchtitan_diloco.diloco.round import Traffic
-from torchtitan_diloco.planner.utilisation import Observed, measured_utilisation, worker_key
+from tests.processes import ProcessPool
+from torchtitan_diloco.components.round_records import (
+    PendingRounds,
+    RoundRecord,
+    ahead_of_last,
+    peak_mbit_per_second,
+    round_scalars,
+)
+from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.diloco.config import Link
+from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.distributed.world import World, join_world
 
-SECONDS = st.floats(0, 100)
-
-
-@given(st.lists(SECONDS, min_size=2, max_size=6), st.floats(0, 1))
-def test_the_last_is_who_waited_least(arrivals: list[float], latency: float) -> None:
-    """A wait is the difference of two moments on a worker's own clock, so clocks need not agree."""
-    last = max(arrivals)
-    ahead = ahead_of_last([last + latency - arrival for arrival in arrivals])
-    for arrival, seconds in zip(arrivals, ahead, strict=True):
-        assert seconds == pytest.approx(last - arrival, abs=1e-6)
-    assert min(seconds for seconds in ahead if seconds is not None) == 0.0
+BYTES = 10**6
 
 
-def test_where_nobody_waited_nobody_is_last() -> None:
-    assert ahead_of_last([None]) == [None]
-    assert ahead_of_last([None, 0.3, None]) == [None, None, None]
+def measured_round(world: World, clock: float) -> Round:
+    """A round as a rank of `world` sees it, on a clock that is ahead by `clock` seconds. Worker w
+    arrives at w seconds, so that the last worker hears of the others at once."""
+    last, rank = world.workers - 1, world.rank + 1
+    others = [worker for worker in range(world.workers) if worker != world.worker]
+    arrival = clock + world.worker
+    traffic = Traffic(BYTES, 2 * BYTES, 0.01, 0.02, 0.1, arrival, arrival, clock + last + 2)
+    traffic.heard = {other: clock + max(other, world.worker) for other in others}
+    traffic.link_bytes = dict.fromkeys(others, BYTES)
+    traffic.link_until = {other: heard + 2 for other, heard in traffic.heard.items()}
+    traffic.dot = 3.0 * rank
+    found = Round(
+        0, 7, 5, 4 * BYTES, weight=float(rank), participants=world.workers, traffic=traffic
+    )
+    found.applied_step, found.due, found.taken, found.begun = 6, clock, clock + 0.1, arrival
+    found.ready, found.asked, found.fetched = clock + last + 3, clock + last + 2, clock + last + 3
+    found.applied = clock + last + 3.5
+    found.delta_square, found.mean_square, found.update_square = 9.0, 4.0, 2.0 * rank
+    found.drift = torch.tensor(2.0)
+    return found
 
 
-@given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_shares_are_a_whole(compute: float, data: float, exposed: float, other: float) -> None:
-    steps = compute + data + exposed
-    shares = time_shares(wall=steps + other + 1e-3, steps=steps, data=data, exposed=exposed)
-    assert tuple(shares) == SHARES
-    known = [share for share in shares.values() if share is not None]
-    assert math.fsum(known) == pytest.approx(100, abs=1e-6)
-    assert time_shares(wall=1.0, steps=1.0, data=0.0, exposed=None)["exposed_communication"] is None
+def gathered(workers: int) -> RoundRecord:
+    """Gather one round over all ranks; each rank's clock is another."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+    clock = 100.0 * (world.rank + 1)
+    rounds = [measured_round(world, clock)]
+    assert PendingRounds(world, [], ["blocks"], clock_start=clock, where="").records() == []
+    (record,) = PendingRounds(world, rounds, ["blocks"], clock_start=clock, where="").records()
+    return record
 
 
-def test_what_a_batch_of_messages_cannot_tell_is_unknown() -> None:
-    """NCCL tells of all other workers at once: no moment is one worker's, and no link is known, nor guessed to be fast."""
+def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
+    first, *others = processes.run(gathered, 4, 2)
+    assert others == [first] * 3
+    assert (first["kind"], first["step"], first["fragment_name"]) == ("round", 6, "blocks")
+    assert (first["outer_round"], first["sent_step"], first["participants"]) == (7, 5, 2)
+    assert first["parameters"] == 8 * BYTES, "of both ranks of a worker"
+    assert first["update_norm"] == pytest.approx(math.sqrt(2 + 4)), "of worker 0"
+    assert (first["last_worker"], first["late_by_seconds"]) == (1, 1.0)
+    for worker, (own, weight) in enumerate(zip(first["workers"], (1.0, 3.0), strict=True)):
+        assert own["weight"] == weight, "of the first rank"
+        assert (own["sent_bytes"], own["received_bytes"]) == (2 * BYTES, 4 * BYTES)
+        assert own["sent_bits_per_parameter"] == 2.0
+        assert own["outer_gradient_norm"] == pytest.approx(math.sqrt(18))
+        assert own["drift_norm"] == pytest.approx(math.sqrt(8))
+        dot = 3.0 * (1 + 2 if worker == 0 else 3 + 4)
+        assert own["cosine_to_mean"] == pytest.approx(dot / math.sqrt(18 * 8))
+        assert (own["due_at_seconds"], own["applied_at_seconds"]) == (0.0, 4.5), "own clock"
+        assert (own["transfer_seconds"], own["waited_seconds"]) == (2.0, 1.0)
+        assert own["exchange_seconds"] == 4.0 - worker
+        assert own["exposed_seconds"] == pytest.approx(0.1 + 1.0 + 0.5)
+        assert own["ahead_of_last_seconds"] == 1.0 - worker
+        assert own["heard_after_seconds"] == ([None, 1.0] if worker == 0 else [0.0, None])
+        rates = own["received_bits_per_second_from"]
+        assert rates[1 - worker] == 8 * BYTES / 2
+        assert rates[worker] is None
+    assert peak_mbit_per_second([first]) == pytest.approx(8 * 4 / 2)
+
+
+def alone(rounds: list[Round]) -> list[RoundRecord]:
+    world = World(0, 1, 1, torch.device("cpu"))
+    return PendingRounds(world, rounds, ["blocks"], clock_start=0.0, where="").records()
+
+
+def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
+    world = World(0, 1, 1, torch.device("cpu"))
+    nothing = Traffic(math.nan, math.nan, math.nan, math.nan)
+    resumed = Round(0, 1, 1, 10, math.nan, 2, traffic=nothing)
+    unmeasured = measured_round(world, 0.0)
+    unmeasured.delta_square = unmeasured.mean_square = unmeasured.update_square = math.nan
+    unmeasured.traffic.dot, unmeasured.drift = math.nan, torch.tensor(math.nan)
+    known, record, unknown = alone([measured_round(world, 0.0), unmeasured, resumed])
+    norms = {"outer_gradient_norm", "cosine_to_mean", "drift_norm"}
+    (before,), (own,) = known["workers"], record["workers"]
+    assert {key for key in own if own[key] is None and before[key] is not None} == norms
+    assert record["update_norm"] is None
+    tags = {f"round_{name}_mean_over_workers/fragment_0" for name in norms}
+    scalars = round_scalars(record)
+    expected = tags | {"round_update_norm/fragment_0", "round_late_by_seconds/fragment_0"}
+    absent = {tag for tag, value in scalars.items() if value is None}
+    assert absent == expected | {"round_transfer_seconds_mean_over_workers/fragment_0"}
+    assert scalars["round_hidden_percent_mean_over_workers/fragment_0"] == pytest.approx(
+        100 * 2 / 3
+    )
+    (worker,) = unknown["workers"]
+    assert [key for key, value in worker.items() if value not in (None, [None])] == []
+
+
+def test_links_are_not_known_from_a_batch_of_messages_or_from_small_ones() -> None:
+    """NCCL completes the messages of all workers at once."""
     apart = Traffic(header_sent=1.0, heard={1: 2.0}, link_until={1: 3.0})
     together = replace(apart, moments_are_known=False)
     assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
     assert math.isnan(together.heard_after(1))
     assert math.isnan(together.link_seconds(1))
-    observed = Observed(2, 1)
-    observed.add(record(0, rate=1e6))
-    assert observed.conditions(DiLoCo(workers=2), totals(0.1)) is not None
-    unheard = Observed(2, 1)
-    silent = record(0, rate=1e6)
-    for worker in silent["workers"]:
-        worker |= {
-            "heard_after_seconds": [None, None],
-            "received_bits_per_second_from": [None, None],
-        }
-    unheard.add(silent)
-    assert unheard.conditions(DiLoCo(workers=2), totals(0.1)) is None
+    small = measured_round(World(0, 1, 1, torch.device("cpu")), 0.0)
+    small.traffic = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: 16_383})
+    large = replace(small, traffic=replace(small.traffic, link_bytes={0: 16_384}))
+    rates = [
+        record["workers"][0]["received_bits_per_second_from"] for record in alone([small, large])
+    ]
+    assert rates == [[None], [8 * 16_384]]
 
 
-def test_waiting_for_data_is_counted_to_the_end() -> None:
-    batches = TimedIterator(iter([1, 2]))
-    assert list(batches) == [1, 2]
-    assert batches.take_seconds() > 0
-    assert batches.take_seconds() == 0
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))
+def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: float) -> None:
+    last = max(arrivals)
+    ahead = ahead_of_last([last + latency - arrival for arrival in arrivals])
+    assert ahead == pytest.approx([last - arrival for arrival in arrivals], abs=1e-6)
+    assert 0.0 in ahead
 
 
-def record(fragment: int, *, rate: float, exchange: float = 0.1) -> dict[str, Any]:
-    """Of two workers that receive from each other at this rate."""
-
-    def worker(number: int) -> dict[str, Any]:
-        return {
-            "received_bits_per_second_from": [
-                None if other == number else rate for other in range(2)
-            ],
-            "heard_after_seconds": [None if other == number else 0.001 for other in range(2)],
-            "encoding_seconds": 0.001,
-            "decoding_seconds": 0.001,
-            "ready_at_seconds": 1.0 + exchange,
-            "received_at_seconds": 1.0,
-            "sent_bytes": 500_000,
-            "received_bytes": 400_000,
-            "transfer_seconds": 0.5,
-        }
-
-    return {"fragment": fragment, "parameters": 1_000_000, "workers": [worker(0), worker(1)]}
-
-
-def totals(step_seconds: float) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for worker in range(2):
-        values = {"steps": 10.0, "seconds": 10 * step_seconds, "squares": 10 * step_seconds**2}
-        found |= {worker_key(worker, name): value for name, value in values.items()}
-    return found
-
-
-def test_the_peak_is_that_of_the_busier_direction() -> None:
-    assert peak_bits_per_second(record(0, rate=1e9)) == 8_000_000
-
-
-def test_a_faster_link_never_makes_the_prediction_worse() -> None:
-    config = DiLoCo(workers=2, sync_every=10, overlap=Overlap(delay=1))
-    found = []
-    for rate in (1e6, 1e7, 1e8, 1e9):
-        observed = Observed(2, 1)
-        for fragment in (0, 1):
-            observed.add(record(fragment, rate=rate, exchange=1e-3))
-        assert observed.links().up == observed.links().down == (rate, rate)
-        utilisation = observed.predicted_utilisation(config, totals(0.5), steps=200)
-        assert utilisation is not None
-        found.append(utilisation)
-    assert found == sorted(found)
-    assert found[0] < 0.5 < 0.99 < found[-1]
-
-
-def test_what_is_not_known_is_not_predicted() -> None:
-    config = DiLoCo(workers=2)
-    observed = Observed(2, 1)
-    assert observed.predicted_utilisation(config, totals(0.5), 100) is None, "no round yet"
-    observed.add(record(1, rate=1e8))
-    assert observed.predicted_utilisation(config, totals(0.5), 100) is None, (
-        "fragment 0 never had its turn"
-    )
-    observed.add(record(0, rate=1e8))
-    assert observed.predicted_utilisation(config, {}, 100) is None, "no step times"
-    assert measured_utilisation({}) is None
-    assert measured_utilisation({"time/step_seconds": 10.0, "diloco/exposed_seconds": 1.0}) == 0.9
+def test_nobody_is_last_where_nobody_waited() -> None:
+    assert ahead_of_last([None]) == [None]
+    assert ahead_of_last([None, 0.3, None]) == [None, None, None]
+    assert peak_mbit_per_second([]) is None

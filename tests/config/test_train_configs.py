@@ -31,7 +31,7 @@ def test_config_builds(name: str) -> None:
     counts = model.parameter_counts()
     size = config.diloco.workers * max(1, config.parallel.fsdp)
     world = World(rank=0, size=size, workers=config.diloco.workers, device=torch.device("cpu"))
-    plan = plan_run(config.training, world, counts["total"], counts["embedding"])
+    plan = plan_run(config.training, world.size, counts["total"], counts["embedding"])
     assert plan.total_steps > config.lr_schedule.warmup_steps
     assert not [line for line in advice(config.diloco, plan.total_steps) if name != "debug"]
     assert config.run.description

@@ -64,7 +64,7 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path) -> None:
     assert BYTES.decode(validation.read(0, len(validation) - 1)) == "held out"
     assert open_split(own, BYTES, "train").documents == 20, "nothing of it is held out as well"
     same = dataclasses.replace(data, validation_corpus=data.corpus)
-    with pytest.raises(ValueError, match=r"is data\.corpus itself: validation would use text of"):
+    with pytest.raises(ValueError, match=r"is data\.corpus itself, which is trained on"):
         open_split(same, BYTES, "validation")
 
 

@@ -1,6 +1,6 @@
-"""What exchanges put on a network of their own: prints, as JSON, bytes counted by us and by the kernel for every case.
+"""Prints as JSON the bytes of exchanges, as counted by us and by the kernel.
 
-Run as a program by test_bytes_on_the_wire.py, as a network namespace is entered by a whole process.
+Run by test_bytes_on_the_wire.py, as a network namespace is entered by a whole process.
 """
 
 import json
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import link
+from tests.diloco.toy import AVERAGE_EVERY_STEP, join
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.config import CodecName, Link
-from torchtitan_diloco.distributed.world import WORKER, join_world
+from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.distributed.world import WORKER
 
 NO_NETWORK = 3
 """Exit status where the machine gives no network namespace."""
@@ -24,19 +24,17 @@ VALUES = 4_000_001
 EXCHANGES = 6
 CODECS: tuple[CodecName, ...] = ("fp32", "int8", "fp4_e3m0")
 CASES: list[tuple[int, CodecName]] = [(workers, codec) for workers in (2, 3) for codec in CODECS]
-CONFIG = DiLoCoConfig(
-    sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0)
-)
 
 
 def exchange(codec: CodecName, workers: int) -> tuple[int, int]:
-    """Bytes that this worker has counted for one exchange, and that the interface has counted for all workers: the least of
-    some exchanges, as a busy machine makes TCP send parts of one again."""
-    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+    """Return bytes this worker counts, and bytes the interface counts for all workers.
+
+    The least of some exchanges: on a busy machine TCP sends parts of one again.
+    """
+    world = join(workers)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(VALUES))})
-    outer = StreamingDiLoCo(
-        model, world.group(WORKER), replace(CONFIG, quantization=Quantization(codec=codec))
-    )
+    chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec=codec))
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
     sent, on_the_wire = set[int](), []
     for _ in range(EXCHANGES):
         dist.barrier()

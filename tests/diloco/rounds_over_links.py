@@ -1,18 +1,20 @@
-"""A worker of test_slow_links.py: some rounds, after which worker 0 prints the records as JSON. Started in a network namespace
-for each worker, with a rank's environment. The worker that is asked to is late to every round."""
+"""A worker of test_slow_links.py: prints as JSON what it knows of each other worker's arrivals.
+
+Started in a network namespace for each worker, with a rank's environment. The worker given as
+argument is late to every round.
+"""
 
 import json
 import sys
 import time
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from torchtitan_diloco.components.round_records import PendingRounds
-from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.distributed.world import WORKER, join_world
+from tests.diloco.toy import AVERAGE_EVERY_STEP, join
+from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
+from torchtitan_diloco.distributed.world import WORKER
 
 WORKERS = 3
 VALUES = 300_000
@@ -21,14 +23,9 @@ LATE_SECONDS = 1.0
 
 
 def main(late_worker: int) -> None:
-    world = join_world(Distributed(), Link(), device="cpu", workers=WORKERS, fsdp=0)
+    world = join(WORKERS)
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(VALUES))})
-    chosen = DiLoCoConfig(
-        sync_every=1,
-        fragments=Fragments(layers_per_fragment=0),
-        overlap=Overlap(delay=0),
-        quantization=Quantization(codec="int8"),
-    )
+    chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec="int8"))
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
     for _ in range(ROUNDS):
         with torch.no_grad():
@@ -36,11 +33,15 @@ def main(late_worker: int) -> None:
         if world.worker == late_worker:
             time.sleep(LATE_SECONDS)
         outer.step()
-    records = PendingRounds(
-        world, outer.rounds(), outer.fragment_names, clock_start=0.0, where=""
-    ).records()
-    if world.is_first:
-        print(json.dumps(records))
+    traffic = [round_.traffic for round_ in outer.rounds()]
+    found = {
+        other: [
+            [one.heard_after(other), 8 * one.link_bytes[other] / one.link_seconds(other)]
+            for one in traffic[1:]  # the first finds connections and memory cold
+        ]
+        for other in traffic[0].heard
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Exchanges of many chunks: messages are posted ahead in slots that are used again, and every one has to meet its own."""
+"""Exchanges of many chunks: slots are used again, and every message has to meet its receiver."""
 
 import math
 
@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.diloco.test_streaming import join
+from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import chunks
-from torchtitan_diloco.diloco.chunks import Task, pipeline_schedule as programme
+from torchtitan_diloco.diloco.chunks import Task, pipeline_schedule
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
+from torchtitan_diloco.diloco.transport import HEADER_BYTES, Header
 from torchtitan_diloco.distributed.world import WORKER
 
 SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
-"""Of the deltas of some rounds: chunks that fill the slots several times over, with an odd rest, and one that fills none."""
+"""Values of some deltas: chunks that fill the slots several times, with a rest, and one value."""
 
 
 def delta_of(worker: int, number: int, size: int) -> Tensor:
@@ -30,7 +30,7 @@ def delta_of(worker: int, number: int, size: int) -> Tensor:
 def _exchange(
     codec: CodecName, workers: int, window: int, weights: list[float]
 ) -> list[tuple[Tensor, float]]:
-    """With chunks of one block, `window` of them under way. The mean of each round, and the scalar product with it."""
+    """Return means and scalar products, with chunks of one block, `window` of them in flight."""
     world = join(workers)
     group = world.group(WORKER)
     assert group is not None
@@ -45,15 +45,8 @@ def _exchange(
     found = []
     for number, size in enumerate(SIZES):
         delta = delta_of(world.worker, number, size)
-        header = Header(
-            0,
-            run=1,
-            fragment=0,
-            outer_round=number,
-            step=number,
-            weight=weights[world.worker],
-            checksum=0,
-        )
+        weight = weights[world.worker]
+        header = Header(0, 1, fragment=0, outer_round=number, step=8, weight=weight, checksum=0)
         headers, traffic = made.average(delta, header, measured=True)
         assert [one.weight for one in headers] == weights
         assert sorted(traffic.heard) == [
@@ -96,24 +89,31 @@ def test_every_chunk_is_its_own_mean(
 
 
 @given(chunks=st.integers(0, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
-def test_every_chunk_goes_its_way_in_order_and_within_the_window(
+def test_chunks_are_processed_in_order_and_within_the_window(
     chunks: int, window: int, workers: int
 ) -> None:
-    ways = [Task.SEND, Task.AVERAGE] + [Task.COLLECT] * (workers > 2)
-    done = dict.fromkeys(ways, 0)
-    for task, number in programme(chunks, window, workers):
-        assert number == done[task], "in order, none left out"
+    done = dict.fromkeys([Task.SEND, Task.AVERAGE] + [Task.COLLECT] * (workers > 2), 0)
+    for task, number in pipeline_schedule(chunks, window, workers):
+        assert number == done[task]
         done[task] += 1
         counts = list(done.values())
-        assert counts == sorted(counts, reverse=True), "nothing is done before what it follows from"
-        assert counts[0] - counts[-1] <= window, "its slot of the window is free again"
+        assert counts == sorted(counts, reverse=True), "no task comes before the one it needs"
+        assert counts[0] - counts[-1] <= window, "the slot is free again"
     assert set(done.values()) == {chunks}
 
 
 @given(chunks=st.integers(1, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
-def test_as_much_as_the_window_allows_is_under_way(chunks: int, window: int, workers: int) -> None:
-    tasks = [task for task, _ in programme(chunks, window, workers)]
+def test_as_much_as_the_window_allows_is_in_flight(chunks: int, window: int, workers: int) -> None:
+    tasks = [task for task, _ in pipeline_schedule(chunks, window, workers)]
     hop = window if workers == 2 else window // 2 + 1  # of two hops, each has half of it
     assert tasks.index(Task.AVERAGE) == min(chunks, hop), "sent before the first is waited for"
     if workers > 2:
         assert tasks[: tasks.index(Task.COLLECT)].count(Task.SEND) == min(chunks, window)
+
+
+def test_headers() -> None:
+    header = Header(3, 2**63 + 5, 7, outer_round=9, step=10**12, weight=0.1, checksum=2**64 - 1)
+    assert len(header.pack()) == HEADER_BYTES
+    assert Header.unpack(header.pack()) == header
+    with pytest.raises(ValueError, match="some worker runs other code"):
+        Header.unpack(b"\1" * HEADER_BYTES)

@@ -154,3 +154,22 @@ def test_the_table_names_modules_bytes_and_slots() -> None:
     assert "blocks.0, blocks.3, blocks.6" in table
     assert f"{fragments[0].parameters:,}" in table
     assert len(table.splitlines()) == 5
+
+
+def test_experts_inside_a_block_are_no_blocks() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(8))})
+        for _ in range(4)
+    )
+    names = [fragment.name for fragment in build_fragments(model, Fragments(layers_per_fragment=2))]
+    assert names == ["layers.0, layers.2", "layers.1, layers.3"]
+
+
+def test_blocks_that_cannot_be_fragments() -> None:
+    model = decoder()
+    with pytest.raises(ValueError, match=r'blocks = "block" is no module .*did you mean blocks'):
+        build_fragments(model, Fragments(blocks="block"))
+    model.get_submodule("blocks").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"have no trainable parameter.*layers_per_fragment = 0"):
+        build_fragments(model, Fragments())

@@ -1,51 +1,50 @@
-"""The flat outer step is torch's optimizer, reads the shared parameters only, and works in place."""
+"""The flat outer step is torch's optimizer and reads the shared parameters only."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from torchtitan_diloco.diloco.checksum import checksum
-from torchtitan_diloco.diloco.config import OuterOptimizer
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, outer_lr, outer_update
-from torchtitan_diloco.diloco.reference import SignMomentum
-
-
-def torch_optimizer(config: OuterOptimizer, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    if config.name == "adam":
-        betas = (config.momentum, config.beta2)
-        return torch.optim.Adam([parameter], lr=config.lr, betas=betas, eps=config.epsilon)
-    if config.name == "sign_momentum":
-        return SignMomentum([parameter], config.lr, config.momentum)
-    momentum = 0.0 if config.name == "sgd" else config.momentum
-    return torch.optim.SGD(
-        [parameter], lr=config.lr, momentum=momentum, nesterov=config.name == "nesterov"
-    )
+from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, outer_lr
+from torchtitan_diloco.diloco.outer_state import OuterState, checksum
+from torchtitan_diloco.diloco.reference import build_optimizer
 
 
 @pytest.mark.parametrize("name", list(STATE_BUFFERS))
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
-def test_steps_are_torchs(name: str, size: int) -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_steps_are_torchs(name: str, size: int, measured: bool) -> None:
     config = OuterOptimizer(name=name, lr=0.3)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(0)
-    theta = torch.randn(size, generator=generator)
-    expected = theta.clone()
-    optimizer = torch_optimizer(config, expected)
-    slots = [torch.zeros(size) for _ in range(STATE_BUFFERS[name])]
-    for outer_round in range(1, 6):
-        delta = torch.randn(size, generator=generator)
-        expected.grad = delta.clone()
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(size))})
+    (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
+    state, expected = (
+        OuterState(fragment, config, torch.device("cpu")),
+        model["weight"].detach().clone(),
+    )
+    optimizer = build_optimizer(config, [expected])
+    for _ in range(5):
+        expected.grad = torch.randn(size)
+        state.delta.copy_(expected.grad)
         optimizer.step()
-        before = theta.clone()
-        change = outer_update(config, theta, delta, slots, outer_round)
-        assert change == pytest.approx(
-            (delta.double() - theta.double()).square().sum().item(), rel=1e-4
-        )
-        assert torch.equal(theta, before), (
-            "the present shared parameters stay whole until the fragment is applied"
-        )
-        theta, delta = delta, theta
-        torch.testing.assert_close(theta, expected, rtol=1e-5, atol=1e-6)
+        before = state.outer.clone()
+        mean_square, change = state.advance(measured=measured)
+        assert torch.equal(state.outer, before), "whole until the fragment is applied"
+        assert state.checksum == checksum(state.delta)
+        if measured:
+            assert mean_square == pytest.approx(float(expected.grad.square().sum()), rel=1e-4)
+            assert change == pytest.approx(float((state.delta - before).square().sum()), rel=1e-4)
+        else:
+            assert math.isnan(mean_square)
+            assert math.isnan(change)
+        state.apply(mixing=0.0)
+        torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(model["weight"], state.outer)
 
 
 @given(
@@ -55,12 +54,11 @@ def test_steps_are_torchs(name: str, size: int) -> None:
     floor=st.floats(0, 1),
 )
 def test_outer_lr_rises_then_falls(warmup: int, span: int, decay: str, floor: float) -> None:
-    config = OuterOptimizer(
-        lr=0.5, warmup_rounds=warmup, decay=decay, decay_rounds=warmup + span, floor=floor
-    )  # type: ignore[arg-type]
+    shape: Any = {"decay": decay, "decay_rounds": warmup + span, "floor": floor}
+    config = OuterOptimizer(lr=0.5, warmup_rounds=warmup, **shape)
     rates = [outer_lr(config, outer_round) for outer_round in range(1, warmup + span + 5)]
-    assert rates[: max(0, warmup - 1)] == sorted(rates[: max(0, warmup - 1)])
-    falling = rates[max(0, warmup - 1) :]
+    rising, falling = rates[: max(0, warmup - 1)], rates[max(0, warmup - 1) :]
+    assert rising == sorted(rising)
     assert falling == sorted(falling, reverse=True)
     assert rates[-1] == pytest.approx(0.5 if decay == "constant" else 0.5 * floor)
 
@@ -70,13 +68,7 @@ def test_checksum_sees_a_flipped_bit_and_a_swap(size: int, place: int) -> None:
     values = torch.randn(size, generator=torch.Generator().manual_seed(size))
     flipped = values.clone()
     flipped.view(torch.int32)[place % size] ^= 1
-    assert checksum(values) == checksum(values.clone())
-    assert checksum(values) != checksum(flipped)
-    if size > 1024:
-        swapped = values.clone()
-        swapped[:1024], swapped[size - 1024 :] = (
-            values[size - 1024 :].clone(),
-            values[:1024].clone(),
-        )
-        if size >= 2048:
-            assert checksum(values) != checksum(swapped)
+    assert checksum(values) == checksum(values.clone()) != checksum(flipped)
+    if size >= 2048:
+        swapped = torch.cat([values[size - 1024 :], values[1024 : size - 1024], values[:1024]])
+        assert checksum(values) != checksum(swapped)

@@ -1,7 +1,6 @@
-"""The rank grid, its groups, agreement between ranks and the agreed stop."""
+"""The grid of ranks, its groups and their timeouts."""
 
 import os
-import signal
 import time
 from typing import Any
 
@@ -9,39 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.processes import DIED, ProcessPool
+from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
-from torchtitan_diloco.distributed.agreement import (
-    assert_agreement,
-    broadcast_text,
-    code_fingerprint,
-)
-from torchtitan_diloco.distributed.reductions import start_max, start_sum, sum_over_ranks
-from torchtitan_diloco.distributed.roll_call import missing_ranks
-from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import (
     FSDP,
-    NCCL_ERRORS,
+    NCCL_ERROR_HANDLING,
     WORKER,
     World,
     join_world,
     leave_world,
     split_world,
 )
-from torchtitan_diloco.utils import STOP_SIGNALS
 
 
-def join(workers: int, **timeouts: int) -> World:
-    return join_world(Distributed(**timeouts), Link(), device="cpu", workers=workers, fsdp=0)
+def join(workers: int, *, outer_loop: bool = False, **timeouts: int) -> World:
+    distributed = Distributed(**timeouts)
+    return join_world(
+        distributed, Link(), device="cpu", workers=workers, fsdp=0, outer_loop=outer_loop
+    )
 
 
 def test_a_single_process_has_no_process_groups() -> None:
     world = join(1)
     assert (world.size, world.mesh, world.control) == (1, None, None)
     assert not dist.is_initialized()
-    assert sum_over_ranks(world, [2.5]) == [2.5]
-    assert broadcast_text(world, "x") == "x"
     leave_world(world)
 
 
@@ -55,144 +46,38 @@ def test_numbers_that_do_not_fit(size: int, workers: int, fsdp: int, reason: str
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_asking_for_cuda_without_a_gpu() -> None:
-    with pytest.raises(ValueError, match=r'run.device = "cuda", .* "cpu"'):
-        join_world(Distributed(), Link(), device="cuda", workers=1, fsdp=0)
-
-
-def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "link", "reason"),
+    [
+        ("cuda", Link(), r'run.device = "cuda", .* "cpu"'),
+        ("cpu", Link(backend="nccl"), r'backend = "nccl" needs a GPU'),
+        ("cpu", Link(interface="nosuch0"), r'interface = "nosuch0" is no .*choose one of .*lo'),
+    ],
+)
+def test_links_and_devices_that_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, device: str, link: Link, reason: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ValueError, match=r'interface = "nosuch0" is no network interface.*choose one of .*lo'
-    ):
-        join_world(Distributed(), Link(interface="nosuch0"), device="cpu", workers=2, fsdp=0)
+    with pytest.raises(ValueError, match=reason):
+        join_world(Distributed(), link, device=device, workers=2, fsdp=0)
 
 
-def _grid() -> tuple[int, list[int], list[int], tuple[int, ...]]:
+def _grid() -> tuple[Any, ...]:
     world = join(2)
     assert world.mesh is not None
-    lines = [dist.get_process_group_ranks(world.mesh.get_group(dim)) for dim in (WORKER, FSDP)]
-    return world.worker, lines[0], lines[1], tuple(world.mesh.shape)
+    assert world.host_mesh is not None
+    groups = (*map(world.group, (WORKER, FSDP)), world.shards, world.host_mesh.get_group())
+    return world.worker, tuple(world.mesh.shape), *map(dist.get_process_group_ranks, groups)
 
 
 def test_consecutive_ranks_form_a_worker(processes: ProcessPool) -> None:
-    seen = processes.run(_grid, 4)
-    assert [worker for worker, *_ in seen] == [0, 0, 1, 1]
-    assert [across for _, across, _, _ in seen] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [within for _, _, within, _ in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert {shape for *_, shape in seen} == {(2, 2)}
+    assert processes.run(_grid, 4) == [
+        (rank // 2, (2, 2), [rank % 2, rank % 2 + 2], *[[rank // 2 * 2, rank // 2 * 2 + 1]] * 3)
+        for rank in range(4)
+    ]
 
 
-def _reductions() -> tuple[list[float], list[float], str]:
-    world = join(1)
-    values = [1.0 + world.rank, 2.0**40 + world.rank]
-    total, largest = start_sum(world, values), start_max(world, values)  # both under way at once
-    text = broadcast_text(world, f"from rank {world.rank}")
-    return total.result(), largest.result(), text
-
-
-def test_reductions_are_exact_sums(processes: ProcessPool) -> None:
-    for total, largest, text in processes.run(_reductions, 3):
-        assert total == [6.0, 3 * 2.0**40 + 3]
-        assert largest == [3.0, 2.0**40 + 2]
-        assert text == "from rank 0"
-
-
-def _disagree() -> str:
-    world = join(1)
-    assert_agreement(world, {"corpus": "same", "code": code_fingerprint()})
-    try:
-        assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "code": "c"})
-    except ValueError as error:
-        return str(error)
-    return "nothing noticed"
-
-
-def test_ranks_that_differ_are_named_on_every_rank(processes: ProcessPool) -> None:
-    for message in processes.run(_disagree, 3):
-        assert "corpus: a on rank 0, b on rank 2" in message
-        assert "code" not in message
-
-
-def _train_until_signalled(signalled_rank: int) -> int:
-    """Steps of different length per rank; one rank gets a signal in its fifth."""
-    world = join(1)
-    with StopRequest(world) as stop:
-        for step in range(1, 1000):
-            time.sleep(0.001 * (1 + world.rank))
-            if step == 5 and world.rank == signalled_rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if stop.agreed(step)[0]:
-                return step
-    return -1
-
-
-@pytest.mark.parametrize("signalled_rank", [0, 2])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(
-    processes: ProcessPool, signalled_rank: int
-) -> None:
-    steps = processes.run(_train_until_signalled, 3, signalled_rank)
-    assert len(set(steps)) == 1
-    assert 5 <= steps[0] <= 6
-
-
-def _one_asks_to_save() -> list[int]:
-    world = join(1)
-    with StopRequest(world, lag=3) as stop:
-        return [
-            step for step in range(12) if stop.agreed(step, save=world.rank == 1 and step == 4)[1]
-        ]
-
-
-def test_what_one_rank_asks_for_all_save_at_the_same_step(processes: ProcessPool) -> None:
-    assert processes.run(_one_asks_to_save, 3) == [[7]] * 3
-
-
-def test_a_signal_stops_a_single_process_and_handlers_are_given_back() -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with StopRequest(join(1)) as stop:
-        assert stop.agreed(1) == (False, False)
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # the same request, passed on by a launcher
-        assert stop.agreed(2, save=True) == (True, True)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_all_that_a_launcher_passes_on_stops(number: signal.Signals) -> None:
-    with StopRequest(join(1)) as stop:
-        os.kill(os.getpid(), number)
-        assert stop.agreed(1) == (True, False)
-
-
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with StopRequest(join(1)) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.agreed(1) == (False, False)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def _notice_one_after_the_other(apart: float) -> list[int]:
-    world = join(1)
-    dist.barrier(group=world.control)
-    if world.rank == 2:
-        os._exit(1)
-    time.sleep(apart * world.rank)
-    return missing_ranks(world)
-
-
-def test_who_is_missing_is_the_same_for_all_who_ask_though_not_at_once(
-    processes: ProcessPool,
-) -> None:
-    """Rank 0 is dead for nobody, though its word came before rank 1 listened."""
-    assert processes.run(_notice_one_after_the_other, 3, 0.5, dying={2}) == [[2], [2], DIED]
-
-
-def _one_rank_is_silent() -> str:
+def _wait_for_a_silent_rank() -> str:
     world = join(1, train_timeout_seconds=2)
     if world.rank == 1:
         time.sleep(6)
@@ -206,37 +91,32 @@ def _one_rank_is_silent() -> str:
 
 
 def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
-    assert processes.run(_one_rank_is_silent, 2) == ["gave up", "was silent"]
+    assert processes.run(_wait_for_a_silent_rank, 2) == ["gave up", "was silent"]
 
 
-def _watchdog_of_each_group(outer_loop: bool, decided: str) -> list[str | None]:
+def _watchdog_of_each_group(outer_loop: bool, set_by_user: str) -> list[str | None]:
+    """Return the variable while the groups (worker), (fsdp) and others are made, and afterwards."""
     seen: list[str | None] = []
-    original = dist.new_group
+    original = dist.new_subgroups_by_enumeration
 
-    def new_group(*given: Any, **more: Any) -> Any:
-        seen.append(os.environ.get(NCCL_ERRORS))
+    def new_subgroups(*given: Any, **more: Any) -> Any:
+        seen.append(os.environ.get(NCCL_ERROR_HANDLING))
         return original(*given, **more)
 
-    before = os.environ.pop(NCCL_ERRORS, None)
-    if decided:
-        os.environ[NCCL_ERRORS] = decided
-    dist.new_group = new_group
-    try:
-        join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0, outer_loop=outer_loop)
-        return [*seen[:3], os.environ.get(NCCL_ERRORS)]
-    finally:
-        dist.new_group = original
-        os.environ.pop(NCCL_ERRORS, None)
-        if before is not None:
-            os.environ[NCCL_ERRORS] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(NCCL_ERROR_HANDLING, raising=False)
+        if set_by_user:
+            patch.setenv(NCCL_ERROR_HANDLING, set_by_user)
+        patch.setattr(dist, "new_subgroups_by_enumeration", new_subgroups)
+        join(2, outer_loop=outer_loop)
+        return [*seen, os.environ.get(NCCL_ERROR_HANDLING)]
 
 
 @pytest.mark.parametrize(
-    ("outer_loop", "decided", "expected"),
+    ("outer_loop", "set_by_user", "expected"),
     [(True, "", ["0", None, None, None]), (False, "", [None] * 4), (True, "3", ["3"] * 4)],
 )
-def test_nccl_is_told_that_errors_are_ours_for_the_group_of_the_outer_loop_alone(
-    processes: ProcessPool, outer_loop: bool, decided: str, expected: list[str | None]
+def test_only_the_group_of_the_outer_loop_is_without_a_watchdog(
+    processes: ProcessPool, outer_loop: bool, set_by_user: str, expected: list[str | None]
 ) -> None:
-    """The groups in the order in which they are made: between workers, then inside each of the two; and what is left."""
-    assert processes.run(_watchdog_of_each_group, 2, outer_loop, decided) == [expected] * 2
+    assert processes.run(_watchdog_of_each_group, 2, outer_loop, set_by_user) == [expected] * 2

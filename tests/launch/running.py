@@ -1,48 +1,47 @@
-"""Start the launcher on the stand-in program, as a shell would, and look at what it does."""
+"""Start the launcher on the stand-in program, as a shell would, and observe it."""
 
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-START = "import sys; from torchtitan_diloco.launch.__main__ import main; sys.exit(main(sys.argv[1:], 'stand_in'))"
+from tests.conftest import REPOSITORY
+
+START = (
+    "import sys; from torchtitan_diloco.launch import main;sys.exit(main(sys.argv[1:], 'stand_in'))"
+)
 PATIENCE_SECONDS = 90.0
+LAUNCHER_VARIABLES = re.compile(
+    r"NNODES|NODE_RANK|RDZV_.*|NPROC|SHUTDOWN_SECONDS|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|LOGLEVEL"
+)
 
 
 class Running:
-    """A launcher that is running, with all it has printed so far."""
+    """A launcher that was started, and what it has printed so far."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", console: Path) -> None:
-        self.process = process
-        self._console = console
+        self.process, self._console = process, console
 
     @property
     def output(self) -> str:
         return self._console.read_text()
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        wait_until(
-            lambda: self.output.count(text) >= times, f"{times} x {text!r} in\n{self.output}"
-        )
+        wait_until(lambda: self.output.count(text) >= times or self.process.poll() is not None)
+        assert self.output.count(text) >= times, self.output
 
     def wait(self) -> int:
-        """The exit code as a shell shows it."""
+        """Return the exit code as a shell shows it."""
         code = self.process.wait(PATIENCE_SECONDS)
         return code if code >= 0 else 128 - code
 
-    def training_pids(self) -> list[int]:
-        words = [
-            word
-            for line in self.output.splitlines()
-            if line.startswith("started")
-            for word in line.split()
-        ]
-        return [int(word.removeprefix("pid=")) for word in words if word.startswith("pid=")]
+    def wait_until_ranks_are_gone(self) -> None:
+        pids = [int(pid) for pid in re.findall(r"pid=(\d+)", self.output)]
+        wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 @contextmanager
@@ -51,104 +50,38 @@ def launcher(
     does: str,
     *arguments: str,
     workers: int = 2,
-    environment: Mapping[str, str] | None = None,
     inside: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
-    """The launcher in a process group of its own, as a shell starts it, told to do the words of `does`; started by the
-    command `inside`, if there is one."""
-    settings = {key: value for key, value in os.environ.items() if key not in UNSET}
-    settings["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_ROOT), str(Path(__file__).parent)])
-    settings.update(environment or {})
+    """Start the launcher in a process group of its own; `inside` is a command that starts it."""
+    settings = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
+    settings["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+    options = ["--run.device", "cpu", "--diloco.workers", str(workers), *arguments]
     with console.open("wb") as stream:
-        words = [
-            "--run.device",
-            "cpu",
-            "--diloco.workers",
-            str(workers),
-            *arguments,
-            "--run.description",
-            does,
-        ]
         process = subprocess.Popen(
-            [*inside, sys.executable, "-u", "-c", START, *words],
+            [*inside, sys.executable, "-u", "-c", START, *options, "--run.description", does],
             stdout=stream,
             stderr=stream,
-            env=settings,
+            env={**settings, **(environment or {})},
             process_group=0,
         )
-    running = Running(process, console)
     try:
-        yield running
+        yield Running(process, console)
     finally:
-        if process.poll() is None:
+        with suppress(ProcessLookupError):
             process.kill()
-            process.wait()
-        for pid in running.training_pids():  # of a launcher that left some behind: the tests do not
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
-UNSET = {
-    *(
-        "NNODES",
-        "NODE_RANK",
-        "RDZV_ENDPOINT",
-        "RDZV_ID",
-        "RDZV_BACKEND",
-        "NPROC",
-        "SHUTDOWN_SECONDS",
-    ),
-    *(
-        "OMP_NUM_THREADS",
-        "GLOO_SOCKET_IFNAME",
-        "LOGLEVEL",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
-}
-
-
-def run_launcher(
-    console: Path,
-    does: str,
-    *arguments: str,
-    workers: int = 2,
-    environment: Mapping[str, str] | None = None,
-) -> tuple[int, str]:
-    with launcher(console, does, *arguments, workers=workers, environment=environment) as running:
-        return running.wait(), running.output
-
-
-def wait_until(
-    condition: Callable[[], bool], described: str, seconds: float = PATIENCE_SECONDS
-) -> None:
-    end = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:g} s: {described}")
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended but that its parent has not asked about does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    if Path("/proc/self/stat").exists():
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-    state = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
-    ).stdout.strip()
-    return not state.startswith("Z") and state != ""
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    wait_until(
-        lambda: not any(is_alive(pid) for pid in pids), f"processes {pids} to end", seconds=5
-    )
+    """Return False also for a process that has ended but was not waited for."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

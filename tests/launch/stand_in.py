@@ -1,53 +1,48 @@
-"""A training program for the tests of the launcher: each word it is given is something to do.
+"""Training program for the tests of the launcher. It does the words of its last argument.
 
-`started`: print one line about this rank. `meet`: form a gloo group and print the sum of all ranks. `wait`: sleep until
-SIGINT or SIGTERM arrives, then finish a "step" and end well. `close`: take two more seconds. `hang`: sleep and ignore
-them. `fail:RANK:CODE`,
-`kill:RANK`, `raise:RANK`: that rank ends badly while the others wait.
+`meet`: form a gloo group and print the sum of all ranks. `wait`: wait for a stop signal, finish a
+"step" and end. `hang`: sleep and ignore signals. `fail:RANK:CODE`, `kill:RANK`, `raise:RANK`: that
+rank ends badly while the others wait.
 """
 
 import os
 import signal
 import sys
 import time
-from types import FrameType
+
+from torchtitan_diloco.utils import STOP_SIGNALS
 
 RANK = int(os.environ.get("RANK", "0"))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # one write, so that lines of several ranks do not mix
+
+
+say(f"importing pid={os.getpid()}")
 time.sleep(float(os.environ.get("IMPORT_SECONDS", "0")))
 
 
 def main(arguments: list[str]) -> int:
+    say(f"started rank={RANK} threads={os.environ.get('OMP_NUM_THREADS')} {arguments[:-1]}")
     for word in arguments[-1].split(","):
         name, *values = word.split(":")
-        if name == "started":
-            threads = os.environ.get("OMP_NUM_THREADS")
-            say(
-                f"started rank={RANK} world={WORLD_SIZE} pid={os.getpid()} parent={os.getppid()} threads={threads}"
-            )
-        elif name == "meet":
+        if name == "meet":
             meet()
-        elif name == "arguments":
-            say(f"arguments={arguments[:-1]}")
-        elif name == "wait":
-            wait_for_signal()
-        elif name == "close":
-            time.sleep(2)
-            say("closed")
         elif name == "hang":
-            for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(stop_signal, signal.SIG_IGN)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             say("hanging")
             time.sleep(600)
-        elif int(values[0]) == RANK:
-            return fail(name, values)
-        else:
+        elif name == "wait" or int(values[0]) != RANK:
             wait_for_signal()
+        else:
+            return fail(name, values)
     return 0
 
 
 def fail(name: str, values: list[str]) -> int:
-    time.sleep(0.5)  # the others are to be waiting by then
+    time.sleep(0.5)  # so that the others wait by then
     if name == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "raise":
@@ -63,29 +58,17 @@ def meet() -> None:
     dist.init_process_group("gloo")
     total = torch.tensor([RANK])
     dist.all_reduce(total)
-    say(f"met rank={RANK} sum={total.item()}")
+    say(f"met rank={RANK} of {dist.get_world_size()} sum={total.item()}")
     dist.destroy_process_group()
 
 
 def wait_for_signal() -> None:
     received: list[int] = []
-
-    def take(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {
-        number: signal.signal(number, take)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: received.append(number))
     say("waiting")
     while not received:
         time.sleep(0.02)
     time.sleep(0.2)  # the rest of the step
-    for number, handler in before.items():
-        signal.signal(number, handler)
     say(f"finished rank={RANK} signal={signal.Signals(received[0]).name} count={len(received)}")
-
-
-def say(text: str) -> None:
-    # One write, so that lines of several ranks do not mix.
-    os.write(1, f"{text}\n".encode())

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.gradients import clip_gradients
+from torchtitan_diloco.components.optimizer import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.config.schema import (
     ActivationCheckpoint,

@@ -2,20 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.synthetic import round_records, step_records, summary_record, write_run
-
-SETTINGS = """[run]
-name = "a"
-description = "a <tale> of \\"two\\" runs & more"
-
-[diloco]
-method = "streaming"
-workers = 3
-sync_every = 30
-
-[diloco.quantization]
-codec = "fp4_e3m0"
-"""
+from tests.report.synthetic import (
+    SETTINGS,
+    round_records,
+    step_records,
+    summary_record,
+    write_run,
+)
 
 
 @pytest.fixture
@@ -27,12 +20,10 @@ def streaming(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
-    """Another format on the wire; the run is writing its last line."""
-    folder = write_run(
-        tmp_path / "running",
-        step_records(400, workers=3, noise=1) + round_records(400, workers=3, seed=1),
-        SETTINGS.replace("fp4_e3m0", "int8"),
-    )
+    """A run with another codec and few measured rounds that is writing its last line."""
+    rounds = round_records(400, workers=3, seed=1, measure_every=10)
+    records = step_records(400, workers=3, seed=1) + rounds
+    folder = write_run(tmp_path / "running", records, SETTINGS.replace("fp4_e3m0", "int8"))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 410, "train/loss_nats_per_tok')
     return folder
@@ -46,6 +37,6 @@ def data_parallel(tmp_path: Path) -> Path:
             for key, value in record.items()
             if not key.startswith("diloco/") and "exposed" not in key
         }
-        for record in step_records(300, workers=3, seconds=1.3, noise=2)
+        for record in step_records(300, workers=3, seconds=1.3, seed=2)
     ]
     return write_run(tmp_path / "data-parallel", records, SETTINGS.replace("streaming", "none"))

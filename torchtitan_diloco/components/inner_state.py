@@ -1,4 +1,6 @@
-"""A worker's own part of a checkpoint: its parameters, inner optimizer and random states, by name."""
+"""The model, inner optimizer and random states of a worker as named tensors."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -6,78 +8,50 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STEPS = OPTIMIZER + "steps"
+from torchtitan_diloco.components.checkpoint_schema import MODEL, OPTIMIZER, RANDOM
 
 
-def on_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """A copy in host memory, sharded as the value is over `mesh`, which is this worker's ranks on the CPU. With data
-    parallelism a value is sharded inside each worker, the last dimension of its own mesh, and the workers hold the same."""
-    value = value.detach()
+def inner_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """Return the parameters and the optimizer's state by name: the tensors themselves.
+
+    State that does not exist yet is created as AdamW does it in its first step.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
+    on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
+            state["exp_avg"] = torch.zeros_like(parameter.detach())
+            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        for key, value in state.items():
+            tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
+    return tensors
+
+
+RandomState = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+
+
+def random_states(device: torch.device, rank: int) -> dict[str, RandomState]:
+    """Return the functions that get and set the random states of a rank in its worker, by name."""
+    states: dict[str, RandomState] = {
+        f"{RANDOM}cpu/{rank}": (torch.get_rng_state, torch.set_rng_state)
+    }
+    if device.type == "cuda":
+        states[f"{RANDOM}cuda/{rank}"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    return states
+
+
+def copy_to_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return a copy in host memory, sharded over `mesh`, which holds the ranks of this worker.
+
+    With data parallelism, a value is sharded along the last dimension of its own mesh.
+    """
     if not isinstance(value, DTensor):
-        return value.to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True)
     assert mesh is not None
-    local = value.to_local().to("cpu", copy=True)
-    placements = value.placements[-mesh.ndim :]
+    local, placements = value.to_local().to("cpu", copy=True), value.placements[-mesh.ndim :]
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
     )
-
-
-def inner_state(
-    model: nn.Module, optimizer: AdamW, mesh: DeviceMesh | None, rank: int
-) -> dict[str, Tensor]:
-    """Copies; `rank` is that within the worker."""
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    hidden = [
-        name for name, one in model.named_parameters() if one.requires_grad and one not in trained
-    ]
-    assert not hidden, (
-        f"FSDP2's full parameters hide the sharded ones, to which the moments belong: {hidden[:3]}"
-    )
-    state = {
-        f"{MODEL}{name}": on_host(parameter, mesh) for name, parameter in model.named_parameters()
-    }
-    steps: list[Tensor] = []
-    for name, parameter in model.named_parameters():
-        moments = optimizer.state.get(parameter, {})
-        steps.append(moments["step"].detach() if moments else torch.zeros(()))
-        for moment in MOMENTS:
-            state[f"{OPTIMIZER}{moment}/{name}"] = on_host(
-                moments[moment] if moments else torch.zeros_like(parameter), mesh
-            )
-    state[STEPS] = torch.stack(
-        [step.to(steps[0].device) for step in steps]
-    ).cpu()  # one wait for a GPU, not one a parameter
-    state |= {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
-    if next(model.parameters()).is_cuda:
-        state[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
-    return state
-
-
-def inner_template(
-    model: nn.Module, optimizer: AdamW, *, parameters: bool = True
-) -> dict[str, Tensor]:
-    """What a load writes into: the parameters and moments themselves."""
-    template: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameters:
-            template[f"{MODEL}{name}"] = parameter.detach()
-        state = optimizer.state[parameter]
-        for moment in MOMENTS:
-            if moment not in state:
-                state[moment] = torch.zeros_like(parameter.detach())
-            template[f"{OPTIMIZER}{moment}/{name}"] = state[moment]
-    template[STEPS] = torch.zeros(len(list(model.parameters())))
-    return template
-
-
-def set_optimizer_steps(model: nn.Module, optimizer: AdamW, steps: Tensor) -> None:
-    for parameter, step in zip(model.parameters(), steps, strict=True):
-        device = (
-            parameter.device
-            if optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-            else "cpu"
-        )
-        optimizer.state[parameter]["step"] = step.clone().to(device)

@@ -1,8 +1,9 @@
 """Cross-entropy and z-loss as sums over tokens, computed a chunk of tokens at a time.
 
-The logits of a batch are its largest tensor by far (8 x 2,048 tokens x 32,000 words x 4 bytes = 2.1 GB). Here only
-those of `chunk_tokens` tokens exist at once: each chunk's gradient with respect to the hidden states and the output
-matrix is taken right away, in the forward pass, so that no chunk's logits need to be kept or computed a second time.
+The logits of a batch are its largest tensor by far (8 x 2,048 tokens x 32,000 words x 4 bytes =
+2.1 GB). Here only those of `chunk_tokens` tokens exist at once: the gradients of a chunk are
+computed right away, in the forward pass, so that its logits need not be kept or computed a second
+time.
 """
 
 from functools import partial
@@ -12,27 +13,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtitan_diloco.data.loader import IGNORE_INDEX
+from torchtitan_diloco.utils import IGNORE_INDEX
 
 
 class LossSums(NamedTuple):
+    """Sums over the tokens whose target is not IGNORE_INDEX."""
+
     objective: Tensor
-    """Sum over tokens of cross-entropy + z-loss: what is differentiated."""
+    """Cross-entropy + z-loss, to differentiate."""
     cross_entropy: Tensor
-    """Sum over tokens of the cross-entropy in nats: what is reported."""
+    """Cross-entropy in nats, to report."""
     tokens: Tensor
-    """Number of tokens that count."""
+    """Number of these tokens."""
 
 
 def loss_head(targets: Tensor, *, z_loss: float, chunk_tokens: int) -> Any:
-    """The `head` to call a model with: (hidden, output matrix) -> LossSums."""
+    """Return the `head` to call a model with: (hidden, output matrix) -> LossSums."""
     return partial(chunked_loss, targets=targets, z_loss=z_loss, chunk_tokens=chunk_tokens)
 
 
 def chunked_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk_tokens: int
 ) -> LossSums:
-    """`hidden` [batch, length, width], `weight` [vocabulary, width], `targets` [batch, length]."""
+    """Return the loss of hidden [batch, length, width] with weight [vocabulary, width] and targets
+    [batch, length]."""
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -64,12 +68,11 @@ class _ChunkedLoss(torch.autograd.Function):
             log_partition = logits[:, 0] - log_probability[:, 0]
             chunk_entropy = torch.where(counts, -log_probability.gather(1, index).squeeze(1), 0.0)
             cross_entropy += chunk_entropy.sum()
-            objective += (
-                chunk_entropy + z_loss * torch.where(counts, log_partition, 0.0).square()
-            ).sum()
+            squares = torch.where(counts, log_partition, 0.0).square()
+            objective += (chunk_entropy + z_loss * squares).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
-            # d objective / d logits = softmax * (1 + 2 z log_partition) - one_hot, for the tokens that count
+            # d objective / d logits = softmax * (1 + 2 z log_partition) - one_hot
             scale = torch.where(counts, 1 + 2 * z_loss * log_partition, 0.0).unsqueeze(1)
             grad_logits = log_probability.exp_().mul_(scale)
             grad_logits.scatter_add_(1, index, -counts.unsqueeze(1).to(grad_logits.dtype))

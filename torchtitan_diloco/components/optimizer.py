@@ -1,23 +1,38 @@
-"""The inner optimizer."""
+"""Inner optimization: precision, gradient clipping, AdamW and its learning rate."""
 
-from torch import nn
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from torchtitan_diloco.config.schema import Optimizer
+from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+
+
+def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products for `parallel.compute_dtype`. Parameters, gradients and
+    optimizer state stay fp32."""
+    if choice == "auto":
+        choice = "bfloat16" if device.type == "cuda" else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
+
+
+def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Compute in `dtype` in a process without FSDP2, which would cast by itself."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> AdamW:
-    """AdamW that decays matrices only: norms are few, and pulling them to zero serves nothing."""
-    matrices = [
-        parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad and parameter.dim() > 1
-    ]
-    others = [
-        parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad and parameter.dim() <= 1
-    ]
+    """Build AdamW with weight decay for matrices only, not for the gains of norms."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
     decay = 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
     return AdamW(
         [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}],
@@ -28,6 +43,54 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> Ad
     )
 
 
+def lr_factor(step: int, total_steps: int, config: LrSchedule) -> float:
+    """Return the share of the peak learning rate in `step`, from 1 to `total_steps`. It is a pure
+    function, so a resumed run has nothing to restore."""
+    if step < config.warmup_steps:
+        return step / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    start = config.warmup_steps
+    if config.decay == "wsd":
+        start = max(start, total_steps - round(config.decay_fraction * total_steps))
+    progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1 - progress
+    return config.floor + (1 - config.floor) * shape
+
+
 def set_lr(optimizer: AdamW, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
+    """Turn the sum of gradients over workers on or off, in data parallelism.
+
+    With gradient accumulation it waits for the last micro-batch, as links between workers are
+    slow. In a worker every micro-batch is reduced at once, so that gradients stay sharded.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(enabled)
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None
+) -> float:
+    """Scale the gradient, sharded over `group`, down to `max_norm` (0: never) and return its norm
+    before. If the norm is not finite the gradient stays as it is: the caller skips the step."""
+    shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    total = get_total_norm(shards)
+    if group is not None and group.size() > 1:
+        squared = total.square()
+        dist.all_reduce(squared, group=group)
+        total = squared.sqrt()
+    norm = total.item()
+    if max_norm and math.isfinite(norm) and norm > max_norm:
+        for shard in shards:
+            shard.mul_(max_norm / norm)
+    return norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

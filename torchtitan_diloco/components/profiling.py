@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -12,39 +11,27 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger
 
 
-class Profiler(Protocol):
-    def step(self) -> None: ...
-
-
-class _NoProfiler:
-    def step(self) -> None:
-        pass
-
-
 def build_profiler(
     config: Profiling, folder: Path, world: World
-) -> AbstractContextManager[Profiler]:
-    """Records `steps` steps after `start` (and again every `every` steps) into folder/traces."""
+) -> AbstractContextManager[profile | None]:
+    """Return a profiler that writes traces of `steps` steps into folder/traces, or None."""
     absent = [rank for rank in config.ranks if rank >= world.size]
     if config.enable and absent:
         raise ValueError(
-            f"profiling.ranks has {absent[0]}, and the run's ranks are 0 to {world.size - 1}: choose among them"
+            f"profiling.ranks has {absent[0]}, and the run's ranks are 0 to {world.size - 1}: "
+            "choose among them"
         )
-    rank = world.rank
-    if not config.enable or rank not in config.ranks:
-        return nullcontext(_NoProfiler())
+    if not config.enable or world.rank not in config.ranks:
+        return nullcontext()
     traces = folder / "traces"
     traces.mkdir(parents=True, exist_ok=True)
 
-    def save(profiler: Any) -> None:
-        path = traces / f"rank{rank}-step{profiler.step_num}.json.gz"
+    def save(profiler: profile) -> None:
+        path = traces / f"rank{world.rank}-step{profiler.step_num}.json.gz"
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of {config.steps} steps: {path}")
 
-    activities = [
-        ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-    ]
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     cycle = schedule(
         skip_first=max(0, config.start - 1),
         warmup=1,
@@ -53,13 +40,9 @@ def build_profiler(
         repeat=0 if config.every else 1,
         skip_first_wait=1,
     )
-    return cast(
-        AbstractContextManager[Profiler],
-        profile(
-            activities=activities,
-            schedule=cycle,
-            on_trace_ready=save,
-            record_shapes=True,
-            with_stack=False,
-        ),
+    return profile(
+        activities=[ProfilerActivity.CPU, *gpu],
+        schedule=cycle,
+        on_trace_ready=save,
+        record_shapes=True,
     )

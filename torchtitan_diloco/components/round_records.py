@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_diloco.diloco.round import Round, Traffic
-from torchtitan_diloco.distributed.reductions import start_sum
+from torchtitan_diloco.distributed.collectives import start_sum
 from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]
@@ -113,7 +113,8 @@ def _measured(world: World, facts: Round, clock_start: float) -> dict[str, float
 
 
 def _round_record(facts: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
-    """`workers`: the numbers of each worker. Those that are not known are NaN."""
+    """Return a record of the numbers of each worker. Those that are not known are NaN there and
+    None in the record."""
     waited = [_known(_links(numbers, "heard_after_seconds")) for numbers in workers]
     ahead = ahead_of_last([max(seconds, default=None) for seconds in waited])
     last_worker = ahead.index(0.0) if 0.0 in ahead else None
@@ -149,7 +150,7 @@ def ahead_of_last(waited: Sequence[float | None]) -> list[float | None]:
 def _worker_record(numbers: Mapping[str, float], ahead: float | None) -> dict[str, Any]:
     def between(start: str, end: str) -> float:
         seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
-        return max(seconds, 0.0)  # the last payload may be there before the last header
+        return max(seconds, 0.0)  # a payload may arrive before the last header; NaN stays NaN
 
     waited = between("asked", "arrived")
     exposed = _known([between("due", "taken"), waited, between("arrived", "applied")])
@@ -193,6 +194,31 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
+OVERVIEW = {
+    "1. Is the communication hidden?": {
+        "share of time, percent": [r"time/share_.*_percent"],
+        "hidden share of each round, percent": [r"round_hidden_percent_mean_over_workers/.*"],
+        "exposed seconds of each round": [r"round_exposed_seconds_mean_over_workers/.*"],
+    },
+    "2. Does it learn?": {
+        "loss, nats per token": [r"train/loss.*", r"validation/loss.*"],
+        "tokens per second": [r"speed/tokens_per_second_global"],
+    },
+    "3. What goes over the links?": {
+        "Mbit/s": [r"diloco/bandwidth_.*"],
+        "transfer seconds of each round": [r"round_transfer_seconds_mean_over_workers/.*"],
+    },
+    "4. Do the workers agree?": {
+        "cosine of each worker's change to the mean": [
+            r"round_cosine_to_mean_mean_over_workers/.*"
+        ],
+        "norm of the outer gradient": [r"round_outer_gradient_norm_mean_over_workers/.*"],
+        "drift from the shared parameters": [r"round_drift_norm_mean_over_workers/.*"],
+        "who came last, seconds": [r"round_late_by_seconds/.*"],
+    },
+}
+"""Custom scalars of TensorBoard: sections, their charts, and the tags in each chart."""
+
 MEANS_OVER_WORKERS = (
     "outer_gradient_norm",
     "cosine_to_mean",
@@ -225,10 +251,10 @@ def round_scalars(record: RoundRecord) -> dict[str, float | None]:
     return {tag.format(key): value for key, value in scalars.items()}
 
 
-def peak_bits_per_second(rounds: Sequence[RoundRecord]) -> float | None:
+def peak_mbit_per_second(rounds: Sequence[RoundRecord]) -> float | None:
     """Return the rate of the busiest worker in a transfer, in its busier direction."""
     rates = [
-        8 * max(worker["sent_bytes"], worker["received_bytes"]) / worker["transfer_seconds"]
+        8e-6 * max(worker["sent_bytes"], worker["received_bytes"]) / worker["transfer_seconds"]
         for record in rounds
         for worker in record["workers"]
         if worker["transfer_seconds"] and worker["sent_bytes"] is not None

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TextIO, TypeVar
 
 from torchtitan_diloco.components.round_records import (
+    OVERVIEW,
     PendingRounds,
     RoundRecord,
-    peak_bits_per_second,
+    peak_mbit_per_second,
     round_scalars,
 )
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.timeline import timeline_figure, write_trace
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.reductions import PendingReduction, start_max, start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
@@ -47,31 +48,6 @@ Record = dict[str, float | None]
 
 KEPT_ROUNDS = 1000
 """Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
-
-OVERVIEW = {
-    "1. Is the communication hidden?": {
-        "share of time, percent": [r"time/share_.*_percent"],
-        "hidden share of each round, percent": [r"round_hidden_percent_mean_over_workers/.*"],
-        "exposed seconds of each round": [r"round_exposed_seconds_mean_over_workers/.*"],
-    },
-    "2. Does it learn?": {
-        "loss, nats per token": [r"train/loss.*", r"validation/loss.*"],
-        "tokens per second": [r"speed/tokens_per_second_global"],
-    },
-    "3. What goes over the links?": {
-        "Mbit/s": [r"diloco/bandwidth_.*"],
-        "transfer seconds of each round": [r"round_transfer_seconds_mean_over_workers/.*"],
-    },
-    "4. Do the workers agree?": {
-        "cosine of each worker's change to the mean": [
-            r"round_cosine_to_mean_mean_over_workers/.*"
-        ],
-        "norm of the outer gradient": [r"round_outer_gradient_norm_mean_over_workers/.*"],
-        "drift from the shared parameters": [r"round_drift_norm_mean_over_workers/.*"],
-        "who came last, seconds": [r"round_late_by_seconds/.*"],
-    },
-}
-"""Custom scalars of TensorBoard: sections, their charts, and the tags in each chart."""
 
 
 def worker_key(worker: int, name: str) -> str:
@@ -122,10 +98,11 @@ class _LoggedStep(NamedTuple):
 
 
 class Telemetry:
-    """Measures the steps of a run, sums over ranks, and writes records.
+    """Measures the steps of a run, sums them over ranks, and writes records.
 
-    `folder` is the run's; None writes nothing. `state` is what a resumed run continues. `lag` is
-    the number of steps after which the sums of a logged step are read.
+    Call `step_begins` and `step_done` around every step, `open` after a step that is logged, and
+    `publish` after every step. `folder` is the run's, None to write nothing. A resumed run
+    continues `state`. The sums of a logged step are read `lag` steps later.
     """
 
     def __init__(
@@ -267,11 +244,13 @@ class Telemetry:
         for name, share in time_shares(sums).items():
             record[f"time/share_{name}_percent_mean_over_ranks"] = share
         if "diloco/sent_bytes" in sums and workers > 1:
-            wall = sums["time/wall_seconds"] / size
-            used, peak = sums["diloco/sent_bytes"] / workers / wall, peak_bits_per_second(rounds)
-            name = "diloco/bandwidth_{}_mbit_per_second_{}_over_workers"
-            record[name.format("used", "mean")] = 8 * used / 1e6
-            record[name.format("peak", "max")] = None if peak is None else peak / 1e6
+            sent_bytes, seconds = (
+                sums["diloco/sent_bytes"] / workers,
+                sums["time/wall_seconds"] / size,
+            )
+            used, peak = 8e-6 * sent_bytes / seconds, peak_mbit_per_second(rounds)
+            record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used
+            record["diloco/bandwidth_peak_mbit_per_second_max_over_workers"] = peak
         return record
 
     def write(self, step: int, record: Record) -> None:
@@ -279,6 +258,7 @@ class Telemetry:
         self._write({"step": step, **record}, step, record)
 
     def write_round(self, record: RoundRecord) -> None:
+        """Write a round record and keep it for the timeline and the planner."""
         self.round_records.append(record)
         self._write(record, record["step"], round_scalars(record))
 
@@ -289,11 +269,11 @@ class Telemetry:
         """Write a trace file and an image of the latest rounds. This is slow."""
         if self._folder is None or not self.round_records:
             return
-        rounds = list(self.round_records)
         with self._writing():
-            write_trace(self._folder / "traces" / "fragments.json", rounds)
+            write_trace(self._folder / "traces" / "fragments.json", self.round_records)
             if self._board is not None:
-                self._board.add_figure("timeline/last_rounds", timeline_figure(rounds), step)
+                figure = timeline_figure(self.round_records)
+                self._board.add_figure("timeline/last_rounds", figure, step)
 
     def _write(self, line: Mapping[str, Any], step: int = 0, scalars: Record | None = None) -> None:
         """Write a line of JSON and the TensorBoard scalars of a step."""
@@ -384,8 +364,8 @@ def drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     if step == 0:
-        stems = (path.with_stem(f"metrics-{number}") for number in itertools.count(1))
-        aside = next(stem for stem in stems if not stem.exists())
+        names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
         path.rename(aside)
         logger.warning(
             f"{path.parent} holds a run without a checkpoint, which starts over; its records are "

@@ -176,7 +176,7 @@ def timeline_figure(
     from matplotlib.figure import Figure  # slow to import
     from matplotlib.patches import Patch
 
-    found = phases(round_records[-last:])
+    found = phases(list(round_records)[-last:])
     absent = len({phase.worker for phase in found}) - workers
     found = [phase for phase in found if phase.worker < workers and phase.seconds > 0]
     tops = {worker: 2.5 * row for row, worker in enumerate(sorted({p.worker for p in found}))}

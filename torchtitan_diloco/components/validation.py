@@ -1,19 +1,19 @@
-"""Loss on held-out text: sum over tokens / number of tokens, over all ranks."""
+"""Loss on held-out text: the sum over tokens divided by their number, over all ranks."""
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.metrics import MetricsWriter, Record
-from torchtitan_diloco.config.schema import Validation
+from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.diloco.fragments import drop_gathered
-from torchtitan_diloco.distributed.reductions import sum_over_ranks
+from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.distributed.collectives import start_sum
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger
 
@@ -37,7 +37,7 @@ def validate(
     chunk_tokens: int,
     precision: AbstractContextManager[object],
 ) -> ValidationResult:
-    """Every rank must have the same number of batches: with FSDP2 a forward pass is a collective."""
+    """Return the loss of the model. Every rank must have the same number of batches."""
     was_training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64)
@@ -48,80 +48,46 @@ def validate(
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
-    cross_entropy, tokens = sum_over_ranks(world, totals.tolist(), "in a validation")
+    cross_entropy, tokens = start_sum(world, totals.tolist(), "in a validation").result()
     return ValidationResult(cross_entropy / tokens, int(tokens))
 
 
-class SharedModel(Protocol):
-    def global_parameters(self) -> AbstractContextManager[None]: ...
-
-
 class Validator:
-    """Validates the shared parameters, which are what a run is judged by; the workers' own only on request."""
+    """Validates the shared parameters, and on request the workers' own parameters."""
 
     def __init__(
         self,
-        config: Validation,
-        model: nn.Module,
-        outer: SharedModel,
-        batches: Sequence[tuple[Tensor, Tensor]],
-        world: World,
+        outer: OuterLoop,
+        evaluate: Callable[[], ValidationResult],
         *,
-        chunk_tokens: int,
-        precision: AbstractContextManager[object],
-        last_step: int,
+        local: bool,
         validated: tuple[int, float] | None = None,
     ) -> None:
-        """`validated`: what a run that goes on has behind it."""
-        self._config, self._model, self._outer, self._batches, self._world = (
-            config,
-            model,
-            outer,
-            batches,
-            world,
-        )
-        self._chunk_tokens, self._precision, self._last_step = chunk_tokens, precision, last_step
+        """`evaluate` validates what the model holds; `local` asks for the workers' own."""
+        self._outer, self._evaluate, self._local = outer, evaluate, local
         self.validated = validated
-        """The step of the last validation and its loss."""
+        """Step of the last validation and its loss."""
 
-    def due(self, step: int) -> bool:
-        return bool(self._config.every) and (
-            step % self._config.every == 0 or step == self._last_step
-        )
-
-    def missed(self, step: int) -> bool:
-        """A signal came between the step and its validation."""
-        return self.due(step) and (self.validated or (0,))[0] < step
-
-    def validate(self, step: int, metrics: MetricsWriter) -> float:
-        """Returns the seconds it took."""
+    def validate(self, step: int, telemetry: Telemetry) -> float:
+        """Validate, report the result, and return the seconds it took."""
         started = time.perf_counter()
         with self._outer.global_parameters():
-            shared = self._result()
+            shared = self._evaluate()
         self.validated = step, shared.loss
-        record: Record = {
+        record: dict[str, float | None] = {
             "validation/loss_nats_per_token_global": shared.loss,
             "validation/perplexity_global": shared.perplexity,
             "validation/tokens_global": shared.tokens,
         }
         local = ""
-        if self._config.local:
-            own = self._result()
+        if self._local:
+            own = self._evaluate()
             record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
             local = f" (the workers' own parameters: {own.loss:.4f})"
-        metrics.write(step, record)
-        metrics.draw(step)
+        telemetry.write(step, record)
+        telemetry.draw(step)
         logger.info(
-            f"validation after step {step}: loss {shared.loss:.4f}{local}, perplexity {shared.perplexity:,.2f} "
-            f"over {shared.tokens:,} held-out tokens"
+            f"validation after step {step}: loss {shared.loss:.4f}{local}, "
+            f"perplexity {shared.perplexity:,.2f} over {shared.tokens:,} held-out tokens"
         )
         return time.perf_counter() - started
-
-    def _result(self) -> ValidationResult:
-        return validate(
-            self._model,
-            self._batches,
-            self._world,
-            chunk_tokens=self._chunk_tokens,
-            precision=self._precision,
-        )

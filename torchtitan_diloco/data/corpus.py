@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +50,9 @@ from torchtitan_diloco.utils import available_cores
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 
+Encoded = tuple[int, npt.NDArray[np.uint32], bool, int]
+"""Number of a piece, its tokens, whether they end a document, and the bytes of text so far."""
+
 _JOB_PIECES = 32  # tokenised at once by a thread
 _JOBS_AHEAD = 4  # per thread; bounds memory
 
@@ -85,8 +87,8 @@ def open_split(data: Data, tokenizer: Tokenizer, split: Split) -> TokenShards:
         split = "validation" if held_out or own == corpus else "train"
     elif own == corpus:
         raise ValueError(
-            f'data.validation_corpus = "{own}" is data.corpus itself: validation would use text of '
-            f"the training. Leave it empty to hold out data.validation_fraction of the corpus."
+            f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on. Leave '
+            f"it empty to hold out data.validation_fraction of the corpus."
         )
     else:
         split = "train"
@@ -167,8 +169,7 @@ def _tokenise_once(data: Data, key: str, spec: str, tokenizer: Tokenizer, fracti
 # --- from text to shards ---
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Result of `prepare`."""
 
     splits: dict[Split, SplitIndex]
@@ -260,23 +261,16 @@ def _split_of(piece: int, fraction: float) -> Split:
     return "validation" if is_held_out(piece, fraction) else "train"
 
 
-class _Encoded(NamedTuple):
-    number: int
-    tokens: npt.NDArray[np.uint32]
-    ends_text: bool
-    bytes_read: int
-
-
 def _encode_all(
     pieces: Iterator[tuple[int, Piece]], tokenizer: Tokenizer, fraction: float, threads: int
-) -> Generator[_Encoded, None, None]:
+) -> Generator[Encoded, None, None]:
     """Yield the pieces in order, encoded by threads: tiktoken releases the interpreter's lock."""
 
-    def encode(job: list[tuple[int, Piece]]) -> list[_Encoded]:
+    def encode(job: list[tuple[int, Piece]]) -> list[Encoded]:
         return [_encode(number, piece, tokenizer, fraction) for number, piece in job]
 
     pool = ThreadPoolExecutor(threads)
-    jobs: deque[Future[list[_Encoded]]] = deque()
+    jobs: deque[Future[list[Encoded]]] = deque()
     try:
         while job := list(islice(pieces, _JOB_PIECES)):
             jobs.append(pool.submit(encode, job))
@@ -288,15 +282,14 @@ def _encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _encode(number: int, piece: Piece, tokenizer: Tokenizer, fraction: float) -> _Encoded:
-    # Where the next piece goes to the other split, a document also ends: what follows in this split
-    # does not continue it.
-    other_split_follows = _split_of(number, fraction) != _split_of(number + 1, fraction)
-    ends_text = piece.ends_document or other_split_follows
+def _encode(number: int, piece: Piece, tokenizer: Tokenizer, fraction: float) -> Encoded:
+    # Where the next piece goes to the other split, the document ends for this one.
+    next_is_apart = _split_of(number, fraction) != _split_of(number + 1, fraction)
+    ends_text = piece.ends_document or next_is_apart
     tokens = tokenizer.encode(piece.text)
     if ends_text:
         tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
-    return _Encoded(number, tokens, ends_text, piece.bytes_read)
+    return number, tokens, ends_text, piece.bytes_read
 
 
 def _start_or_continue(folder: Path, settings: dict[str, Any]) -> Index:

@@ -193,26 +193,27 @@ def build_train_loader(
     )
 
 
+@dataclass(frozen=True)
 class ValidationBatches:
     """First sequences of a split, shared out over the ranks, the same each time it is iterated."""
 
-    def __init__(
-        self, reader: SequenceReader, batch_size: int, rank: int, ranks: int, sequences: int
-    ) -> None:
-        self._reader, self._batch_size, self._rank, self._ranks = reader, batch_size, rank, ranks
-        self.sequences = min(sequences, reader.sequences)
-        """Sequences that all ranks together read; the split may have fewer than asked for."""
+    reader: SequenceReader
+    batch_size: int
+    rank: int
+    ranks: int
+    sequences: int
+    """Sequences that all ranks together read."""
 
     def __len__(self) -> int:
         """Return the number of batches of each rank."""
-        return -(-self.sequences // (self._batch_size * self._ranks))
+        return -(-self.sequences // (self.batch_size * self.ranks))
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(len(self)):
-            first = (number * self._ranks + self._rank) * self._batch_size
-            wanted = np.arange(first, first + self._batch_size)
+            first = (number * self.ranks + self.rank) * self.batch_size
+            wanted = np.arange(first, first + self.batch_size)
             # Past the end any sequence fills the shape; its targets do not count.
-            inputs, targets = self._reader[np.minimum(wanted, self.sequences - 1)]
+            inputs, targets = self.reader[np.minimum(wanted, self.sequences - 1)]
             targets[torch.from_numpy(wanted >= self.sequences)] = IGNORE_INDEX
             yield inputs, targets
 
@@ -230,4 +231,4 @@ def build_validation_batches(
     as collectives need it. Where sequences are missing, the targets are IGNORE_INDEX."""
     assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
     reader = SequenceReader(shards, sequence_length)
-    return ValidationBatches(reader, batch_size, rank, ranks, sequences)
+    return ValidationBatches(reader, batch_size, rank, ranks, min(sequences, reader.sequences))

@@ -56,8 +56,9 @@ class Index(msgspec.Struct):
     settings: dict[str, Any]
     splits: dict[Split, SplitIndex]
 
-    def token_type(self) -> np.dtype[Any]:
-        return np.dtype("<u2" if self.settings["vocab_size"] <= 2**16 else "<u4")
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def read_index(path: Path) -> Index:
@@ -65,8 +66,8 @@ def read_index(path: Path) -> Index:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except FileNotFoundError as error:
         raise ValueError(
-            f"{path.parent} is not a finished folder of token shards: it has no {path.name}, which "
-            f"is written last. If `prepare` was interrupted, run the same command again."
+            f"{path.parent} is not a finished folder of token shards: it has no {path.name}. If "
+            f"`prepare` was interrupted, run the same command again."
         ) from error
     except (OSError, msgspec.MsgspecError) as error:
         raise ValueError(f"cannot read {path}: {error}; prepare the corpus again") from error
@@ -93,6 +94,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
         self._index, self._done = index, index.splits[split]
+        self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
         self._tokens = self._documents = 0
         self.end_piece = self._done.shards[-1].end_piece if self._done.shards else 0
@@ -107,7 +109,7 @@ class ShardWriter:
         assert piece >= self.end_piece
         if self._file is None:
             self._file = aside_path(self._path()).open("w+b")
-        self._file.write(tokens.astype(self._index.token_type()).tobytes())
+        self._file.write(tokens.astype(self._dtype).tobytes())
         self._tokens += len(tokens)
         self._documents += ends_document
         self.end_piece = piece + 1
@@ -185,7 +187,7 @@ class TokenShards(TokenArray):
         index = read_index(self.folder / INDEX_NAME)
         self.settings: dict[str, Any] = index.settings
         self._shards, self.documents = index.splits[split].shards, index.splits[split].documents
-        self._version, self._dtype = index.format_version, index.token_type()
+        self._version, self.vocab_size = index.format_version, index.settings["vocab_size"]
         if not self._shards:
             raise ValueError(self._explain_empty())
         if tokenizer:
@@ -193,7 +195,7 @@ class TokenShards(TokenArray):
         for shard in self._shards:
             self._check_size(shard)
         self.ends = np.cumsum([shard.tokens for shard in self._shards])
-        facts = self.settings["vocab_size"], self.settings["tokenizer_fingerprint"]
+        facts = self.vocab_size, self.settings["tokenizer_fingerprint"]
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
@@ -204,11 +206,12 @@ class TokenShards(TokenArray):
 
     def _read_part(self, part: int, start: int, stop: int) -> Tokens:
         shard = self._shards[part]
-        path, vocab_size = self.folder / shard.file, self.settings["vocab_size"]
-        return _map_shard(path, shard, self._version, self._dtype, vocab_size).read(start, stop)
+        mapped = _map_shard(self.folder / shard.file, shard, self._version, self.vocab_size)
+        return mapped.read(start, stop)
 
     def _check_size(self, shard: Shard) -> None:
-        path, expected = self.folder / shard.file, shard.tokens * self._dtype.itemsize
+        path = self.folder / shard.file
+        expected = shard.tokens * token_type(self.vocab_size).itemsize
         expected += _HEADER_BYTES_V1 if self._version == 1 else 4 * -(-expected // BLOCK_BYTES)
         try:
             size = path.stat().st_size
@@ -221,11 +224,9 @@ class TokenShards(TokenArray):
         ours = self.settings["tokenizer_fingerprint"]
         if tokenizer.fingerprint != ours:
             raise ValueError(
-                f'data.tokenizer = "{tokenizer.name}" ({tokenizer.vocab_size} tokens, fingerprint '
-                f"{tokenizer.fingerprint}) is not what {self.folder} was prepared with: "
-                f'"{self.settings["tokenizer"]}" ({self.settings["vocab_size"]} tokens, '
-                f"fingerprint {ours}). Set data.tokenizer to that one, or prepare the corpus with "
-                f"yours in another folder."
+                f'data.tokenizer = "{tokenizer.name}" (fingerprint {tokenizer.fingerprint}) is not '
+                f'what {self.folder} was prepared with: "{self.settings["tokenizer"]}" ({ours}). '
+                f"Set data.tokenizer to that one, or prepare the corpus again in another folder."
             )
 
     def _explain_empty(self) -> str:
@@ -233,8 +234,7 @@ class TokenShards(TokenArray):
         if self.split == "train":
             return f"{self.folder} has no tokens to train on; its source is {source}"
         return (
-            f"{self.folder} holds out nothing for validation (share "
-            f"{self.settings['validation_fraction']:g} of {source}): raise "
+            f"{self.folder} holds out nothing of {source} for validation: raise "
             f"data.validation_fraction (for a shard folder: prepare it with a larger "
             f"--validation-fraction), or set data.validation_corpus"
         )
@@ -244,20 +244,20 @@ class _MappedShard:
     """Tokens of one shard, mapped. A block is compared with its checksum when it is first read: no
     token is used unchecked, and a start does not wait until a large corpus is read."""
 
-    def __init__(
-        self, path: Path, shard: Shard, version: int, dtype: np.dtype[Any], vocab_size: int
-    ) -> None:
+    def __init__(self, path: Path, shard: Shard, version: int, vocab_size: int) -> None:
+        dtype = token_type(vocab_size)
         content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         start = _HEADER_BYTES_V1 if version == 1 else 0
         end = start + shard.tokens * dtype.itemsize
         self._path, self._vocab_size = path, vocab_size
         self._tokens: Tokens = content[start:end].view(dtype)
-        self._block_tokens = BLOCK_BYTES // dtype.itemsize
-        self._checksums: list[int] = content[end:].view("<u4").tolist()
-        if version == 1:
-            self._block_tokens, self._checksums = shard.tokens, [shard.checksum]
-        elif zlib.crc32(content[end:].data) != shard.checksum:
-            raise ValueError(_damaged(path, f"its checksums are not those that {INDEX_NAME} lists"))
+        self._block_tokens, self._checksums = shard.tokens, [shard.checksum]
+        if version > 1:
+            self._block_tokens = BLOCK_BYTES // dtype.itemsize
+            self._checksums = content[end:].view("<u4").tolist()
+            if zlib.crc32(content[end:].data) != shard.checksum:
+                how = f"its checksums are not those that {INDEX_NAME} lists"
+                raise ValueError(_damaged(path, how))
         self._checked = np.zeros(len(self._checksums), dtype=np.bool_)
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -279,11 +279,8 @@ class _MappedShard:
         self._checked[block] = True
 
 
-@functools.lru_cache(maxsize=256)  # each map holds a file descriptor, of which there are often 1024
-def _map_shard(
-    path: Path, shard: Shard, version: int, dtype: np.dtype[Any], vocab_size: int
-) -> _MappedShard:
-    return _MappedShard(path, shard, version, dtype, vocab_size)
+# Each map holds a file descriptor, of which a process often has 1024.
+_map_shard = functools.lru_cache(maxsize=256)(_MappedShard)
 
 
 def _damaged(path: Path, how: str) -> str:

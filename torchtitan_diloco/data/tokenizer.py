@@ -68,8 +68,8 @@ class Tokenizer:
         return {name: self._encoding.encode_single_token(name) for name in names}
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Return the ids of a text. Special tokens in it are ordinary text, and a lone surrogate,
-        which UTF-8 cannot hold, becomes U+FFFD."""
+        """Return the ids of a text. Special tokens are ordinary text; a lone surrogate becomes
+        U+FFFD."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -132,10 +132,10 @@ def _named_encoding(name: str) -> Tokenizer:
         fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         raise ValueError(
             f'data.tokenizer = "{name}": tiktoken could not fetch this encoding '
-            f"({type(error).__name__}: {error}). Run `{shlex.join([sys.executable, '-c', fetch])}` "
-            f"on a machine with a network, with TIKTOKEN_CACHE_DIR set to a folder that this "
-            f"machine sees, and set it here too; or learn a tokenizer of your own, offline, with\n    "
-            + train_command("TEXT", "OWN.tiktoken")
+            f"({type(error).__name__}: {error}). On a machine with a network, with "
+            f"TIKTOKEN_CACHE_DIR set to a folder that you set here too, run\n    "
+            f"{shlex.join([sys.executable, '-c', fetch])}\nor learn a tokenizer, offline, with"
+            f"\n    {train_command('TEXT', 'OWN.tiktoken')}"
         ) from error
     if END_OF_DOCUMENT not in encoding.special_tokens_set:
         raise ValueError(

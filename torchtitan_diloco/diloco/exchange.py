@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from torchtitan_diloco.diloco.chunks import (
     slice_bounds,
     slice_size,
 )
-from torchtitan_diloco.diloco.codecs import Codec, Place
+from torchtitan_diloco.diloco.codecs import Codec, Position
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
@@ -40,9 +39,9 @@ from torchtitan_diloco.diloco.transport import (
     check_headers,
 )
 
-CODED_PIECE = 2 * BLOCK
-"""Values encoded or decoded at once on a CPU. A format takes a dozen passes over a piece: smaller
-pieces cost calls, larger ones do not fit the cache."""
+PIECE = 2 * BLOCK
+"""Values encoded, decoded or averaged at once on a CPU. A format takes a dozen passes over a piece:
+smaller pieces cost calls, larger ones do not fit the cache."""
 
 MEANS = 1
 """Tag of the second hop: receives of both hops are posted ahead, and must not be confused."""
@@ -50,16 +49,22 @@ MEANS = 1
 
 @dataclass
 class Chunk:
-    """A part of the delta on its way, in a slot of the window."""
+    """A part of the delta on its way. Lists are by worker: of the slice that a worker averages."""
 
-    slot: int
     start: int
     values: Tensor
     residual: Tensor | None
-    parts: Messages = field(default_factory=Messages)
-    """First hop: everybody's values of this worker's slice."""
-    means: Messages = field(default_factory=Messages)
-    """Second hop."""
+    payload: Tensor
+    """This worker's encoded values."""
+    slices: list[Tensor]
+    outgoing: list[Tensor]
+    """Bytes of `payload` for each slice."""
+    incoming: dict[int, Tensor]
+    """Buffers for the others' values of this worker's slice."""
+    means: list[Tensor]
+    """Buffers for the encoded means of all slices."""
+    first_hop: Messages = field(default_factory=Messages)
+    second_hop: Messages = field(default_factory=Messages)
 
 
 class Exchange:
@@ -83,8 +88,7 @@ class Exchange:
         self._failure: Exception | None = None
         self._codec, self._gather_codec = codec, gather_codec
         self._chunk, self._window = chunk_and_window(largest, codec)
-        fitting = BLOCK if codec.is_fp32 else CODED_PIECE
-        self._piece = min(fitting, self._chunk) if device.type == "cpu" else self._chunk
+        self._piece = min(PIECE, self._chunk) if device.type == "cpu" else self._chunk
         part = min(self._chunk, slice_size(self._chunk, self.workers))
         meaning = range(self.workers if self.workers > 2 else 0)
 
@@ -127,16 +131,11 @@ class Exchange:
         self._transport.begin()
         self._is_measured = measured
         self._dot.zero_()
-        values = delta.split(self._chunk)
-        lost = (
-            repeat(None) if residual is None or not header.weight else residual.split(self._chunk)
-        )
-        chunks = [
-            Chunk(number % self._window, number * self._chunk, *both)
-            for number, both in enumerate(zip(values, lost, strict=False))
-        ]
+        residual = residual if header.weight else None
+        starts = range(0, max(1, delta.numel()), self._chunk)
+        chunks = [self._chunk_at(start, delta, residual) for start in starts]
         try:
-            headers = self._run(header, chunks, Place(keys[0]), Place(keys[1]))
+            headers = self._run(header, chunks, Position(keys[0]), Position(keys[1]))
         except Exception as error:
             self._failure = error
             raise
@@ -144,10 +143,12 @@ class Exchange:
             self._traffic.dot = self._dot.item()
         return headers, self._traffic
 
-    def _run(self, header: Header, chunks: list[Chunk], mine: Place, mean: Place) -> list[Header]:
+    def _run(
+        self, header: Header, chunks: list[Chunk], mine: Position, mean: Position
+    ) -> list[Header]:
         greeting = self._send_header(header)
         for chunk in chunks[: self._window]:
-            self._receive_parts(chunk)
+            self._receive(chunk)
             self._receive_means(chunk)
         headers: list[Header] = []
         lead = send_lead(self._window, self.workers)
@@ -155,20 +156,20 @@ class Exchange:
             chunk = chunks[number]
             next_in_slot = chunks[number + self._window : number + self._window + 1]
             if task is Task.SEND:
-                self._send_parts(chunk, mine.after(chunk.start))
+                self._send(chunk, mine.after(chunk.start))
             elif task is Task.AVERAGE:
                 headers = headers or self._read_headers(greeting, header)
-                moments = self._transport.wait(chunk.parts)
+                moments = self._transport.wait(chunk.first_hop)
                 if number <= lead:  # later chunks wait for what this worker has to do before
-                    self._traffic.note_arrivals(chunk.parts.sizes, moments)
+                    self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
                 if self.workers == 2:
                     self._average(chunk, headers, out=chunk.values)
                 else:
                     self._send_mean(chunk, headers, mean.after(chunk.start))
                 for following in next_in_slot:
-                    self._receive_parts(following)
+                    self._receive(following)
             else:
-                self._transport.wait(chunk.means)
+                self._transport.wait(chunk.second_hop)
                 self._collect_means(chunk)
                 for following in next_in_slot:
                     self._receive_means(following)
@@ -200,34 +201,25 @@ class Exchange:
         check_headers(headers, self.me)
         return headers
 
-    # --- buffers ----------------------------------------------------------------------------------
+    # --- chunks and pieces ------------------------------------------------------------------------
 
-    def _slice(self, chunk: Chunk, worker: int) -> Tensor:
-        """Return the values of a chunk that a worker averages."""
-        start, end = slice_bounds(chunk.values.numel(), self.workers, worker)
-        return chunk.values[start:end]
-
-    def _payload(self, chunk: Chunk) -> Tensor:
-        """Return the buffer of this worker's encoded chunk."""
-        if self._codec.is_fp32:
-            return chunk.values.view(torch.uint8)
-        return self._outgoing[chunk.slot][: self._codec.wire_bytes(chunk.values.numel())]
-
-    def _payload_for(self, chunk: Chunk, worker: int) -> Tensor:
-        """Return the bytes of the slice that a worker averages."""
-        bounds = slice_bounds(chunk.values.numel(), self.workers, worker)
-        start, end = map(self._codec.wire_bytes, bounds)
-        return self._payload(chunk)[start:end]
-
-    def _payload_from(self, chunk: Chunk, worker: int) -> Tensor:
-        """Return the buffer for a worker's values of this worker's slice."""
-        size = self._codec.wire_bytes(self._slice(chunk, self.me).numel())
-        return self._incoming[chunk.slot][worker][:size]
-
-    def _mean_of(self, chunk: Chunk, worker: int) -> Tensor:
-        """Return the buffer for the encoded mean of a worker's slice."""
-        size = self._gather_codec.wire_bytes(self._slice(chunk, worker).numel())
-        return self._means[chunk.slot][worker][:size]
+    def _chunk_at(self, start: int, delta: Tensor, residual: Tensor | None) -> Chunk:
+        slot, values = start // self._chunk % self._window, delta[start : start + self._chunk]
+        workers, size = range(self.workers), self._codec.wire_bytes
+        payload = values.view(torch.uint8) if self._codec.is_fp32 else self._outgoing[slot]
+        bounds = [slice_bounds(values.numel(), self.workers, worker) for worker in workers]
+        slices = [values[first:last] for first, last in bounds]
+        own, mean_size = size(slices[self.me].numel()), self._gather_codec.wire_bytes
+        return Chunk(
+            start,
+            values,
+            None if residual is None else residual[start : start + self._chunk],
+            payload[: size(values.numel())],
+            slices,
+            [payload[size(first) : size(last)] for first, last in bounds],
+            {worker: buffer[:own] for worker, buffer in self._incoming[slot].items()},
+            [buffer[: mean_size(slices[one].numel())] for one, buffer in self._means[slot].items()],
+        )
 
     def _pieces(self, codec: Codec, values: Tensor, *payloads: Tensor) -> Iterator[list[Tensor]]:
         """Yield values and their bytes in pieces that fit the cache."""
@@ -248,14 +240,13 @@ class Exchange:
 
     # --- first hop: everybody's delta -------------------------------------------------------------
 
-    def _receive_parts(self, chunk: Chunk) -> None:
-        rooms = [(worker, self._payload_from(chunk, worker)) for worker in self._others]
-        chunk.parts = self._transport.receive(rooms)
+    def _receive(self, chunk: Chunk) -> None:
+        chunk.first_hop = self._transport.receive(chunk.incoming.items())
 
-    def _send_parts(self, chunk: Chunk, place: Place) -> None:
+    def _send(self, chunk: Chunk, place: Position) -> None:
         started = time.perf_counter()
         if not self._codec.is_fp32:
-            pieces = self._pieces(self._codec, chunk.values, self._payload(chunk))
+            pieces = self._pieces(self._codec, chunk.values, chunk.payload)
             for number, (values, encoded) in enumerate(pieces):
                 start = number * self._piece
                 if chunk.residual is None:
@@ -265,8 +256,8 @@ class Exchange:
                     self._codec.encode_with_feedback(values, residual, encoded, place.after(start))
         self._traffic.encoded = time.perf_counter()
         self._traffic.encoding_seconds += self._traffic.encoded - started
-        parts = [(worker, self._payload_for(chunk, worker)) for worker in self._others]
-        self._transport.send(chunk.parts, parts)
+        parts = [(worker, chunk.outgoing[worker]) for worker in self._others]
+        self._transport.send(chunk.first_hop, parts)
 
     def _average(self, chunk: Chunk, headers: list[Header], *, out: Tensor) -> None:
         """Average this worker's slice in the order of the workers.
@@ -274,17 +265,14 @@ class Exchange:
         A worker of weight 0 is skipped: its values may be anything.
         """
         started = time.perf_counter()
-        payloads, weights = [], []
-        for worker, header in enumerate(headers):
-            if header.weight > 0:
-                find = self._payload_for if worker == self.me else self._payload_from
-                payloads.append(find(chunk, worker))
-                weights.append(header.weight)
-        if payloads:
+        heard = {one: header.weight for one, header in enumerate(headers) if header.weight > 0}
+        payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}
+        if heard:
             scope = self._replacing if self.workers == 2 else nullcontext
-            for values, *encoded in self._pieces(self._codec, out, *payloads):
+            encoded = [payloads[worker] for worker in heard]
+            for values, *pieces in self._pieces(self._codec, out, *encoded):
                 with scope(values):
-                    self._codec.average(encoded, weights, values)
+                    self._codec.average(pieces, list(heard.values()), values)
         else:
             out.zero_()
         self._traffic.decoding_seconds += time.perf_counter() - started
@@ -293,23 +281,24 @@ class Exchange:
 
     def _receive_means(self, chunk: Chunk) -> None:
         if self.workers > 2:
-            rooms = [(worker, self._mean_of(chunk, worker)) for worker in self._others]
-            chunk.means = self._transport.receive(rooms, MEANS)
+            rooms = [(worker, chunk.means[worker]) for worker in self._others]
+            chunk.second_hop = self._transport.receive(rooms, MEANS)
 
-    def _send_mean(self, chunk: Chunk, headers: list[Header], place: Place) -> None:
+    def _send_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
         start, end = slice_bounds(chunk.values.numel(), self.workers, self.me)
-        mean, encoded = self._mean[: end - start], self._mean_of(chunk, self.me)
+        mean, encoded = self._mean[: end - start], chunk.means[self.me]
         self._average(chunk, headers, out=mean)
         started = time.perf_counter()
-        for number, (values, payload) in enumerate(self._pieces(self._gather_codec, mean, encoded)):
+        pieces = self._pieces(self._gather_codec, mean, encoded)
+        for number, (values, payload) in enumerate(pieces):
             self._gather_codec.encode(values, payload, place.after(start + number * self._piece))
         self._traffic.encoding_seconds += time.perf_counter() - started
-        self._transport.send(chunk.means, [(worker, encoded) for worker in self._others], MEANS)
+        parts = [(worker, encoded) for worker in self._others]
+        self._transport.send(chunk.second_hop, parts, MEANS)
 
     def _collect_means(self, chunk: Chunk) -> None:
         started = time.perf_counter()
-        for worker in range(self.workers):
-            values, payload = self._slice(chunk, worker), self._mean_of(chunk, worker)
+        for values, payload in zip(chunk.slices, chunk.means, strict=True):
             for piece, encoded in self._pieces(self._gather_codec, values, payload):
                 with self._replacing(piece):
                     self._gather_codec.decode(encoded, piece)

@@ -14,55 +14,22 @@ from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_nam
 
 
 class OuterLoop(Protocol):
-    """Keeps workers together. Implemented by StreamingDiLoCo and DataParallel."""
+    """Keeps workers together. See StreamingDiLoCo, which it is a part of, for the methods."""
 
     @property
     def fragment_names(self) -> tuple[str, ...]: ...
-
     @property
-    def exposed_seconds(self) -> float:
-        """Seconds that the training thread has spent or waited in the outer loop so far."""
-        ...
-
-    def step(self, weight: float = 1.0) -> None:
-        """Do what is due after an inner step. `weight`: of the step in the mean over workers."""
-        ...
-
-    def check(self) -> None:
-        """Raise the error of an exchange that failed in the background."""
-        ...
-
-    def drain(self) -> None:
-        """Wait for everything in flight and apply it."""
-        ...
-
-    def global_parameters(self) -> AbstractContextManager[None]:
-        """Let the model hold the shared parameters in the body of a with statement."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return totals since the last call."""
-        ...
-
-    def rounds(self) -> list[Round]:
-        """Return the rounds applied since the last call."""
-        ...
-
-    def describe(self) -> list[str]:
-        """Return lines for the start of a run."""
-        ...
-
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> Future[SavedState] | None:
-        """Copy the state of this moment in the background; None: there is none."""
-        ...
-
-    def load_state_dict(self, saved: SavedState) -> list[str]:
-        """Resume from a saved state; return what could not be kept, one line each."""
-        ...
-
-    def restart_from_model(self, step: int) -> None:
-        """Start over after so many steps with the model's parameters as the shared ones."""
-        ...
+    def exposed_seconds(self) -> float: ...
+    def step(self, weight: float = 1.0) -> None: ...
+    def check(self) -> None: ...
+    def drain(self) -> None: ...
+    def global_parameters(self) -> AbstractContextManager[None]: ...
+    def metrics(self) -> dict[str, float]: ...
+    def rounds(self) -> list[Round]: ...
+    def describe(self) -> list[str]: ...
+    def start_state_dict(self, mesh: DeviceMesh | None = None) -> Future[SavedState] | None: ...
+    def load_state_dict(self, saved: SavedState) -> list[str]: ...
+    def restart_from_model(self, step: int) -> None: ...
 
 
 class DataParallel:
@@ -75,12 +42,11 @@ class DataParallel:
         self._model, self._workers = model, workers
 
     def step(self, weight: float = 1.0) -> None: ...
-
     def check(self) -> None: ...
-
     def drain(self) -> None: ...
-
     def restart_from_model(self, step: int) -> None: ...
+
+    def start_state_dict(self, mesh: DeviceMesh | None = None) -> None: ...
 
     def global_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -92,15 +58,8 @@ class DataParallel:
         return []
 
     def describe(self) -> list[str]:
-        if self._workers == 1:
-            return []
-        text = (
-            "none: gradients are averaged at every step; of [diloco] only workers and link are read"
-        )
-        return [f"{'outer':<10} {text}"]
-
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> None:  # noqa: ARG002
-        return None
+        text = "gradients are averaged at every step; of [diloco] only workers and link are read"
+        return [f"{'outer':<10} none: {text}"] if self._workers > 1 else []
 
     @torch.no_grad()
     def load_state_dict(self, saved: SavedState) -> list[str]:

@@ -7,7 +7,7 @@ further buffer is needed.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,25 +33,15 @@ def outer_lr(config: OuterOptimizer, outer_round: int) -> float:
     return config.lr * (config.floor + (1 - config.floor) * shape)
 
 
-@dataclass(frozen=True)
-class OuterStep:
-    """Constants of one outer step."""
-
-    lr: float
-    momentum: float
-    beta2: float
-    epsilon: float
+class OuterStep(NamedTuple):
+    config: OuterOptimizer
     outer_round: int
     """Number of updates of this fragment, this one included."""
+    lr: float
 
 
 Update = Callable[[Tensor, Tensor, list[Tensor], OuterStep], None]
-"""(shared parameters, delta to be replaced by the next ones, optimizer state, constants)."""
-
-
-def outer_step(config: OuterOptimizer, outer_round: int) -> OuterStep:
-    lr = outer_lr(config, outer_round)
-    return OuterStep(lr, config.momentum, config.beta2, config.epsilon, outer_round)
+"""(shared parameters, delta to be replaced by the next ones, optimizer state, step)."""
 
 
 def _sgd(theta: Tensor, delta: Tensor, _: list[Tensor], step: OuterStep) -> None:
@@ -59,30 +49,30 @@ def _sgd(theta: Tensor, delta: Tensor, _: list[Tensor], step: OuterStep) -> None
 
 
 def _momentum(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = torch.add(delta, state[0], alpha=step.momentum, out=state[0])
+    buffer = torch.add(delta, state[0], alpha=step.config.momentum, out=state[0])
     torch.add(theta, buffer, alpha=-step.lr, out=delta)
 
 
 def _nesterov(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = torch.add(delta, state[0], alpha=step.momentum, out=state[0])
-    delta.add_(buffer, alpha=step.momentum)
+    buffer = torch.add(delta, state[0], alpha=step.config.momentum, out=state[0])
+    delta.add_(buffer, alpha=step.config.momentum)
     torch.add(theta, delta, alpha=-step.lr, out=delta)
 
 
 def _sign_momentum(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = state[0].mul_(step.momentum).add_(delta, alpha=1 - step.momentum)
+    buffer = state[0].mul_(step.config.momentum).add_(delta, alpha=1 - step.config.momentum)
     torch.sign(buffer, out=delta)
     torch.add(theta, delta, alpha=-step.lr, out=delta)
 
 
 def _adam(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
     first, second = state
-    first.mul_(step.momentum).add_(delta, alpha=1 - step.momentum)
-    second.mul_(step.beta2).addcmul_(delta, delta, value=1 - step.beta2)
+    first.mul_(step.config.momentum).add_(delta, alpha=1 - step.config.momentum)
+    second.mul_(step.config.beta2).addcmul_(delta, delta, value=1 - step.config.beta2)
     torch.sqrt(second, out=delta)
-    delta.mul_(1 / math.sqrt(1 - step.beta2**step.outer_round)).add_(step.epsilon)
+    delta.mul_(1 / math.sqrt(1 - step.config.beta2**step.outer_round)).add_(step.config.epsilon)
     torch.div(first, delta, out=delta)
-    correction = 1 - step.momentum**step.outer_round
+    correction = 1 - step.config.momentum**step.outer_round
     torch.add(theta, delta, alpha=-step.lr / correction, out=delta)
 
 

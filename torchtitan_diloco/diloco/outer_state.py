@@ -1,5 +1,6 @@
-"""Buffers of one fragment on one rank, and the operations between them and the model's parameters."""
+"""Buffers of one fragment on one rank, and what moves between them and the model."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,7 +9,13 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, UPDATES, outer_step
+from torchtitan_diloco.diloco.outer_optimizer import (
+    BLOCK,
+    STATE_BUFFERS,
+    UPDATES,
+    OuterStep,
+    outer_lr,
+)
 
 
 class OuterState:
@@ -186,22 +193,23 @@ class OuterState:
         If measured, return the squared norms of the mean and of the change, otherwise NaN.
         """
         self.rounds += 1
-        step, update = outer_step(self._config, self.rounds), UPDATES[self._config.name]
-        sums, squares = RowSums(), [0.0, 0.0]
+        lr, update = outer_lr(self._config, self.rounds), UPDATES[self._config.name]
+        step = OuterStep(self._config, self.rounds, lr)
+        sums, mean_square, change_square = RowSums(self.delta), 0.0, 0.0
+        room = torch.empty(min(self._block, 2**24) if measured else 0, device=self.delta.device)
         buffers = (self.outer, self.delta, *self.slots)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
-                squares[0] += square(delta)
+                mean_square += square(delta)
             update(theta, delta, slots, step)
             sums.add(delta)
             if measured:
-                squares[1] += sum(
-                    square(now - before)  # in pieces: room for a whole GPU buffer may be too much
-                    for now, before in zip(delta.split(2**24), theta.split(2**24), strict=True)
-                )
+                pieces = zip(delta.split(room.numel()), theta.split(room.numel()), strict=True)
+                for now, before in pieces:
+                    change_square += square(torch.sub(now, before, out=room[: now.numel()]))
         self.checksum = sums.checksum()
         self._stage()
-        return (squares[0], squares[1]) if measured else (torch.nan, torch.nan)
+        return (mean_square, change_square) if measured else (math.nan, math.nan)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -225,37 +233,40 @@ def pinned_bytes(wanted: int) -> int:
 
 
 class RowSums:
-    """Checksum of a flat fp32 tensor that arrives in blocks, of which all but the last are whole rows.
+    """Checksum of a flat fp32 tensor whose blocks are added one after the other.
 
     It is made of the integer sum of all words and of the sum of rows weighted by their index, so
-    that it is the same on CPU and CUDA. Equal bits give equal checksums; -0.0 and 0.0 differ.
+    that it is the same on CPU and CUDA. Equal bits give equal checksums; -0.0 and 0.0 differ. All
+    blocks but the last must be whole rows.
     """
 
     ROW = 1024
 
-    def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-        self._rest = 0
+    def __init__(self, values: Tensor) -> None:
+        rows = values.numel() // self.ROW
+        self._rows = torch.zeros(rows, dtype=torch.int64, device=values.device)
+        self._done = self._rest = 0
 
     def add(self, block: Tensor) -> None:
-        whole = block.numel() // self.ROW * self.ROW
+        rows = block.numel() // self.ROW
         # Two values make one word of 64 bits: sums that widen 32 bits are far slower on a CPU.
-        words = block[:whole].view(torch.int64).view(-1, self.ROW // 2)
-        self._rows.append(words.sum(dim=1))
-        if whole < block.numel():
-            self._rest = int(block[whole:].view(torch.int32).sum(dtype=torch.int64))
+        words = block[: rows * self.ROW].view(torch.int64).view(rows, self.ROW // 2)
+        torch.sum(words, dim=1, out=self._rows[self._done : self._done + rows])
+        self._done += rows
+        if rows * self.ROW < block.numel():
+            rest = block[rows * self.ROW :].view(torch.int32)
+            self._rest = int(rest.sum(dtype=torch.int64))
 
     def checksum(self) -> int:
-        rows = torch.cat(self._rows) if self._rows else torch.zeros(0, dtype=torch.int64)
-        weights = torch.arange(1, rows.numel() + 1, device=rows.device)
-        plain = int(rows.sum()) + self._rest
-        weighted = int((rows * weights).sum()) + self._rest * (rows.numel() + 1)
+        weights = torch.arange(1, self._done + 1, device=self._rows.device)
+        plain = int(self._rows.sum()) + self._rest
+        weighted = int((self._rows * weights).sum()) + self._rest * (self._done + 1)
         return (plain * 0x9E3779B97F4A7C15 + weighted) % 2**64
 
 
 def checksum(values: Tensor) -> int:
     """Return eight bytes that differ, almost surely, where the bits of two flat tensors differ."""
-    sums = RowSums()
+    sums = RowSums(values)
     for block in values.split(BLOCK if values.device.type == "cpu" else max(1, values.numel())):
         sums.add(block)
     return sums.checksum()

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,7 @@ class Round:
     values: int
     weight: float = 0.0
     participants: int = 0
+    """Workers whose delta went into the mean."""
     applied_step: int = 0
     due: float = NEVER
     taken: float = NEVER
@@ -88,32 +90,18 @@ class Round:
     """Of the change of the shared parameters."""
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
     """Distance of this worker's parameters from the new shared ones, before both were mixed."""
+    flags: int = 0
+    """Of this worker's header."""
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
 
-    @property
-    def taking_seconds(self) -> float:
-        return self.taken - self.due
-
-    @property
-    def waiting_seconds(self) -> float:
-        return self.fetched - self.asked
-
-    @property
-    def merging_seconds(self) -> float:
-        return self.applied - self.fetched
-
-    @property
-    def exchange_seconds(self) -> float:
-        return self.ready - self.begun
-
     def exchange_sums(self) -> dict[str, float]:
         """Return what the exchange adds to the totals; nothing if another process has done it."""
-        if math.isnan(self.exchange_seconds):
+        traffic, seconds = self.traffic, self.ready - self.begun
+        if math.isnan(seconds):
             return {}
-        traffic = self.traffic
         return {
-            "diloco/exchange_seconds": self.exchange_seconds,
+            "diloco/exchange_seconds": seconds,
             "diloco/coding_seconds": traffic.encoding_seconds + traffic.decoding_seconds,
             "diloco/transfer_waiting_seconds": traffic.waiting_seconds,
             "diloco/sent_bytes": traffic.bytes_sent,
@@ -121,9 +109,16 @@ class Round:
         }
 
 
-def resumed_traffic() -> Traffic:
-    """Return the traffic of an exchange whose result was loaded: it was seen by another process."""
-    return Traffic(NEVER, NEVER, NEVER, NEVER)
+InFlight = tuple[Round, "Future[None]"]
+"""A round, and the completion of its exchange."""
+
+
+def resumed_round(fragment: int, outer_round: int, values: int, record: dict[str, int]) -> Round:
+    """Return a round whose result was loaded: its exchange was seen by another process."""
+    traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
+    round_ = Round(fragment, outer_round, record["sent_step"], values, NEVER, traffic=traffic)
+    round_.flags, round_.participants = record["flags"], record["participants"]
+    return round_
 
 
 def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -158,7 +153,7 @@ class Meter:
         self._rounds: deque[Round] = deque(maxlen=self.ROUNDS_KEPT)
 
     def sent(self, round_: Round) -> None:
-        self._expose(round_.taking_seconds)
+        self._expose(round_.taken - round_.due)
 
     def exchanged(self, round_: Round) -> None:
         """Count an exchange, once. One whose result was loaded is in the totals of its save."""
@@ -168,8 +163,8 @@ class Meter:
 
     def applied(self, round_: Round) -> None:
         self.exchanged(round_)
-        self._expose(round_.waiting_seconds + round_.merging_seconds)
-        self._sums["diloco/exposed_waiting_seconds"] += round_.waiting_seconds
+        self._expose(round_.applied - round_.asked)
+        self._sums["diloco/exposed_waiting_seconds"] += round_.fetched - round_.asked
         self._sums["diloco/participants"] += round_.participants
         self._sums["diloco/fragments_applied"] += 1
         self._rounds.append(round_)

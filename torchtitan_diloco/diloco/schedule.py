@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Turns of the fragments: each is sent every `sync_every` steps and applied `delay` steps later.
+    """Turns of the fragments: each is sent every `sync_every` steps, applied `delay` steps later.
 
     Steps are counted from 1. Everything follows from the step alone, so a run can be resumed at any
     step, and all workers do the same things in the same order.
@@ -17,16 +17,7 @@ class Schedule:
     fragments: int
     """P."""
     delay: int
-    """tau, smaller than H. It may exceed the distance between two sends: then several fragments
-    are in flight."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.delay < self.sync_every:
-            raise ValueError(
-                f"diloco.overlap.delay = {self.delay} must be at least 0 and smaller than "
-                f"diloco.sync_every = {self.sync_every}: a fragment has to be back before it is "
-                "sent again"
-            )
+    """tau < H. It may exceed the distance of two sends: then several fragments are in flight."""
 
     def offset(self, fragment: int) -> int:
         """Return t_p, the step of the cycle of H steps after which the fragment is sent."""

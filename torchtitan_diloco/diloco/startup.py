@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.diloco.codecs.fused import kernels_name
+from torchtitan_diloco.diloco.codecs import kernels_name
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
     Link,

@@ -1,13 +1,13 @@
-"""Outer state of a run for a restart, by the names of parameters, and the shared model's state dict.
+"""Saved state of the outer loop by the names of parameters, and the shared model's state dict.
 
-Tensors are named, so that a state fits other fragments, ranks and schedules. Nothing is drained for
-a save: a fragment in flight is saved with the shared copy that its exchange ends with, and applied
-when its turn comes.
+Names make a state fit other fragments, ranks and schedules. Nothing is drained for a save: a
+fragment in flight is saved with the shared copy that its exchange ends with, to be applied when
+its turn comes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,14 @@ from torchtitan_diloco.diloco.fragments import (
     local_rows,
 )
 from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.round import InFlight, total
 
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
 SHARED, NEXT, SLOT, RESIDUAL = "outer", "next", "slot-", "residual"
-"""First parts of tensor names: KIND/PARAMETER."""
+"""Kinds of tensors; their names are KIND/PARAMETER."""
+OPTIMIZER = "diloco.outer_optimizer.name"
 
 
 def shared_parameter_name(name: str) -> str:
@@ -46,8 +48,7 @@ class SavedState:
     facts: Facts
     """This worker's, fit for JSON: `step`, `settings`, `layout` (for each fragment its parts),
     `in_flight` (fragments in the order they were sent), and `fragments`: for each its `rounds`,
-    the `weight` of the steps not sent yet, and of one in flight `sent_step`, `participants`, `flags`.
-    """
+    the `weight` of steps not sent yet, and if in flight `sent_step`, `participants`, `flags`."""
     shared: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), slot-0/NAME ..."""
     own: Named = field(default_factory=dict)
@@ -85,13 +86,13 @@ class SavedState:
 def shaped_like(
     parameter: nn.Parameter, flat: Tensor | None, mesh: DeviceMesh | None = None
 ) -> Tensor:
-    """Return a parameter's values on this rank, sharded as the parameter is; None: zeros on the host.
+    """Shape a parameter's values on this rank as the parameter is, sharded on its mesh or another.
 
-    `mesh`: of the same ranks on another device.
+    Without values they are zeros in host memory.
     """
     value = parameter.detach()
     local = value.to_local() if isinstance(value, DTensor) else value
-    flat = torch.zeros(local.numel()) if flat is None else flat
+    flat = torch.zeros(local.numel(), dtype=torch.float32) if flat is None else flat
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
     return DTensor.from_local(
@@ -124,34 +125,40 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
 class Snapshot:
     """Buffers of one fragment at the time of a save, to be copied out in the background.
 
-    Buffers keep their content until the next exchange of the fragment, which is queued behind the
-    copy. Only the shared copy of a fragment in flight has to be copied at once, as its buffer is
-    reused by the apply.
+    They keep their content until the next exchange of the fragment, which is queued behind the
+    copy. Only the shared copy of a fragment in flight is copied at once: its apply may come first.
     """
 
-    def __init__(self, state: OuterState, *, in_flight: bool) -> None:
-        self._state, self._moment = state, state.moment()
-        self.outer = state.outer.clone() if in_flight else state.outer
-        self.next = state.delta if in_flight else None
+    def __init__(self, state: OuterState, weight: float, in_flight: InFlight | None) -> None:
+        self.state, self._weight, self._moment = state, weight, state.moment()
+        self._in_flight = in_flight
+        self._counted = in_flight is None or in_flight[0].counted
+        self.outer = state.outer if in_flight is None else state.outer.clone()
+        self.next = None if in_flight is None else state.delta
         self.slots, self.residual = state.slots, state.residual
-        self.rounds = 0
 
-    def copy_out(self) -> None:
-        """Copy to host memory, on the background stream: the training thread must not wait."""
+    def copy_out(self) -> tuple[Facts, dict[str, float]]:
+        """Copy to host memory; return the fragment's facts and what its exchange adds to totals."""
 
         def host(buffer: Tensor | None) -> Any:
             return None if buffer is None else buffer.to("cpu", copy=True)
 
-        with torch.no_grad(), self._state.background(self._moment):
-            self.outer, self.next = host(self.outer), host(self.next)
-            self.slots, self.residual = [host(slot) for slot in self.slots], host(self.residual)
-            self.rounds = self._state.rounds
+        with torch.no_grad(), self.state.background(self._moment):
+            self.outer, self.next, self.residual = map(host, (self.outer, self.next, self.residual))
+            self.slots = list(map(host, self.slots))
+        facts = {"weight": self._weight, "rounds": self.state.rounds}
+        if self._in_flight is None:
+            return facts, {}
+        round_, exchanged = self._in_flight
+        exchanged.result()
+        facts |= {name: getattr(round_, name) for name in ("sent_step", "participants", "flags")}
+        return facts, {} if self._counted else round_.exchange_sums()
 
 
-def saved_tensors(
-    states: Sequence[OuterState], snapshots: Sequence[Snapshot], mesh: DeviceMesh | None
-) -> tuple[Named, Named]:
-    """Return the tensors of all fragments by name, those shared by all workers and this worker's."""
+def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:
+    """Complete a save in the background thread, behind the exchanges that were in flight."""
+    copied = [snapshot.copy_out() for snapshot in snapshots]
+    states = [snapshot.state for snapshot in snapshots]
 
     def named(kind: str, buffers: list[Tensor | None], rest: list[Tensor] | None = None) -> Named:
         return {f"{kind}/{name}": one for name, one in by_name(states, buffers, mesh, rest).items()}
@@ -160,7 +167,9 @@ def saved_tensors(
     shared = named(SHARED, [*outer]) | named(NEXT, [one.next for one in snapshots], outer)
     for number in range(len(snapshots[0].slots)):
         shared |= named(f"{SLOT}{number}", [one.slots[number] for one in snapshots])
-    return shared, named(RESIDUAL, [one.residual for one in snapshots])
+    own = named(RESIDUAL, [one.residual for one in snapshots])
+    facts = facts | {"fragments": [fragment for fragment, _ in copied]}
+    return SavedState(facts, shared, own, total(sums for _, sums in copied))
 
 
 def by_name(
@@ -193,6 +202,53 @@ def by_name(
 
 
 # --- load -----------------------------------------------------------------------------------------
+
+
+class Resumed(NamedTuple):
+    """What a load returns, beside the content of the buffers."""
+
+    fragments: list[Facts]
+    in_flight: list[int]
+    notes: list[str]
+
+
+def load(
+    states: Sequence[OuterState],
+    saved: SavedState,
+    settings: Facts,
+    mixing: Callable[[int, int], float],
+) -> Resumed:
+    """Fill the buffers of all fragments. `mixing`: local share, from flags and participants."""
+    facts, before, notes = saved.facts, saved.facts["settings"], list[str]()
+    changed = {key for key in settings if settings[key] != before[key]}
+    in_flight, fragments = list(facts["in_flight"]), fragment_facts(states, facts)
+    if in_flight and (facts["layout"] != layout_of(states) or changed - {OPTIMIZER}):
+        notes.append(
+            f"{len(in_flight)} fragments were in flight and are applied now, as their turns have "
+            "changed"
+        )
+        apply_early(states, saved, mixing)
+        in_flight = []
+    fill(states, [state.outer for state in states], saved.kind(SHARED))
+    if OPTIMIZER in changed:
+        old, new = before[OPTIMIZER], settings[OPTIMIZER]
+        notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
+    else:
+        for number in range(len(states[0].slots)):
+            slots = [state.slots[number] for state in states]
+            fill(states, slots, saved.kind(f"{SLOT}{number}"))
+    residuals = [state.residual for state in states if state.residual is not None]
+    lost = saved.kind(RESIDUAL)
+    if residuals and lost:
+        fill(states, residuals, lost)
+    elif residuals or lost:
+        end = "is given up" if lost else "starts from zero"
+        notes.append(f"diloco.quantization.error_feedback has changed: what encoding lost {end}")
+    for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
+        if index in in_flight:
+            fill([state], [state.delta], saved.kind(NEXT))
+        state.resume(record["rounds"], in_flight=index in in_flight)
+    return Resumed(fragments, in_flight, notes)
 
 
 def fill(states: Sequence[OuterState], buffers: Sequence[Tensor], values: Named) -> None:
@@ -234,10 +290,10 @@ def fragment_facts(states: Sequence[OuterState], facts: Facts) -> list[Facts]:
     return [holders[state.fragment.parts[0].name] for state in states]
 
 
-def check_same_model(states: Sequence[OuterState], shared: Mapping[str, Tensor]) -> None:
+def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
     parts = [part for state in states for part in state.fragment.parts]
     mine = {part.name: tuple(part.parameter.shape) for part in parts}
-    theirs = {name: tuple(value.shape) for name, value in shared.items()}
+    theirs = {name: tuple(value.shape) for name, value in saved.kind(SHARED).items()}
     found = [
         f"{name} is {mine.get(name, 'absent')} here and {theirs.get(name, 'absent')} there"
         for name in {**mine, **theirs}
@@ -252,9 +308,9 @@ def check_same_model(states: Sequence[OuterState], shared: Mapping[str, Tensor])
 
 @torch.no_grad()
 def apply_early(
-    states: Sequence[OuterState], saved: SavedState, mixing: Callable[[Facts], float]
+    states: Sequence[OuterState], saved: SavedState, mixing: Callable[[int, int], float]
 ) -> None:
-    """Apply saved fragments in flight whose turn has changed: to the model and to the saved state."""
+    """Apply saved fragments in flight to the model and to the tensors of the saved state."""
     facts, outer = saved.facts, saved.kind(SHARED)
     records = {
         name: facts["fragments"][index]
@@ -264,10 +320,9 @@ def apply_early(
     parts = [part for state in states for part in state.fragment.parts]
     parameters = {part.name: part.parameter.detach() for part in parts}
     for name, arrived in saved.kind(NEXT).items():
-        alpha = mixing(records[name])
-        local, shared, following = (
-            local_rows(name, value) for value in (parameters[name], outer[name], arrived)
-        )
+        alpha = mixing(records[name]["flags"], records[name]["participants"])
+        tensors = parameters[name], outer[name], arrived
+        local, shared, following = (local_rows(name, tensor) for tensor in tensors)
         mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
         # Rows of other fragments are not in flight: their shared values are the same.
         local.copy_(torch.where((shared != following).to(local.device), mixed, local.float()))

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo around any training loop: fragments take turns in being exchanged in the background.
+"""Streaming DiLoCo around any training loop: fragments take turns in being exchanged.
 
 outer = StreamingDiLoCo(model, group, DiLoCoConfig(sync_every=100))
 for batch in loader:
@@ -6,8 +6,8 @@ for batch in loader:
     outer.step()
 outer.drain()
 
-In the training thread `_send` takes the delta of a fragment and `_apply` merges the next shared copy.
-In between, `_exchange` runs in the background: delta -> mean over workers -> next shared copy.
+In the training thread `_send` takes the delta of a fragment, and `_apply` merges the next shared
+copy. In between, in the background, `_exchange` turns the one into the other.
 """
 
 import math
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs import describe as describe_codecs
-from torchtitan_diloco.diloco.codecs.dither import key_of
+from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import (
@@ -40,7 +40,7 @@ from torchtitan_diloco.diloco.fragments import (
 )
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import OuterState, square
-from torchtitan_diloco.diloco.round import Meter, Round, resumed_traffic, total
+from torchtitan_diloco.diloco.round import InFlight, Meter, Round, resumed_round
 from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.startup import (
     agree_on_run,
@@ -51,22 +51,6 @@ from torchtitan_diloco.diloco.startup import (
 from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, Header, WorkerLostError
 from torchtitan_diloco.utils import GIB, cause_of, logger
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of an exchange."""
-
-    participants: int
-    """Workers whose delta went into the mean."""
-    flags: int
-    """This worker's."""
-
-
-@dataclass
-class InFlight:
-    round: Round
-    outcome: "Future[Outcome]"
 
 
 class StreamingDiLoCo:
@@ -121,16 +105,18 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
+        # A thread's first question sets its number to the default; the last line resets the default.
         threads = torch.get_num_threads()
-        self._background.submit(partial(_use_threads, wire.threads)).result()
-        torch.set_num_threads(threads)  # otherwise later threads would start with that number
+        self._background.submit(torch.get_num_threads).result()
+        self._background.submit(partial(torch.set_num_threads, wire.threads)).result()
+        torch.set_num_threads(threads)
         # Also runs when this object is dropped, and when Python exits.
         self._finalizer = weakref.finalize(self, _close, self._background, self._exchanger)
 
     # --- training thread --------------------------------------------------------------------------
 
     def step(self, weight: float = 1.0) -> None:
-        """Apply the fragments that are due, then send those that are due: call after every inner step.
+        """Apply and send the fragments that are due: call after every inner step.
 
         `weight`: what this inner step counts in the mean over workers, such as its tokens.
         """
@@ -159,15 +145,14 @@ class StreamingDiLoCo:
 
     def check(self) -> None:
         """Raise the error of an exchange that failed, also before its result is due."""
-        for index, flight in self._in_flight.items():
-            if flight.outcome.done() and flight.outcome.exception() is not None:
-                self._result(index, flight)
+        for round_, exchanged in self._in_flight.values():
+            if exchanged.done() and exchanged.exception() is not None:
+                self._wait(round_, exchanged)
 
     def close(self) -> None:
-        """End the background thread after what is in flight.
+        """End the background thread, as happens by itself when this object is dropped.
 
-        Call it before an exit handler of your own destroys the process group; otherwise it happens
-        by itself.
+        Call it before an exit handler of your own destroys the process group.
         """
         self._finalizer()
 
@@ -185,69 +170,65 @@ class StreamingDiLoCo:
         round_.taken = time.perf_counter()
         self._meter.sent(round_)
         task = partial(self._exchange, state, header, round_)
-        self._in_flight[index] = InFlight(round_, self._background.submit(task))
+        self._in_flight[index] = round_, self._background.submit(task)
 
     def _apply(self, fragments: list[int]) -> None:
         for index in fragments:
-            flight = self._in_flight.pop(index, None)
-            if flight is None:
+            if index not in self._in_flight:
                 continue  # applied by drain()
-            round_ = flight.round
+            round_, exchanged = self._in_flight.pop(index)
             round_.applied_step, round_.asked = self.step_count, time.perf_counter()
-            outcome = self._result(index, flight)
+            self._wait(round_, exchanged)
             round_.fetched = time.perf_counter()
             measured = is_measured(round_.outer_round, self.config.measure_every)
-            drift = self._states[index].apply(
-                self._mixing(outcome.flags, outcome.participants), measured=measured
-            )
+            mixing = self._mixing(round_.flags, round_.participants)
+            drift = self._states[index].apply(mixing, measured=measured)
             round_.drift = round_.drift if drift is None else drift
             round_.applied = time.perf_counter()
             self._meter.applied(round_)
 
     def _mixing(self, flags: int, participants: int) -> float:
-        """Return the local share. Parameters that are not finite count nothing; a dropped worker
-        keeps its own."""
+        """Return the share of local parameters: 0 if they are not finite, 1 for dropped workers."""
         if flags & NOT_FINITE:
             return 0.0
         return 1.0 if flags & DROPPED or not participants else self.config.overlap.mixing
 
-    def _result(self, index: int, flight: InFlight) -> Outcome:
+    def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         try:
-            return flight.outcome.result()
+            exchanged.result()
         except WorkerLostError as error:
+            name = self.fragment_names[round_.fragment]
             raise WorkerLostError(
                 error.workers,
-                f"{error.reason}; seen by worker {self.worker} in the exchange of fragment {index} "
-                f"({self.fragment_names[index]}), sent after step {flight.round.sent_step}",
+                f"{error.reason}; seen by worker {self.worker} in the exchange of fragment "
+                f"{round_.fragment} ({name}), sent after step {round_.sent_step}",
             ) from error
 
     # --- background thread ------------------------------------------------------------------------
 
-    def _exchange(self, state: OuterState, header: Header, round_: Round) -> Outcome:
+    def _exchange(self, state: OuterState, header: Header, round_: Round) -> None:
         """Turn this worker's delta into the next shared copy."""
         round_.begun = time.perf_counter()
         measured = is_measured(header.outer_round, self.config.measure_every)
         with state.background():
             if not self._is_finite(state.finish_delta()):
                 header = replace(header, flags=header.flags | NOT_FINITE)
-            if header.flags:
-                header = replace(header, weight=0.0)
+            header = replace(header, weight=0.0 if header.flags else header.weight)
             if measured:
                 round_.delta_square = square(state.delta)
             headers = [header]
             if self._exchanger is not None:
-                _forget_if_not_finite(state.residual, header.fragment)
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
                 where = self._seed, shard, header.fragment, header.outer_round
                 headers, round_.traffic = self._exchanger.average(
                     state.delta,
                     header,
                     state.residual,
-                    (key_of(*where, self.worker), key_of(*where, "mean")),
+                    (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
+            round_.weight, round_.flags = header.weight, header.flags
             round_.participants = sum(one.weight > 0 for one in headers)
-            round_.weight = header.weight
             if round_.participants:
                 round_.mean_square, round_.update_square = state.advance(measured=measured)
             else:
@@ -256,11 +237,10 @@ class StreamingDiLoCo:
         for worker, other in enumerate(headers):
             if other.flags & NOT_FINITE:
                 logger.warning(
-                    f"fragment {other.fragment}, outer round {other.outer_round}: the parameters of "
-                    f"worker {worker} are not finite after its step {other.step}; it is left out of "
-                    "this round and takes the shared ones"
+                    f"fragment {other.fragment}, outer round {other.outer_round}: the parameters "
+                    f"of worker {worker} are not finite after its step {other.step}; it is left "
+                    "out of this round and takes the shared ones"
                 )
-        return Outcome(round_.participants, header.flags)
 
     def _is_finite(self, finite: bool) -> bool:
         """Return whether the delta is finite on all ranks of this worker."""
@@ -277,9 +257,9 @@ class StreamingDiLoCo:
     # --- shared model -----------------------------------------------------------------------------
 
     def global_state_dict(self) -> dict[str, Tensor]:
-        """Return the shared parameters in fp32 under the model's names: the same bits on all workers.
+        """Return the model's state dict with the shared parameters, in fp32 and sharded as it is.
 
-        Frozen parameters and buffers are this worker's. Sharded parameters stay sharded.
+        They are the same bits on all workers. Frozen parameters and buffers are this worker's.
         """
         return saving.shared_state_dict(self._model, self._states)
 
@@ -315,34 +295,16 @@ class StreamingDiLoCo:
         """
         self.check()
         snapshots = [
-            Snapshot(state, in_flight=index in self._in_flight)
-            for index, state in enumerate(self._states)
+            Snapshot(state, weight, self._in_flight.get(index))
+            for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
         ]
-        flights = [(one, one.round.counted) for one in self._in_flight.values()]
         facts = {
             "step": self.step_count,
             "settings": self._resume_settings(),
             "layout": saving.layout_of(self._states),
             "in_flight": list(self._in_flight),
-            "fragments": [{"weight": weight} for weight in self._weights],
         }
-        return self._background.submit(partial(self._finish_save, snapshots, flights, facts, mesh))
-
-    def _finish_save(
-        self,
-        snapshots: list[Snapshot],
-        flights: list[tuple[InFlight, bool]],
-        facts: dict[str, Any],
-        mesh: DeviceMesh | None,
-    ) -> SavedState:
-        for snapshot, record in zip(snapshots, facts["fragments"], strict=True):
-            snapshot.copy_out()
-            record["rounds"] = snapshot.rounds
-        for flight, _ in flights:
-            record = facts["fragments"][flight.round.fragment]
-            record |= {"sent_step": flight.round.sent_step, **vars(flight.outcome.result())}
-        uncounted = total(one.round.exchange_sums() for one, counted in flights if not counted)
-        return SavedState(facts, *saving.saved_tensors(self._states, snapshots, mesh), uncounted)
+        return self._background.submit(partial(saving.save, snapshots, facts, mesh))
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
@@ -352,68 +314,19 @@ class StreamingDiLoCo:
         are applied to the model now, and to the tensors of `saved`.
         """
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
-        saving.check_same_model(self._states, saved.kind(saving.SHARED))
+        saving.check_same_model(self._states, saved)
         self._give_up_in_flight()
         drop_gathered(self._model)
-        facts, notes = saved.facts, list[str]()
-        before, now = facts["settings"], self._resume_settings()
-        in_flight, name = list(facts["in_flight"]), "diloco.outer_optimizer.name"
-        same_turns = facts["layout"] == saving.layout_of(self._states) and all(
-            before[key] == now[key] for key in now if key != name
-        )
-        if in_flight and not same_turns:
-            notes.append(
-                f"{len(in_flight)} fragments were in flight and are applied now, as their turns "
-                "have changed"
-            )
-            saving.apply_early(
-                self._states, saved, lambda one: self._mixing(one["flags"], one["participants"])
-            )
-            in_flight = []
-        saving.fill(self._states, [one.outer for one in self._states], saved.kind(saving.SHARED))
-        if before[name] == now[name]:
-            for number in range(len(self._states[0].slots)):
-                slots = [state.slots[number] for state in self._states]
-                saving.fill(self._states, slots, saved.kind(f"{saving.SLOT}{number}"))
-        else:
-            notes.append(
-                f"{name} was {before[name]} and is {now[name]}: its state starts from zero"
-            )
-        notes += self._load_residuals(saved.kind(saving.RESIDUAL))
-        self.step_count = facts["step"]
-        records = saving.fragment_facts(self._states, facts)
-        self._weights = [record["weight"] for record in records]
-        for index, (state, record) in enumerate(zip(self._states, records, strict=True)):
-            if index in in_flight:
-                saving.fill([state], [state.delta], saved.kind(saving.NEXT))
-            state.resume(record["rounds"], in_flight=index in in_flight)
-        for index in in_flight:
-            self._in_flight[index] = self._resumed_flight(index, records[index])
-        return notes
-
-    def _load_residuals(self, saved: dict[str, Tensor]) -> list[str]:
-        residuals = [state.residual for state in self._states if state.residual is not None]
-        if residuals and saved:
-            saving.fill(self._states, residuals, saved)
-        elif residuals or saved:
-            lost = "is given up" if saved else "starts from zero"
-            return [f"diloco.quantization.error_feedback has changed: what encoding lost {lost}"]
-        return []
-
-    def _resumed_flight(self, index: int, record: dict[str, Any]) -> InFlight:
-        sent, participants = record["sent_step"], record["participants"]
-        round_ = Round(
-            index,
-            self.schedule.outer_round(index, sent),
-            sent,
-            self._states[index].values,
-            weight=math.nan,
-            participants=participants,
-            traffic=resumed_traffic(),
-        )
-        outcome: Future[Outcome] = Future()
-        outcome.set_result(Outcome(participants, record["flags"]))
-        return InFlight(round_, outcome)
+        resumed = saving.load(self._states, saved, self._resume_settings(), self._mixing)
+        self.step_count = saved.facts["step"]
+        self._weights = [record["weight"] for record in resumed.fragments]
+        for index in resumed.in_flight:
+            record, values = resumed.fragments[index], self._states[index].values
+            outer_round = self.schedule.outer_round(index, record["sent_step"])
+            exchanged: Future[None] = Future()
+            exchanged.set_result(None)
+            self._in_flight[index] = resumed_round(index, outer_round, values, record), exchanged
+        return resumed.notes
 
     def restart_from_model(self, step: int) -> None:
         """Start over after so many steps; the model, equal on all workers, is the shared copy."""
@@ -425,8 +338,8 @@ class StreamingDiLoCo:
 
     def _give_up_in_flight(self) -> None:
         """Wait for what is in flight, and for a save, and forget the results."""
-        for flight in self._in_flight.values():
-            flight.outcome.exception()
+        for _, exchanged in self._in_flight.values():
+            exchanged.exception()
         self._in_flight.clear()
         self._background.submit(lambda: None).result()
 
@@ -441,14 +354,13 @@ class StreamingDiLoCo:
     # --- reports ----------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return totals since the last call. Seconds and bytes are this rank's.
+        """Return totals of this rank since the last call.
 
-        `exposed` seconds are what the training thread spent or waited, `exchange` seconds went on
-        in the background meanwhile.
+        The training thread spent or waited the `exposed` seconds, the background thread the others.
         """
-        for flight in self._in_flight.values():
-            if flight.outcome.done():
-                self._meter.exchanged(flight.round)
+        for round_, exchanged in self._in_flight.values():
+            if exchanged.done():
+                self._meter.exchanged(round_)
         return self._meter.take() | {"diloco/fragments_in_flight": float(len(self._in_flight))}
 
     @property
@@ -460,47 +372,25 @@ class StreamingDiLoCo:
         """Return the rounds applied since the last call, at most the latest 256."""
         return self._meter.take_rounds()
 
-    @property
-    def state_bytes(self) -> int:
-        """Memory of this rank's shared parameters, optimizer state and deltas."""
-        return sum(state.bytes for state in self._states)
-
     def table(self) -> str:
         """Return a table of the fragments and their places in the cycle."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        outer, overlap, wire = (
-            self.config.outer_optimizer,
-            self.config.overlap,
-            self.config.quantization,
-        )
+        every, overlap = self.config.sync_every, self.config.overlap
+        outer, wire = self.config.outer_optimizer, self.config.quantization
+        memory = sum(state.bytes for state in self._states) / GIB
         momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
         residual = " and what encoding lost" * wire.error_feedback
         return [
-            f"{'outer':<10} each fragment every {self.config.sync_every} steps, applied "
-            f"{overlap.delay} steps later, local share {overlap.mixing:g}; {outer.name} lr "
-            f"{outer.lr:g}{momentum}",
+            f"{'outer':<10} each fragment every {every} steps, applied {overlap.delay} steps "
+            f"later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
             f"{'wire':<10} {describe_codecs(wire, self.workers)}; summed in fp32",
-            f"{'':<10} {self.state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer "
-            f"optimizer, one delta{residual}",
+            f"{'':<10} {memory:.2f} GiB a rank for shared parameters, the outer optimizer, one "
+            f"delta{residual}",
             self.table(),
         ]
-
-
-def _forget_if_not_finite(residual: Tensor | None, fragment: int) -> None:
-    if residual is not None and not math.isfinite(float(residual.sum())):
-        logger.warning(
-            f"fragment {fragment}: what encoding has lost is not finite any more; it is forgotten"
-        )
-        residual.zero_()
-
-
-def _use_threads(number: int) -> None:
-    """Set torch's threads of this thread, which its first question initialises to the default."""
-    torch.get_num_threads()
-    torch.set_num_threads(number)
 
 
 def _close(background: BackgroundThread, exchange: Exchange | None) -> None:

@@ -73,7 +73,7 @@ class Header:
         if magic != MAGIC or version != VERSION:
             raise ValueError(
                 f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
-                f"{VERSION}: some worker runs other code, or another program uses this process group"
+                f"{VERSION}: some worker runs other code, or another program uses the process group"
             )
         return Header(*values)
 
@@ -167,7 +167,7 @@ class Transport:
         """Send buffers in return for what `messages` receive.
 
         `watched`: threads wait for the arrivals, so that their moments are known. With more than
-        two workers they always do: whichever fails first is the lost one, others leave because of it.
+        two workers they always do, as the first to fail is the lost one.
         """
         operations = []
         for worker, buffer in parts:
@@ -229,7 +229,9 @@ class Transport:
                 work = works[min(number, len(works) - 1)]
                 messages.works.setdefault(worker, []).append(work)
 
-    def _operation(self, verb: Callable[..., Any], buffer: Tensor, worker: int, tag: int) -> dist.P2POp:
+    def _operation(
+        self, verb: Callable[..., Any], buffer: Tensor, worker: int, tag: int
+    ) -> dist.P2POp:
         return dist.P2POp(verb, buffer, group=self._group, tag=tag, group_peer=worker)
 
     def _whole_buffer(self, message: Tensor) -> Tensor:

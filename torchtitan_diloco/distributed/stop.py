@@ -1,96 +1,103 @@
-"""SIGINT, SIGTERM and SIGHUP end the run after a whole step, the same step on every rank."""
+"""Signals and requests that all ranks follow after the same step."""
 
 import os
 import signal
 import time
 from collections import deque
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_diloco.distributed.roll_call import naming_lost_ranks
+from torchtitan_diloco.distributed.collectives import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import STOP_SIGNALS, logger
 
 SAME_REQUEST_SECONDS = 1.0
-"""Schedulers and launchers pass a signal on, so one request may arrive more than once."""
+"""Schedulers and launchers pass signals on, so that one request may arrive more than once."""
+ASK_EVERY = 2
+"""Steps between two questions of workers that train on their own: each takes time on the links."""
+
+
+class Requests(NamedTuple):
+    """What the ranks have agreed to do after a step."""
+
+    stop: bool
+    save: bool
 
 
 class StopRequest:
-    """Ranks get a signal at different moments; one that left alone would keep the others waiting in a collective. So
-    they ask each other, in the background: the answer to the question of one step is read `lag` steps later. Workers that
-    train on their own can be no further apart than that, and the question travels behind what they exchange: it is asked
-    seldom."""
+    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or to save, after one step.
 
-    def __init__(self, world: World, lag: int = 1, every: int = 1) -> None:
-        """`every`: steps between two questions."""
-        self._world, self._lag, self._every = world, lag, every
+    Signals reach ranks at different moments, and a rank that stopped alone would leave the others
+    waiting in a collective. So the ranks ask each other in the background and read the answer
+    `lag` steps later. A second signal ends the process at once.
+    """
+
+    def __init__(self, world: World, lag: int = 1) -> None:
+        self._world, self._lag = world, lag
+        self._every = 1 if lag == 1 else ASK_EVERY
         self.waited_seconds = 0.0
-        """For answers, so far."""
-        self._save, self._told = False, False
+        """Seconds that the training thread has waited for answers so far."""
+        self._save, self._announced = False, False
         self._received: float | None = None
-        """When the first signal came."""
+        """Time of the first signal."""
         self._questions: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
-        """The step of each, and what comes back."""
+        """Step, answer and collective of each open question."""
         # nohup and background jobs of scripts ignore some signals on purpose.
-        heard = [
-            number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        self._previous = {number: signal.signal(number, self._handle) for number in heard}
+        handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         now = time.monotonic()
-        if (
-            self._received is not None and now - self._received > SAME_REQUEST_SECONDS
-        ):  # asked again: at once
+        if self._received is None:
+            self._received = now
+        elif now - self._received > SAME_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._received = self._received or now
 
-    def agreed(self, step: int, save: bool = False) -> tuple[bool, bool]:
-        """Called by every rank once after each step: whether all of them stop here, and whether all of them save because some
-        rank has asked for it with `save`."""
+    def agreed(self, step: int, save: bool = False) -> Requests:
+        """Return what all ranks do after this step. Every rank calls it once after each step.
+
+        `save` asks all ranks to save soon.
+        """
         if self._world.control is None:
-            return self._received is not None, save
-        stop, saving = False, False
+            return Requests(self._received is not None, save)
+        found = Requests(stop=False, save=False)
         if self._questions and self._questions[0][0] + self._lag <= step:
             _, answer, work = self._questions.popleft()
             started = time.perf_counter()
             with naming_lost_ranks(self._world, f"up to step {step}"):
                 work.wait()
             self.waited_seconds += time.perf_counter() - started
-            stop, saving = (bool(flag) for flag in answer.tolist())
+            found = Requests(*map(bool, answer.tolist()))
         self._save |= save
         if step % self._every == 0:
-            asked = torch.tensor(
-                [int(self._received is not None), int(self._save)], dtype=torch.int32
+            self._ask(step)
+        return found
+
+    def _ask(self, step: int) -> None:
+        stop = self._received is not None
+        asked = torch.tensor([stop, self._save], dtype=torch.int32)
+        with naming_lost_ranks(self._world, f"up to step {step}"):
+            work = dist.all_reduce(
+                asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True
             )
-            with naming_lost_ranks(self._world, f"up to step {step}"):
-                work = dist.all_reduce(
-                    asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True
-                )
-            self._questions.append((step, asked, work))
-            self._save = False
-            if self._received is not None and not self._told:
-                logger.info(f"signal received: stops after step {step + self._lag}")
-                self._told = True
-        return stop, saving
+        self._questions.append((step, asked, work))
+        if stop and not self._announced:
+            logger.info(f"signal received: the run stops after step {step + self._lag}")
+        self._save, self._announced = False, stop
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Gives the signals back, and waits for the last questions (which fail with the run, if that failed)."""
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        """Restore the signal handlers, and wait for open questions unless the run has failed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        for _, _, work in self._questions if error is None else ():
-            with naming_lost_ranks(self._world, "at the end"):
-                work.wait()
+        if error is None:
+            for _, _, work in self._questions:
+                with naming_lost_ranks(self._world, "at the end"):
+                    work.wait()

@@ -1,4 +1,4 @@
-"""Who takes part: the rank grid (worker, fsdp), its process groups with a timeout each, and this process's device."""
+"""The ranks of a run: the (worker, fsdp) grid, its process groups, and the device of a rank."""
 
 import os
 import socket
@@ -15,14 +15,14 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 
 WORKER, FSDP = "worker", "fsdp"
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-SAVING_TIMEOUT = 7200
-"""Seconds that ranks wait for each other in a save."""
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SAVING_TIMEOUT_SECONDS = 7200
+"""How long ranks wait for each other in a save: a slow disk is no reason to give up."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. A single process has no process groups at all: `mesh` and `control` are None."""
+    """This rank among all ranks. A single process has no process groups: they are all None."""
 
     rank: int
     size: int
@@ -31,15 +31,15 @@ class World:
     mesh: DeviceMesh | None = None
     """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
     control: dist.ProcessGroup | None = None
-    """All ranks, on the CPU, for bookkeeping: its collectives never queue behind those of the training."""
-    roll_call: dist.ProcessGroup | None = None
-    """All ranks, for the moment when `control` has failed and is of no use any more."""
+    """All ranks, on the CPU: bookkeeping must not queue behind the collectives of training."""
+    liveness: dist.ProcessGroup | None = None
+    """All ranks, to find out who is lost after `control` has failed."""
     shards: dist.ProcessGroup | None = None
-    """The ranks of this worker, on the CPU, for the outer loop's background thread alone."""
+    """The ranks of this worker, on the CPU, only for the background thread of the outer loop."""
     saving: dist.ProcessGroup | None = None
-    """All ranks, on the CPU, for the thread that writes checkpoints."""
+    """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
-    """1-d, the ranks of this worker, on the CPU, for the same thread."""
+    """1-d, the ranks of this worker on the CPU, for the same thread."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -58,12 +58,12 @@ class World:
         return self.rank == 0
 
     def group(self, dim: str) -> dist.ProcessGroup | None:
-        """This rank's process group along a dimension of the grid; None in a single process."""
+        """Return the process group of this rank along a dimension of the grid."""
         return None if self.mesh is None else self.mesh.get_group(dim)
 
 
 def split_world(size: int, workers: int, fsdp: int) -> int:
-    """Ranks per worker, or an error that says how to make the numbers fit."""
+    """Return the number of ranks per worker."""
     if size % workers:
         raise ValueError(
             f"{size} processes do not divide into diloco.workers = {workers}: "
@@ -71,26 +71,29 @@ def split_world(size: int, workers: int, fsdp: int) -> int:
         )
     if fsdp and workers * fsdp != size:
         raise ValueError(
-            f"diloco.workers = {workers} x parallel.fsdp = {fsdp} is {workers * fsdp} processes, but {size} were "
-            f"started: set NPROC or parallel.fsdp = {size // workers}, or 0 to take what is there"
+            f"diloco.workers = {workers} x parallel.fsdp = {fsdp} is {workers * fsdp} processes, "
+            f"but {size} were started: set NPROC or parallel.fsdp = {size // workers}, or 0 for "
+            "all processes there are"
         )
     return size // workers
 
 
 def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.device:
-    """`share`: several workers may use one GPU."""
+    """Return the device of this process; with `share`, several workers may use one GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
-            'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the driver'
+            'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the '
+            "driver"
         )
-    if local_rank >= torch.cuda.device_count() and not share:
+    count = torch.cuda.device_count()
+    if local_rank >= count and not share:
         raise ValueError(
-            f"local rank {local_rank} has no GPU of its own, torch sees {torch.cuda.device_count()}: lower NPROC, or set "
-            'diloco.link.backend = "gloo" to let several workers of one process each share a GPU'
+            f"local rank {local_rank} has no GPU of its own, torch sees {count}: lower NPROC, or "
+            'set diloco.link.backend = "gloo" to let workers of one process each share a GPU'
         )
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 
@@ -104,8 +107,11 @@ def join_world(
     fsdp: int,
     outer_loop: bool = False,
 ) -> World:
-    """Connects to the processes that the launcher started (torchrun's variables); one process stays alone. `outer_loop`: the
-    group between workers is the outer loop's, which finds out by itself who is lost."""
+    """Connect to the processes that the launcher started (torchrun's environment variables).
+
+    With `outer_loop`, the group between workers belongs to the outer loop, which finds lost workers
+    by itself.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -115,87 +121,80 @@ def join_world(
     if size == 1:
         return World(rank, size, workers, chosen)
 
-    on_gpu = chosen.type == "cuda"
-    if link.backend == "nccl" and not on_gpu:
-        raise ValueError(
-            f'diloco.link.backend = "nccl" needs a GPU, and this run is on {chosen}: use "auto" or "gloo"'
-        )
+    use_nccl = chosen.type == "cuda" and not share
+    _check_link(link, chosen)
     if link.interface:
-        present = [name for _, name in socket.if_nameindex()]
-        if link.interface not in present:
-            raise ValueError(
-                f'diloco.link.interface = "{link.interface}" is no network interface of this machine: choose one of '
-                f"{', '.join(present)}, or leave it empty"
-            )
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = link.interface
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu and not share else "gloo",
+        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
         timeout=timedelta(seconds=distributed.init_timeout_seconds),
-        device_id=chosen if on_gpu and not share else None,
+        device_id=chosen if use_nccl else None,
     )
-    inner_backend = "nccl" if on_gpu and not share else "gloo"
-    mesh = build_mesh(
-        chosen.type,
+    grid = torch.arange(size).view(workers, ranks_per_worker)
+    inner_backend = "nccl" if use_nccl else "gloo"
+    outer_backend = inner_backend if link.backend == "auto" else link.backend
+    with nccl_watchdog_disabled() if outer_loop else nullcontext():
+        across = _own_group(grid.t(), outer_backend, link.timeout_seconds)
+    inside = _own_group(grid, inner_backend, distributed.train_timeout_seconds)
+    link_timeout = timedelta(seconds=link.timeout_seconds)
+    saving_timeout = timedelta(seconds=SAVING_TIMEOUT_SECONDS)
+    own_ranks = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
+    return World(
+        rank,
+        size,
         workers,
-        {
-            WORKER: (
-                inner_backend if link.backend == "auto" else link.backend,
-                link.timeout_seconds,
-            ),
-            FSDP: (inner_backend, distributed.train_timeout_seconds),
-        },
-        outer_loop=outer_loop,
+        chosen,
+        mesh=DeviceMesh.from_group(
+            [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
+        ),
+        control=dist.new_group(backend="gloo", timeout=link_timeout),
+        liveness=dist.new_group(backend="gloo"),
+        shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
+        saving=dist.new_group(backend="gloo", timeout=saving_timeout),
+        host_mesh=DeviceMesh.from_group(
+            own_ranks, "cpu", mesh=grid[rank // ranks_per_worker], mesh_dim_names=(FSDP,)
+        ),
     )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=link.timeout_seconds))
-    roll_call = dist.new_group(backend="gloo")
-    shards = None
-    if ranks_per_worker > 1:
-        timeout = timedelta(seconds=link.timeout_seconds)
-        shards, _ = dist.new_subgroups(ranks_per_worker, backend="gloo", timeout=timeout)
-    saving, host_mesh = saving_groups(workers)
-    return World(rank, size, workers, chosen, mesh, control, roll_call, shards, saving, host_mesh)
 
 
-def saving_groups(workers: int) -> tuple[dist.ProcessGroup, DeviceMesh]:
-    """What checkpoints are agreed on in, apart from all else that is under way. A slow disk is no reason to give up."""
-    patience = timedelta(seconds=SAVING_TIMEOUT)
-    saving = dist.new_group(backend="gloo", timeout=patience)
-    grid = torch.arange(dist.get_world_size()).view(workers, -1)
-    own, _ = dist.new_subgroups(grid.shape[1], backend="gloo", timeout=patience)
-    ranks = grid[dist.get_rank() // grid.shape[1]]
-    return saving, DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=(FSDP,))
+def _check_link(link: Link, device: torch.device) -> None:
+    if link.backend == "nccl" and device.type != "cuda":
+        raise ValueError(
+            f'diloco.link.backend = "nccl" needs a GPU, and this run is on {device}: use "auto" or '
+            '"gloo"'
+        )
+    present = [name for _, name in socket.if_nameindex()]
+    if link.interface and link.interface not in present:
+        raise ValueError(
+            f'diloco.link.interface = "{link.interface}" is no network interface of this machine: '
+            f"choose one of {', '.join(present)}, or leave it empty"
+        )
 
 
-def build_mesh(
-    device_type: str, workers: int, transports: dict[str, tuple[str, int]], *, outer_loop: bool
-) -> DeviceMesh:
-    """Process groups are the rows and columns of one grid of ranks: consecutive ranks form a worker. `transports` gives
-    the backend and the timeout in seconds along each dimension."""
-    grid = torch.arange(dist.get_world_size()).view(workers, -1)
-    own = {}
-    for dim, lines in ((WORKER, grid.t()), (FSDP, grid)):
-        backend, seconds = transports[dim]
-        with errors_left_to_us() if dim == WORKER and outer_loop else nullcontext():
-            for line in lines.tolist():  # every rank takes part in the making of every group
-                group = dist.new_group(line, backend=backend, timeout=timedelta(seconds=seconds))
-                if dist.get_rank() in line:
-                    own[dim] = group
-    return DeviceMesh.from_group(
-        [own[WORKER], own[FSDP]], device_type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
+def _own_group(lines: torch.Tensor, backend: str, seconds: int) -> dist.ProcessGroup:
+    """Create one process group for each row of `lines` and return the one of this rank."""
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(
+        lines.tolist(), timeout=timedelta(seconds=seconds), backend=backend
     )
+    return own
 
 
 @contextmanager
-def errors_left_to_us() -> Iterator[None]:
-    """Around the making of groups for the outer loop. NCCL's watchdog would end the process over an error or a timeout, before
-    the outer loop, which waits with a timeout of its own, has said who is lost and a save under way is finished."""
-    decided = NCCL_ERRORS in os.environ
-    os.environ.setdefault(NCCL_ERRORS, "0")
+def nccl_watchdog_disabled() -> Iterator[None]:
+    """Create groups inside that NCCL's watchdog does not watch.
+
+    The watchdog ends the process after an error or a timeout, before the outer loop, which has a
+    timeout of its own, can name the lost worker and let a save finish. A value that the user has
+    set stays.
+    """
+    set_by_user = NCCL_ERROR_HANDLING in os.environ
+    os.environ.setdefault(NCCL_ERROR_HANDLING, "0")
     try:
         yield
     finally:
-        if not decided:
-            del os.environ[NCCL_ERRORS]
+        if not set_by_user:
+            del os.environ[NCCL_ERROR_HANDLING]
 
 
 def leave_world(world: World) -> None:

@@ -16,10 +16,10 @@ from torchtitan_diloco.diloco.chunks import chunk_and_window, slice_bounds, slic
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.planner.prediction import (
     Conditions,

@@ -1,1 +1,1 @@
-"""A page about one run or several, from what they have written: no training process, no torch and no network is needed."""
+"""Report about one or several runs, from the files that they write."""

@@ -1,4 +1,4 @@
-"""One page about a run, or about several side by side.
+"""Write a report about one or several runs.
 
 python -m torchtitan_diloco.report outputs/RUN [outputs/RUN ...]
 """
@@ -8,85 +8,59 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_diloco.pictures.files import check_picture_path, write_picture
-from torchtitan_diloco.pictures.timeline_chart import timeline_chart
-from torchtitan_diloco.report.markdown import markdown
-from torchtitan_diloco.report.page import html_page
-from torchtitan_diloco.report.run_records import open_runs
+from torchtitan_diloco.report.page import html_page, markdown
+from torchtitan_diloco.report.run_records import Run, open_runs
+
+ABOUT = "Write a report about one or several runs, finished or still going on."
+OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
+FORMAT_HELP = "html: a page with figures (default); md: tables as Markdown"
+TIMELINE_HELP = "write only the last exchanges of one run, to an .svg or .png file"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.report",
-        description="Write a page about a run, or about several side by side.",
-    )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="(default: report.html in the first run's folder; --format md: the terminal)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("html", "md"),
-        default="html",
-        help="html: a page with pictures (default); md: tables as text",
-    )
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="instead of a page: the last exchanges of one run as a picture, .svg or .png",
-    )
-    return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m torchtitan_diloco.report", description=ABOUT)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("--out", type=Path, metavar="FILE", help=OUT_HELP)
+    add("--format", choices=("html", "md"), default="html", help=FORMAT_HELP)
+    add("--timeline", type=Path, metavar="FILE", help=TIMELINE_HELP)
+    options = parser.parse_args(arguments)
+    target: Path | None = options.timeline or options.out
     try:
-        if options.timeline is not None:
-            _draw_timeline(options.runs, options.timeline)
-        else:
-            _write(options.runs, options.out, options.format)
+        runs = open_runs(options.runs)
+        if options.timeline:
+            _save_timeline(runs, options.timeline)
+        elif options.format == "html":
+            target = target or runs[0].folder / "report.html"
+            target.write_text(html_page(runs), encoding="utf-8", errors="replace")
+        elif target:
+            target.write_text(markdown(runs), encoding="utf-8", errors="replace")
+        print(target or markdown(runs).rstrip())
+    except OSError as error:
+        print(f"error: {target} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _draw_timeline(paths: Sequence[Path], target: Path) -> None:
-    check_picture_path(target, "--timeline")
-    if len(paths) > 1:
-        raise ValueError(f"--timeline is of one run, and {len(paths)} are given: name the one")
-    (run,) = open_runs(paths)
-    if not run.rounds:
-        raise ValueError(
-            f"{run.folder} has no exchanges to draw: take a run of several workers with diloco.method streaming"
-        )
-    write_picture(timeline_chart(run.rounds), target)
-    print(target)
+def _save_timeline(runs: Sequence[Run], path: Path) -> None:
+    from torchtitan_diloco.components.timeline import phases
+    from torchtitan_diloco.report.charts import save_timeline
 
-
-def _write(paths: Sequence[Path], out: Path | None, form: str) -> None:
-    runs = open_runs(paths)
-    if form == "md" and out is None:
-        print(markdown(runs), end="")
-        return
-    target = runs[0].folder / "report.html" if out is None else out
-    try:
-        target.write_text(
-            html_page(runs) if form == "html" else markdown(runs),
-            encoding="utf-8",
-            errors="replace",
-        )
-    except OSError as error:
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"--timeline {path}: the file name must end in .svg or .png")
+    if len(runs) > 1:
+        raise ValueError(f"--timeline shows one run, but {len(runs)} are given: name one RUN")
+    shown = phases(runs[0].rounds[-8:])
+    if not any(phase.seconds > 0 for phase in shown):
         raise ValueError(
-            f"--out {target} cannot be written ({error.strerror}): name a file in a folder of yours"
-        ) from None
-    print(target)
+            f"RUN = {runs[0].folder} has no exchanges to draw: give a run of several workers with "
+            "diloco.method streaming"
+        )
+    save_timeline("The last exchanges", shown, path)
 
 
 if __name__ == "__main__":

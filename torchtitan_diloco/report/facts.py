@@ -1,13 +1,27 @@
-"""What a run comes to, in a few numbers."""
+"""The numbers of a report as tables, the same for the page and for Markdown."""
 
+import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
-from statistics import fmean, median
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from torchtitan_diloco.planner.prediction import all_reduce_bytes
-from torchtitan_diloco.report.run_records import Record, Run, number
+from torchtitan_diloco.report.run_records import (
+    ELAPSED_SECONDS,
+    SENT_BYTES,
+    TOKENS,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Run,
+    number,
+    of_known,
+    round_workers,
+)
+from torchtitan_diloco.utils import brief, clock
 
 SHARES = {
     "compute": "time/share_compute_percent_mean_over_ranks",
@@ -15,139 +29,231 @@ SHARES = {
     "exposed communication": "time/share_exposed_communication_percent_mean_over_ranks",
     "other": "time/share_other_percent_mean_over_ranks",
 }
+ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
+"""Settings that name a run without changing it."""
+MAX_LINKS = 12
 
 
-@dataclass(frozen=True)
-class WorkerFacts:
-    worker: int
-    last_in: int
-    """Rounds in which it was the last to arrive."""
-    rounds: int
-    """In which it is known who was."""
-    median_late: float | None
-    """Seconds by which it came after the one before it, where it was the last."""
-    median_ahead: float | None
-    """Seconds by which it came before the last, where it was not."""
-    mean_waited: float | None
-    """Seconds for which its training thread waited for an exchange. Mostly none, so a median would say nothing."""
+class Cell(NamedTuple):
+    text: str = ABSENT
+    note: str = ""
+    """What the value covers, in small print."""
 
 
-@dataclass(frozen=True)
-class LinkFacts:
-    sender: int
-    receiver: int
-    median_bits_per_second: float
-    rounds: int
+class Table(NamedTuple):
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    """The first cell of a row is its name."""
 
 
-def sent_bytes_per_worker(run: Run) -> float | None:
-    total, workers = run.total("diloco/sent_bytes_sum_over_ranks"), run.workers
-    return None if total is None or workers is None else total / workers
+def facts_table(runs: Sequence[Run]) -> Table:
+    """Return the facts of all runs, without the rows that no run has."""
+    facts = [_facts(run) for run in runs]
+    rows = [[Cell(name), *(fact[name] for fact in facts)] for name in facts[0]]
+    known = [row for row in rows if set(row[1:]) != {Cell()}]
+    return Table("", ["", *(run.name for run in runs)], known)
 
 
-def data_parallel_bytes(run: Run, step: float | None = None) -> float | None:
-    """What one worker would have sent up to a step, or to the last, with a ring all-reduce of all gradients at every step."""
-    step = run.last_step if step is None else step
-    told, told_at = (
-        number(run.summary.get(key)) for key in ("data_parallel_bytes_per_worker", "step")
+def detail_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return the workers and links of each run and the settings that differ, if there are any."""
+    tables = []
+    for run in runs:
+        for table in (workers_table(run), links_table(run)):
+            name = f", {run.name}" if len(runs) > 1 else ""
+            tables.append(table._replace(heading=table.heading + name))
+    return [table for table in (*tables, differences_table(runs)) if table.rows]
+
+
+def notes(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what is missing from the records."""
+    for run in runs:
+        if not run.steps:
+            yield f"{run.name} has not logged a step yet."
+        if run.unreadable:
+            yield f"{run.name}: left out {run.unreadable} line(s) of metrics.jsonl, not readable."
+        if not run.settings:
+            yield f"{run.name} has no readable config.toml: its settings are unknown."
+    if not any(run.rounds for run in runs):
+        yield "No exchange was recorded: there is no timeline, cosine or drift to show."
+
+
+def _facts(run: Run) -> dict[str, Cell]:
+    validated, shared_loss = run.last(VALIDATION_LOSS)
+    trained, loss = run.last(TRAINING_LOSS)
+    shared_note, loss_note = (
+        f"nats per held-out token, step {validated:,}",
+        f"nats per token, all workers, step {trained:,}",
     )
-    since = number(run.summary.get("counted_after_step")) or 0.0
-    if told is not None and told_at is not None and told_at > since:
-        return told * max(0.0, step - since) / (told_at - since)
-    workers, parameters = run.workers, run.parameters
-    if workers is None or parameters is None or workers < 2:
-        return None
-    return all_reduce_bytes(parameters, workers) * step
+    tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
+    rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
+    exposed = mean_share(run, SHARES["exposed communication"])
+    return {
+        "loss of the shared model": Cell(f"{shared_loss:.4f}", shared_note)
+        if validated
+        else Cell(note="no validation yet"),
+        "training loss": Cell(f"{loss:.4f}", loss_note) if trained else Cell(),
+        "tokens, all workers": _cell(tokens, _count, f"{run.last_step:,} steps"),
+        "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
+        "tokens/s, all workers": _cell(rate, _count, "median"),
+        **_bytes(run),
+        "communication hidden": _cell(hidden_percent(run), _percent, "of the time of exchanges"),
+        "exposed communication": _cell(exposed, _percent, "of the training time"),
+        "utilisation": _utilisation(run),
+        "last to arrive": _last_to_arrive(run),
+        "slowest link": _slowest_link(run),
+    }
 
 
-def hidden_percent(run: Run) -> float | None:
-    """Of the time that exchanges took: what training did not wait for."""
-    exchange = run.total("diloco/exchange_seconds_mean_over_ranks")
-    waited = run.total("diloco/exposed_waiting_seconds_mean_over_ranks")
-    return 100 * max(0.0, 1 - waited / exchange) if exchange and waited is not None else None
+def _bytes(run: Run) -> dict[str, Cell]:
+    sent, expected = sent_bytes_per_worker(run), data_parallel_bytes(run)
+    in_bytes = partial(quantity, unit="B")
+    counted = _cell(sent, in_bytes, "counted in the buffers")
+    if run.settings.get("diloco.method") == "none":
+        counted = _cell(expected, in_bytes, "bf16 gradients, every step; computed, not counted")
+    times = f"{expected / sent:,.1f} times as much; " if sent > 0 else ""
+    compared = _cell(expected, in_bytes, f"{times}bf16 gradients, every step")
+    if math.isnan(expected):
+        compared = Cell(note="one worker" if run.workers == 1 else "model size not recorded")
+    return {"sent by each worker": counted, "data parallelism would send": compared}
 
 
-def mean_share(run: Run, key: str) -> float | None:
-    """Mean over the run's time of a share that was logged for stretches of it."""
-    weighted, weights, before = 0.0, 0.0, 0
-    for record in run.steps:
-        share, pace, step = (
-            number(record.get(key)),
-            number(record.get("speed/seconds_per_step")),
-            int(record["step"]),
-        )
-        if share is not None and pace is not None and math.isfinite(share * pace):
-            weight = (step - before) * pace
-            weighted, weights = weighted + weight * share, weights + weight
-        if pace is not None:
-            before = step
-    return weighted / weights if weights else None
-
-
-def exposed_percent(run: Run) -> float | None:
-    """Of the run's time: what the training thread spent on exchanges or waited for them."""
-    told = mean_share(run, SHARES["exposed communication"])
-    if told is not None:
-        return told
-    exposed, elapsed = (
-        run.total("diloco/exposed_seconds_mean_over_ranks"),
-        run.last("time/elapsed_seconds"),
+def _utilisation(run: Run) -> Cell:
+    if not run.summary:
+        return Cell(note="not recorded: the run has not ended")
+    measured, predicted = (
+        number(run.summary.get(f"{kind}_utilisation_percent")) for kind in ("measured", "predicted")
     )
-    return 100 * exposed / elapsed[1] if exposed is not None and elapsed and elapsed[1] else None
+    known = math.isfinite(predicted)
+    beside = f"{_percent(predicted)} predicted" if known else "no prediction recorded"
+    return _cell(measured, _percent, f"measured; {beside}")
 
 
-def worker_facts(run: Run) -> list[WorkerFacts]:
-    """Of every worker, the one that was last most often first."""
-    last: Counter[int] = Counter()
-    late, ahead, waited = (defaultdict[int, list[float]](list) for _ in range(3))
-    for record in run.rounds:
-        last_worker = number(record.get("last_worker"))
-        if last_worker is not None:
-            last[int(last_worker)] += 1
-            late[int(last_worker)] += _known(record.get("late_by_seconds"))
-        for worker, told in enumerate(_workers(record)):
-            if worker != last_worker:
-                ahead[worker] += _known(told.get("ahead_of_last_seconds"))
-            waited[worker] += _known(told.get("waited_seconds"))
-    rounds = last.total()
-    workers = max((len(_workers(record)) for record in run.rounds), default=0)
-    facts = [
-        WorkerFacts(
-            one,
-            last[one],
-            rounds,
-            _median(late[one]),
-            _median(ahead[one]),
-            fmean(waited[one]) if waited[one] else None,
-        )
-        for one in range(workers)
+def _last_to_arrive(run: Run) -> Cell:
+    for worker, rounds, late, *_ in workers_table(run).rows[:1]:
+        if late.text != ABSENT:
+            return Cell(worker.text, f"in {rounds.text} rounds, by {late.text} (median)")
+    return Cell()
+
+
+def _slowest_link(run: Run) -> Cell:
+    for pair, rate, rounds in links_table(run).rows[:1]:
+        return Cell(rate.text, f"{pair.text}, median of {rounds.text} rounds")
+    return Cell()
+
+
+def workers_table(run: Run) -> Table:
+    """Return who arrives last and who waits, the worker that was last most often first."""
+    last, late = (
+        np.array([number(record.get(key)) for record in run.rounds])
+        for key in ("last_worker", "late_by_seconds")
+    )
+    ahead, waited = (run.round_values(key) for key in ("ahead_of_last_seconds", "waited_seconds"))
+    workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
+    rows = [
+        [
+            Cell(f"worker {worker}"),
+            Cell(f"{(last == worker).sum():,} of {np.isfinite(last).sum():,}", "rounds"),
+            _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
+            _cell(
+                of_known(np.median, ahead[last != worker, worker]),
+                brief,
+                "median, where it was not",
+            ),
+            # The median would mostly be zero.
+            _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
+        ]
+        for worker in workers
     ]
-    return sorted(facts, key=lambda fact: (-fact.last_in, fact.worker))
+    columns = ["worker", "last to arrive", "late by", "ahead of the last", "training waited"]
+    return Table("Workers", columns, rows)
 
 
-def link_facts(run: Run) -> list[LinkFacts]:
-    """Of every pair between which a rate was measured, the slowest first."""
+def links_table(run: Run) -> Table:
+    """Return the measured rate between every pair of workers."""
     rates = defaultdict[tuple[int, int], list[float]](list)
     for record in run.rounds:
-        for receiver, told in enumerate(_workers(record)):
-            for sender, rate in enumerate(told.get("received_bits_per_second_from") or []):
-                rates[sender, receiver] += _known(rate)
-    facts = [
-        LinkFacts(sender, receiver, median(found), len(found))
-        for (sender, receiver), found in rates.items()
-        if found
+        for receiver, table in enumerate(round_workers(record)):
+            for sender, rate in enumerate(table.get("received_bits_per_second_from") or []):
+                if math.isfinite(number(rate)):
+                    rates[sender, receiver].append(rate)
+    links = sorted((np.median(known), *pair, len(known)) for pair, known in rates.items())
+    rows = [
+        [
+            Cell(f"worker {sender} to worker {receiver}"),
+            Cell(quantity(rate, "bit/s"), "median"),
+            Cell(f"{rounds:,}", "rounds"),
+        ]
+        for rate, sender, receiver, rounds in links[:MAX_LINKS]
     ]
-    return sorted(facts, key=lambda fact: (fact.median_bits_per_second, fact.sender, fact.receiver))
+    return Table("Links, slowest first", ["from, to", "rate of a payload", "measured in"], rows)
 
 
-def _workers(record: Record) -> list[Record]:
-    return [told for told in record.get("workers") or [] if isinstance(told, dict)]
+def differences_table(runs: Sequence[Run]) -> Table:
+    """Return the settings that are not the same in all runs that have a config.toml."""
+    runs = [run for run in runs if run.settings]
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        texts = [setting_text(run.settings[key]) if key in run.settings else ABSENT for run in runs]
+        if key not in NAMING_SETTINGS and len(set(texts)) > 1:
+            rows.append([Cell(key), *map(Cell, texts)])
+    return Table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
 
 
-def _known(*values: object) -> list[float]:
-    return [value for value in map(number, values) if value is not None and math.isfinite(value)]
+def sent_bytes_per_worker(run: Run) -> float:
+    return run.total(SENT_BYTES) / (run.workers or math.nan)
 
 
-def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
+def data_parallel_bytes(run: Run, step: float | None = None) -> float:
+    """Return the bytes that a worker would have sent up to `step` (default: the last step) with a
+    ring all-reduce of all gradients at every step."""
+    step = run.last_step if step is None else step
+    end, start = number(run.summary.get("step")), number(run.summary.get("counted_after_step", 0))
+    if end > start:
+        total = number(run.summary.get("data_parallel_bytes_per_worker"))
+        return total * max(0.0, step - start) / (end - start)
+    return all_reduce_bytes(run.parameters, run.workers) * step if run.workers > 1 else math.nan
+
+
+def hidden_percent(run: Run) -> float:
+    """Return the share of the exchanges' time that training did not wait for."""
+    exchange = run.total("diloco/exchange_seconds_mean_over_ranks")
+    waited = run.total("diloco/exposed_waiting_seconds_mean_over_ranks")
+    return 100 * max(1 - waited / exchange, 0.0) if exchange else math.nan
+
+
+def mean_share(run: Run, key: str) -> float:
+    """Return the mean of a logged share, weighted by the time of each interval."""
+    pairs = [
+        (number(record.get(key)), number(record.get("time/wall_seconds_mean_over_ranks")))
+        for record in run.steps
+    ]
+    known = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
+    total = sum(seconds for _, seconds in known)
+    return sum(share * seconds for share, seconds in known) / total if total else math.nan
+
+
+def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
+    return Cell(form(value), note) if math.isfinite(value) else Cell()
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1f} %"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a value with three digits and a prefix: `1.23 GB`."""
+    scale, prefix = next((pair for pair in PREFIXES if abs(value) >= pair[0]), (1.0, ""))
+    digits = max(0, 3 - len(f"{abs(value / scale):.0f}"))
+    return f"{value / scale:,.{digits}f} {prefix}{unit}"
+
+
+def setting_text(value: object) -> str:
+    """Return a setting as TOML writes it, which is JSON for the types that settings have."""
+    return json.dumps(value, ensure_ascii=False, default=str)

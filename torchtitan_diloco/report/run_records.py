@@ -1,136 +1,144 @@
-"""What a run has written, as a report reads it: metrics.jsonl and config.toml. docs/report.md defines the records.
+"""The records of a run as the report reads them: metrics.jsonl and config.toml.
 
-A run may be going on, so the last line may be cut; it may be old and lack keys; it may have been taken up again.
+docs/report.md defines the records. A run may still be going on, so the last line may be incomplete.
 """
 
 import difflib
-import math
-import tomllib
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.config.schema import format_value
+import numpy as np
+import tomli
+from numpy.typing import NDArray
+
 from torchtitan_diloco.utils import read_json_lines
 
 METRICS = "metrics.jsonl"
+TRAINING_LOSS = "train/loss_nats_per_token_global"
+VALIDATION_LOSS = "validation/loss_nats_per_token_global"
+TOKENS = "train/tokens_global"
+ELAPSED_SECONDS = "time/elapsed_seconds"
+SENT_BYTES = "diloco/sent_bytes_sum_over_ranks"
+
 Record = Mapping[str, Any]
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Run:
+    """Records of a run. Numbers that are not known are NaN."""
+
     name: str
-    """To tell it from the other runs of the page."""
+    """Unique among the runs of a report."""
     folder: Path
     steps: Sequence[Record]
-    """One for each step that has records, in their order: what was logged and what was validated after it."""
+    """One record per step, in order: what was logged at the step and validated after it."""
     rounds: Sequence[Record]
     summary: Record
-    """Empty where the run has not ended, or has been taken up again since."""
-    settings: Mapping[str, str]
-    """Key -> value as TOML writes it. Empty where there is no config.toml."""
+    """Empty if the run has not ended or was resumed after its end."""
+    settings: Mapping[str, Any]
+    """Dotted key -> value. Empty without a config.toml."""
     unreadable: int
-    """Lines that are no record; that of a run which is writing its last line is not counted."""
+    """Lines that are not a record; an incomplete last line is not counted."""
 
-    def curve(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) wherever the value is known; it may be no finite number."""
-        pairs = ((int(record["step"]), number(record.get(key))) for record in self.steps)
-        return [(step, value) for step, value in pairs if value is not None]
+    def curve(self, key: str) -> tuple[Array, Array]:
+        """Return the steps that have a value of this key, and the values."""
+        known = [record for record in self.steps if record.get(key) is not None]
+        steps, values = ([number(record[name]) for record in known] for name in ("step", key))
+        return np.array(steps, dtype=float), np.array(values, dtype=float)
 
-    def total(self, key: str) -> float | None:
-        values = [value for _, value in self.curve(key) if math.isfinite(value)]
-        return math.fsum(values) if values else None
+    def last(self, key: str) -> tuple[int, float]:
+        """Return the last step that has a value of this key and the value: (0, NaN) if none has."""
+        steps, values = self.curve(key)
+        return (int(steps[-1]), float(values[-1])) if steps.size else (0, np.nan)
 
-    def last(self, key: str) -> tuple[int, float] | None:
-        curve = self.curve(key)
-        return curve[-1] if curve else None
+    def interpolate(self, key: str, steps: Array) -> Array:
+        """Return the values of a key that counts from 0 at these steps."""
+        known, values = self.curve(key)
+        return np.asarray(np.interp(steps, [0.0, *known], [0.0, *values]))
+
+    def total(self, key: str) -> float:
+        return of_known(np.sum, self.curve(key)[1])
+
+    def round_values(self, key: str) -> Array:
+        """Return a value of every (round, worker)."""
+        tables = [round_workers(record) for record in self.rounds]
+        rows = [[number(worker.get(key)) for worker in workers] for workers in tables]
+        width = max(map(len, rows), default=0)
+        padded = [row + [np.nan] * (width - len(row)) for row in rows]
+        return np.array(padded, dtype=float).reshape(len(rows), width)
 
     @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
-    def workers(self) -> int | None:
-        told = self.settings.get("diloco.workers")
-        if told is not None and told.isdigit():
-            return int(told)
-        return len(self.rounds[-1].get("workers") or []) or None if self.rounds else None
+    def workers(self) -> int:
+        """Number of workers, 0 if it is not known."""
+        configured = self.settings.get("diloco.workers")
+        if isinstance(configured, int):
+            return configured
+        return len(round_workers(self.rounds[-1])) if self.rounds else 0
 
     @property
-    def parameters(self) -> float | None:
-        """Of the model: the sum over its fragments, once all have been exchanged."""
-        by_fragment = {
-            record.get("fragment"): number(record.get("parameters")) for record in self.rounds
-        }
-        cycle_is_whole = len(self.rounds) > len(by_fragment)
-        sizes = [size for size in by_fragment.values() if size is not None]
-        return sum(sizes) if cycle_is_whole and len(sizes) == len(by_fragment) else None
-
-    def tokens_at(self, step: float) -> float:
-        return _between(self._tokens, step)
-
-    def seconds_at(self, step: float) -> float:
-        return _between(self._seconds, step)
-
-    @cached_property
-    def _tokens(self) -> list[tuple[int, float]]:
-        return [(0, 0.0), *self.curve("train/tokens_global")]
-
-    @cached_property
-    def _seconds(self) -> list[tuple[int, float]]:
-        return [(0, 0.0), *self.curve("time/elapsed_seconds")]
+    def parameters(self) -> float:
+        """Parameters of the model: the sum over its fragments once all have been exchanged."""
+        sizes = {record.get("fragment"): number(record.get("parameters")) for record in self.rounds}
+        return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
 
 
-def number(value: object) -> float | None:
-    """JSON has no number for NaN and the infinities: they are written as text. null, or anything else, is not known."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
+def number(value: object) -> float:
+    """Return a JSON value as a float, NaN if it is not a number."""
+    if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
         return float(value)
-    return float(value) if value in ("nan", "inf", "-inf") and isinstance(value, str) else None
+    return float(value) if isinstance(value, int | float) else np.nan
+
+
+def of_known(function: Callable[[Array], Any], values: Array) -> float:
+    """Return a mean, median or sum of the finite values, NaN if there are none."""
+    known = values[np.isfinite(values)]
+    return float(function(known)) if known.size else np.nan
+
+
+def round_workers(record: Record) -> list[Record]:
+    """Return the tables of the workers of a round record."""
+    return [worker for worker in record.get("workers") or [] if isinstance(worker, dict)]
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs in these folders or metrics files. Raise ValueError for what is not a run."""
     files = [_metrics_file(path) for path in paths]
-    return [_read_run(file, name) for file, name in zip(files, _names(files), strict=True)]
+    return [_read_run(file, name) for file, name in zip(files, _unique_names(files), strict=True)]
 
 
 def _metrics_file(path: Path) -> Path:
     file = path if path.is_file() else path / METRICS
     if file.is_file():
         return file
-    what = f"has no {METRICS}" if path.is_dir() else "is no folder"
-    folders = sorted(
-        {
-            found.parent
-            for place in (Path("outputs"), path.parent)
-            for found in place.glob(f"*/{METRICS}")
-        }
-    )
-    by_name = {folder.name: folder for folder in reversed(folders)}
-    nearest = difflib.get_close_matches(path.name, by_name, n=3, cutoff=0.2)
-    hint = f"; nearest: {', '.join(str(by_name[name]) for name in nearest)}" if nearest else ""
+    problem = f"has no {METRICS}" if path.is_dir() else "is not a folder"
+    places = (Path("outputs"), path.parent)
+    runs = {file.parent.name: file.parent for at in places for file in at.glob(f"*/{METRICS}")}
+    nearest = difflib.get_close_matches(path.name, runs, n=3, cutoff=0.2)
+    hint = f"; nearest: {', '.join(str(runs[name]) for name in nearest)}" if nearest else ""
     raise ValueError(
-        f"RUN = {path} {what}: give the folder that a run writes, which is outputs/NAME-DATE-TIME{hint}"
+        f"RUN = {path} {problem}: give the folder of a run, such as outputs/NAME-DATE-TIME{hint}"
     )
 
 
-def _names(files: Sequence[Path]) -> list[str]:
-    """The folder's name, with as much of what is around it as tells one run from the others."""
+def _unique_names(files: Sequence[Path]) -> list[str]:
+    """Name each run by its folder, with the parent folder or a number where that is ambiguous."""
+    folders = [file.resolve().parent for file in files]
     names = []
-    for file in files:
-        folder = file.resolve().parent
+    for file, folder in zip(files, folders, strict=True):
         name = folder.name if file.name == METRICS else f"{folder.name}/{file.stem}"
-        others = [other.resolve().parent for other in files if other != file]
-        if any(other != folder and other.name == folder.name for other in others):
+        if any(other.name == folder.name and other != folder for other in folders):
             name = f"{folder.parent.name}/{name}"
         names.append(name)
     return [
-        name if names.count(name) == 1 else f"{name} ({number})"
-        for number, name in enumerate(names, start=1)
+        name if names.count(name) == 1 else f"{name} ({place})"
+        for place, name in enumerate(names, start=1)
     ]
 
 
@@ -150,55 +158,26 @@ def _read_run(file: Path, name: str) -> Run:
             steps.setdefault(record["step"], {}).update(record)
     if unreadable and not (steps or rounds or summary):
         raise ValueError(
-            f"RUN = {file} has no line that is a record of a run: give the {METRICS} of a run, or its folder"
+            f"RUN = {file} has no line that is a record of a run: give a run's {METRICS} or folder"
         )
-    ordered = [steps[step] for step in sorted(steps)]
-    if steps and (number(summary.get("step")) or 0) < max(steps):
+    if steps and not number(summary.get("step")) >= max(steps):
         summary = {}
-    return Run(
-        name,
-        file.parent,
-        ordered,
-        rounds,
-        summary,
-        _settings(file.parent / "config.toml"),
-        unreadable,
-    )
+    ordered = [steps[step] for step in sorted(steps)]
+    settings = _read_settings(file.parent / "config.toml")
+    return Run(name, file.parent, ordered, rounds, summary, settings, unreadable)
 
 
-def _settings(path: Path) -> dict[str, str]:
-    """As they are written: a setting that this version does not have is no obstacle to reading about it."""
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Read settings as they are written, so that those of another version are no error."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return _flatten(tomli.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
         return {}
-    return dict(_flat(table, ""))
 
 
-def _flat(table: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{name}.")
-        else:
-            found.append((prefix + name, _written(value)))
-    return found
-
-
-def _written(value: object) -> str:
-    return format_value(tuple(map(_as_tuple, value)) if isinstance(value, list) else value)
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
-
-
-def _between(known: Sequence[tuple[int, float]], step: float) -> float:
-    """On the straight line between the steps around it; behind the last, its value."""
-    place = bisect_left(known, (step, -math.inf))
-    if place == len(known):
-        return known[-1][1]
-    if known[place][0] == step or place == 0:
-        return known[place][1]
-    (before, low), (after, high) = known[place - 1], known[place]
-    return low + (step - before) / (after - before) * (high - low)
+        nested = isinstance(value, dict)
+        settings |= _flatten(value, f"{prefix}{name}.") if nested else {prefix + name: value}
+    return settings

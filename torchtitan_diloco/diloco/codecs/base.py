@@ -1,112 +1,99 @@
-"""What a wire format must do, and what all of them share: means and error feedback."""
+"""The interface of a wire format, and what all formats share: weighted means and error feedback."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.scratch import Scratch
-
 UNIT = 1024
-"""Values cut at a multiple of this may be encoded one piece after the other, into one piece of bytes after the other."""
+"""Values cut at a multiple of this can be encoded piece by piece into consecutive bytes."""
+BIAS = 127
+"""Exponent bias of fp32 and of scale bytes."""
+LOWEST = BIAS - 100
+"""Smallest scale byte. A block of smaller values is rounded as if they were that large, so that no
+number on the way is subnormal: processors are slow with subnormal numbers, or drop them."""
+NOT_FINITE = 255
+"""Scale byte of a block with a NaN or an infinity. All its values are decoded as NaN."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where values stand, for rounding at random: the same key and place give the same numbers, on any device and however
-    the values are cut. Formats that round to nearest do not look at it."""
+class Position:
+    """Random key of an exchange and position of values in the fragment. Stochastic rounding depends
+    on nothing else: not on the device, nor on how the values are cut."""
 
     key: int = 0
     start: int = 0
     """Index of the first value, a multiple of UNIT."""
 
-    def after(self, values: int) -> "Place":
+    def after(self, values: int) -> "Position":
         return replace(self, start=self.start + values)
 
 
-START = Place()
+START = Position()
 
 
-class Codec(Protocol):
-    """Turns fp32 values into bytes and back, into buffers that the caller owns. Working room is kept from call to call, so one
-    codec serves one thread.
-
-    A format has no state and no header: the bytes of values that are cut at multiples of UNIT are the bytes of the pieces,
-    one after the other, so `wire_bytes(UNIT * k + n) == k * wire_bytes(UNIT) + wire_bytes(n)`. Whoever works on large
-    buffers can go through them in pieces that stay in cache.
-    """
-
-    name: str
-
-    is_fp32: bool
-    """The bytes are the values as they lie in memory: they can be sent from where they are and read where they arrive."""
-
-    def wire_bytes(self, values: int) -> int:
-        """Bytes that so many values take on the wire."""
-        ...
-
-    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None:
-        """fp32 [n] -> uint8 [wire_bytes(n)]."""
-        ...
-
-    def decode(self, payload: Tensor, values: Tensor) -> None:
-        """uint8 [wire_bytes(n)] -> fp32 [n]."""
-        ...
-
-    def encode_with_feedback(
-        self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START
-    ) -> None:
-        """Encodes values + residual; the residual becomes what was lost on the way. `values` is overwritten."""
-        ...
-
-    def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        """The weighted mean of what was encoded, in fp32 and in the order given. In fp32 a payload may lie where `out` does."""
-        ...
-
-
-class PlainTorch(ABC):
-    """The parts of a codec that need no more than its encode() and decode(), in plain torch."""
-
-    is_fp32 = False
+class Scratch:
+    """Named buffers that are reused from call to call. On a CPU a fresh buffer costs more than the
+    work that is done in it."""
 
     def __init__(self) -> None:
-        self._room = Scratch()
+        self._buffers: dict[str, Tensor] = {}
+
+    def get(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of `size` elements with unspecified contents."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.device != device:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size]
+
+
+class Codec(ABC):
+    """Converts fp32 values to bytes and back, in buffers of the caller.
+
+    A format has no header and keeps no state between calls: `wire_bytes(UNIT * k + n)` is `k *
+    wire_bytes(UNIT) + wire_bytes(n)`, and the payload of values that are cut at multiples of UNIT
+    is the payloads of the pieces, one after the other. Callers can thus go through large buffers
+    in pieces that stay in cache. Scratch buffers are kept, so one codec serves one thread.
+    """
+
+    is_fp32 = False
+    """Payloads are the values as they lie in memory, so they need not be copied to be sent or
+    read."""
+
+    def __init__(self, name: str, block_size: int, stochastic: bool) -> None:
+        self.name, self.block_size, self.stochastic = name, block_size, stochastic
+        self._scratch = Scratch()
 
     @abstractmethod
-    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None: ...
+    def wire_bytes(self, values: int) -> int:
+        """Return the size of the payload of `values` values."""
 
     @abstractmethod
-    def decode(self, payload: Tensor, values: Tensor) -> None: ...
+    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:
+        """Encode fp32 [n] into uint8 [wire_bytes(n)]."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, values: Tensor) -> None:
+        """Decode uint8 [wire_bytes(n)] into fp32 [n]."""
 
     def encode_with_feedback(
-        self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START
+        self, values: Tensor, residual: Tensor, payload: Tensor, position: Position = START
     ) -> None:
+        """Encode values + residual. The residual becomes the rounding error; `values` may be
+        overwritten."""
         values.add_(residual)
-        self.encode(values, payload, place)
+        self.encode(values, payload, position)
         self.decode(payload, residual)
         torch.sub(values, residual, out=residual)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        """A running mean: one pass over memory for each worker after the first. `out` is written last."""
-        running, decoded = (
-            self._room.floats(name, out.numel(), out.device) for name in ("running", "decoded")
-        )
-        mean, total = self._values(payloads[0], running), weights[0]
-        for number, (weight, payload) in enumerate(
-            zip(weights[1:], payloads[1:], strict=True), start=2
-        ):
-            values, total = self._values(payload, decoded), total + weight
-            mean = torch.lerp(
-                mean, values, weight / total, out=out if number == len(payloads) else running
-            )
-        if len(payloads) == 1:
-            out.copy_(mean)
-
-    def _values(self, payload: Tensor, room: Tensor) -> Tensor:
-        """The values, in `room` unless they can be read where they are."""
-        if self.is_fp32:
-            return payload.view(torch.float32)
-        self.decode(payload, room)
-        return room
+        """Write the weighted mean of the decoded payloads to `out`, summed in fp32 in the order
+        given. Only with `is_fp32` may a payload share memory with `out`."""
+        self.decode(payloads[0], out)
+        total = weights[0]
+        for payload, weight in zip(payloads[1:], weights[1:], strict=True):
+            total += weight
+            decoded = self._scratch.get("decoded", out.numel(), out.dtype, out.device)
+            self.decode(payload, decoded)
+            out.lerp_(decoded, weight / total)

@@ -1,174 +1,251 @@
-"""Formats with a scale for every block of values: how blocks, units and their scales lie in a payload.
+"""Formats with a scale for every block of values: the layout of units, codes and scales in a
+payload.
 
-A unit is 1024 values (the last one of a fragment may be shorter): first its codes, packed with the first value in the lowest
-bits, then one byte for each block, which is the exponent of the block's scale, 2 ** (byte - 127). docs/wire-formats.md
-defines every bit.
+On a CPU calling torch costs about as much as the passes over the values. So views are made once
+for each size (`Workspace`), and constants are tensors, which saves a conversion in every call.
 """
 
+import importlib
+import os
 from abc import abstractmethod
-from functools import cached_property
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import fused
-from torchtitan_diloco.diloco.codecs.base import START, UNIT, Place, PlainTorch
+from torchtitan_diloco.diloco.codecs.base import (
+    BIAS,
+    LOWEST,
+    NOT_FINITE,
+    START,
+    UNIT,
+    Codec,
+    Position,
+)
+from torchtitan_diloco.diloco.codecs.stochastic import to_int32
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
-
-BIAS = 127
-LOWEST = BIAS - 100
-"""Smallest scale byte. Blocks of smaller values are rounded as if they were that large: below 2**-100 all becomes 0, and no
-scale or value on the way is one of those subnormal numbers that processors are slow with, or drop."""
-NOT_FINITE = 255
-"""Scale byte of a block with a NaN or an infinity: all its values are decoded as NaN, other blocks are untouched."""
+from torchtitan_diloco.utils import logger
 
 
-class BlockCodec(PlainTorch):
-    """What differs from format to format is the grid of values that a code can have, and how codes are found and read."""
+@cache
+def triton_kernels() -> ModuleType | None:
+    """Return the module of the GPU kernels, or None where Triton cannot be imported."""
+    try:
+        return importlib.import_module("torchtitan_diloco.diloco.codecs.triton_kernels")
+    except ImportError as error:
+        logger.info(f"GPUs encode with plain torch, as Triton cannot be imported: {error}")
+        return None
+
+
+def kernels_name() -> str:
+    """Return what encodes and decodes on GPUs. The last bit of a mean can depend on it."""
+    kernels = triton_kernels()
+    if kernels is None:
+        return "torch"
+    return "triton " + ".".join(kernels.triton.__version__.split(".")[:2])
+
+
+class Format(NamedTuple):
+    """What the bits of a format depend on. The kernels are compiled for each."""
+
+    block: int
+    stochastic: bool
+    bits: int
+    mantissa: int
+    unit_exponent: int
+    most_steps: float
+    """The largest value of the grid, in steps."""
+    carry: int
+    """Added to the bits of a block's largest value, it makes their exponent that of the scale, one
+    more if the mantissa is larger than that of the grid's largest value."""
+    highest: int
+    """Largest scale byte: the decoded top is finite, and the inverse of a step is not subnormal."""
+
+
+class Workspace:
+    """Views of one buffer, in which a number of whole units is encoded and decoded."""
+
+    def __init__(self, buffer: Tensor, values: int, form: Format) -> None:
+        units, blocks = values // UNIT, values // form.block
+        sizes = [4 * values, 4 * values, values, 4 * blocks, 4 * blocks, 4 * blocks]
+        parts = buffer[: sum(sizes)].split(sizes)
+        self.magnitudes, self.signs = parts[0].view(torch.float32), parts[0].view(torch.int32)
+        self.blocks = self.magnitudes.view(blocks, -1)
+        self.moved, self.word = parts[1].view(torch.float32), parts[1].view(torch.int32)
+        self.moved_blocks = self.moved.view(blocks, -1)
+        self.codes = parts[2]
+        # The codes of one byte as a word: merged, they are its lowest byte.
+        self.words = self.codes.view({8: torch.int8, 4: torch.int16, 2: torch.int32}[form.bits])
+        self.word_rows = self.words.view(units, -1)
+        self.shifted = parts[1][:values].view(self.words.dtype)
+        # Packed bytes as indices of a table, while decoding.
+        self.bytes = self.signs[: self.words.numel()]
+        self.byte_rows = self.bytes.view(units, -1)
+        self.largest, self.largest_bits = parts[3].view(torch.float32), parts[3].view(torch.int32)
+        self.scales = parts[4].view(torch.int32)
+        self.scale_rows = self.scales.view(units, -1)
+        self.steps, self.steps_bits = parts[5].view(torch.float32), parts[5].view(torch.int32)
+        self.step_column = self.steps[:, None]
+
+
+class BlockCodec(Codec):
+    """Base of the formats with blocks. They differ in the grid of values that codes stand for.
+
+    Values are divided by their block's scale and by the step of the grid, which loses nothing, as
+    both are powers of two. Codes are then found for the numbers from 0 to `most_steps`.
+    """
 
     bits: int
-    """Of one code."""
+    """Size of a code."""
+    mantissa = -1
+    """Bits of the mantissa in a code, or -1 if codes are whole numbers with a sign."""
     unit_exponent: int
-    """The codes count in steps of 2 ** unit_exponent."""
+    """The step of the grid is 2 ** unit_exponent."""
     top: float
     """Largest value of the grid."""
-    _mantissa: int = -1
-    """Bits of it in a code, -1 where codes are whole numbers."""
     use_kernels = True
-    """On a GPU with Triton, the kernels in fused.py do the work. False: always the torch code here, which defines the bits."""
+    """On GPUs the kernels in triton_kernels.py do the work of the torch code, which defines the
+    bits."""
 
-    def __init__(self, name: str, block: int, *, stochastic: bool = False) -> None:
-        super().__init__()
-        assert block in BLOCK_SIZES
-        self.name, self._block, self._stochastic = name, block, stochastic
-        word = int(torch.tensor(self.top, dtype=torch.float32).view(torch.int32))
-        self._exponent_of_top = (word >> 23) - BIAS
-        self._highest = 2 * BIAS - max(self._exponent_of_top, 1 + self.unit_exponent)
-        """Largest scale byte: the decoded top is a finite number, and one divided by a step not subnormal."""
-        self._carry = 2**23 - 1 - word % 2**23
-        """Added to a value's bits it raises the exponent if the mantissa is larger than the top's."""
+    def __init__(self, name: str, block_size: int, stochastic: bool) -> None:
+        assert block_size in BLOCK_SIZES
+        super().__init__(name, block_size, stochastic)
+        word = int(torch.tensor(self.top).view(torch.int32))
+        exponent = (word >> 23) - BIAS
+        self.format = Format(
+            block=block_size,
+            stochastic=stochastic,
+            bits=self.bits,
+            mantissa=self.mantissa,
+            unit_exponent=self.unit_exponent,
+            most_steps=self.top / 2**self.unit_exponent,
+            carry=2**23 - 1 - word % 2**23 - (exponent << 23),
+            highest=2 * BIAS - max(exponent, 1 + self.unit_exponent),
+        )
+        self._unit_sizes = self._sizes(UNIT)
+        self._largest = self.top * 2.0 ** (self.format.highest - BIAS)
+        self._carry, self._shift, self._inverse = (
+            torch.tensor(to_int32(number), dtype=torch.int32)
+            for number in (self.format.carry, 23, (2 * BIAS - self.unit_exponent) << 23)
+        )
+        exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
+        self._steps = (exponents << 23).view(torch.float32)
+        """The step for each scale byte."""
+        self._steps[NOT_FINITE] = torch.nan
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._workspaces: dict[int, Workspace] = {}
 
     def wire_bytes(self, values: int) -> int:
         units, rest = divmod(values, UNIT)
-        return units * self._unit_bytes(UNIT) + self._unit_bytes(rest)
+        return units * sum(self._unit_sizes) + sum(self._sizes(rest))
 
-    def _code_bytes(self, values: int) -> int:
-        return -(-values * self.bits // 8)
-
-    def _unit_bytes(self, values: int) -> int:
-        return self._code_bytes(values) + -(-values // self._block)
-
-    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None:
-        if self._is_fused(values):
-            fused.encode(values, None, payload, self._format, self._rounding, place)
+    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:
+        if kernels := self._kernels(values):
+            kernels.encode(values, None, payload, self.format, position)
             return
-        whole = values.numel() // UNIT * UNIT
-        if whole:
-            units = payload[: self.wire_bytes(whole)].view(-1, self._unit_bytes(UNIT))
-            codes, scales = units.split([self._code_bytes(UNIT), UNIT // self._block], dim=1)
-            self._encode_blocks(values[:whole], codes, scales, place)
-        rest = values.numel() - whole
-        if (
-            rest
-        ):  # filled up with zeros to whole blocks, of which only the codes of real values are sent
-            padded = self._room.floats("rest", -(-rest // self._block) * self._block, values.device)
-            padded[:rest].copy_(values[whole:])
-            padded[rest:].zero_()
-            codes = self._room.octets(
-                "rest's codes", self._code_bytes(padded.numel()), values.device
-            )
-            tail = payload[self.wire_bytes(whole) :]
-            self._encode_blocks(
-                padded, codes[None], tail[self._code_bytes(rest) :][None], place.after(whole)
-            )
-            tail[: self._code_bytes(rest)].copy_(codes[: self._code_bytes(rest)])
+        if rest := values.numel() % UNIT:
+            whole = values.numel() - rest
+            full, unit, sent = self._last_unit(rest, values.device)
+            full[:rest].copy_(values[whole:])
+            self._encode_units(full, unit, position.after(whole))
+            torch.cat(sent, out=payload[self.wire_bytes(whole) :])
+            values, payload = values[:whole], payload[: self.wire_bytes(whole)]
+        if values.numel():
+            self._encode_units(values, payload, position)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        if self._is_fused(values):
-            fused.average([payload], [1.0], values, self._format)
+        if kernels := self._kernels(values):
+            kernels.average([payload], [1.0], values, self.format)
             return
-        whole = values.numel() // UNIT * UNIT
-        if whole:
-            units = payload[: self.wire_bytes(whole)].view(-1, self._unit_bytes(UNIT))
-            codes, scales = units.split([self._code_bytes(UNIT), UNIT // self._block], dim=1)
-            self._decode_blocks(codes, scales, values[:whole])
-        rest = values.numel() - whole
-        if rest:
-            padded = self._room.floats("rest", -(-rest // self._block) * self._block, values.device)
-            codes = self._room.octets(
-                "rest's codes", self._code_bytes(padded.numel()), values.device
-            ).zero_()
-            tail = payload[self.wire_bytes(whole) :]
-            codes[: self._code_bytes(rest)].copy_(tail[: self._code_bytes(rest)])
-            self._decode_blocks(codes[None], tail[self._code_bytes(rest) :][None], padded)
-            values[whole:].copy_(padded[:rest])
+        if rest := values.numel() % UNIT:
+            whole = values.numel() - rest
+            full, unit, sent = self._last_unit(rest, values.device)
+            arrived = payload[self.wire_bytes(whole) :].split(self._sizes(rest))
+            for part, source in zip(sent, arrived, strict=True):
+                part.copy_(source)
+            self._decode_units(unit, full)
+            values[whole:].copy_(full[:rest])
+            values, payload = values[:whole], payload[: self.wire_bytes(whole)]
+        if values.numel():
+            self._decode_units(payload, values)
 
     def encode_with_feedback(
-        self, values: Tensor, residual: Tensor, payload: Tensor, place: Place = START
+        self, values: Tensor, residual: Tensor, payload: Tensor, position: Position = START
     ) -> None:
-        if self._is_fused(values):
-            fused.encode(values, residual, payload, self._format, self._rounding, place)
+        if kernels := self._kernels(values):
+            kernels.encode(values, residual, payload, self.format, position)
         else:
-            super().encode_with_feedback(values, residual, payload, place)
+            super().encode_with_feedback(values, residual, payload, position)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        if self._is_fused(out):
-            fused.average(payloads, weights, out, self._format)
+        if kernels := self._kernels(out):
+            kernels.average(payloads, weights, out, self.format)
         else:
             super().average(payloads, weights, out)
 
-    def _is_fused(self, values: Tensor) -> bool:
-        return self.use_kernels and fused.fused_available(values.device)
+    def _kernels(self, values: Tensor) -> ModuleType | None:
+        # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.
+        if self.use_kernels and (values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+            return triton_kernels()
+        return None
 
-    @cached_property
-    def _format(self) -> fused.Format:
-        return fused.Format(self._block, self.bits, self._mantissa, self.unit_exponent)
+    def _sizes(self, values: int) -> list[int]:
+        """Return the bytes of the codes and of the scales of at most one unit."""
+        return [-(-values * self.bits // 8), -(-values // self.block_size)]
 
-    @cached_property
-    def _rounding(self) -> fused.Rounding:
-        most_steps = self.top / 2**self.unit_exponent
-        return fused.Rounding(
-            self._stochastic, self._exponent_of_top, self._carry, self._highest, most_steps
-        )
+    def _last_unit(self, rest: int, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return zeros for the values of a unit and for its payload, and the parts of the payload
+        that are sent when the unit has only `rest` values."""
+        full = self._scratch.get("last unit", UNIT, torch.float32, device).zero_()
+        unit = self._scratch.get("its payload", sum(self._unit_sizes), torch.uint8, device).zero_()
+        parts = zip(unit.split(self._unit_sizes), self._sizes(rest), strict=True)
+        return full, unit, [part[:size] for part, size in parts]
 
-    def _encode_blocks(self, values: Tensor, codes: Tensor, scales: Tensor, place: Place) -> None:
-        """fp32 [n], whole blocks of it -> uint8 [rows, n * bits / 8 / rows], uint8 [rows, n / block / rows]."""
-        magnitudes = torch.abs(
-            values, out=self._room.floats("magnitudes", values.numel(), values.device)
-        )
-        blocks = magnitudes.view(-1, self._block)
-        largest = blocks.amax(dim=1)
-        scale = self._scale_bytes(largest)
-        scales.copy_(scale.view(scales.shape))
-        in_steps = (
-            (2 * BIAS - self.unit_exponent - scale).bitwise_left_shift_(23).view(torch.float32)
-        )
-        blocks.mul_(in_steps[:, None])
-        magnitudes.clamp_(
-            max=self.top / 2**self.unit_exponent
-        )  # only where the scale has reached its own top
-        self._pack(values, magnitudes, codes, place)
+    def _workspace(self, values: Tensor) -> Workspace:
+        size = values.numel()
+        if self._buffer.numel() < 10 * size or self._buffer.device != values.device:
+            self._buffer = torch.empty(10 * size, dtype=torch.uint8, device=values.device)
+            self._workspaces.clear()
+        if size not in self._workspaces:
+            self._workspaces[size] = Workspace(self._buffer, size, self.format)
+        return self._workspaces[size]
 
-    def _scale_bytes(self, largest: Tensor) -> Tensor:
-        """int32: the exponent of the smallest power of two that brings a block's largest value onto the grid."""
-        exponent = (
-            (largest.view(torch.int32) + self._carry)
-            .bitwise_right_shift_(23)
-            .sub_(self._exponent_of_top)
-        )
-        exponent.clamp_(LOWEST, self._highest)
-        return exponent.masked_fill_(~torch.isfinite(largest), NOT_FINITE)
+    def _rows(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of whole units, each uint8 [units, bytes]."""
+        units = payload.view(-1, sum(self._unit_sizes))
+        codes, scales = units.split_with_sizes(self._unit_sizes, dim=1)
+        return codes, scales
 
-    def _decode_blocks(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-        exponents = scales.to(torch.int32).view(-1)
-        of_steps = (exponents + self.unit_exponent).bitwise_left_shift_(23).view(torch.float32)
-        of_steps = of_steps.masked_fill_(exponents == NOT_FINITE, torch.nan)
-        self._unpack(codes, of_steps[:, None], values.view(-1, self._block))
+    def _encode_units(self, values: Tensor, payload: Tensor, position: Position) -> None:
+        room, (codes, scales) = self._workspace(values), self._rows(payload)
+        torch.abs(values, out=room.magnitudes)
+        torch.amax(room.blocks, dim=1, out=room.largest)
+        torch.add(room.largest_bits, self._carry, out=room.scales)
+        room.scales.bitwise_right_shift_(self._shift).clamp_(LOWEST, self.format.highest)
+        # The inverse of a power of two has the negative exponent.
+        torch.add(self._inverse, room.scales, alpha=-(2**23), out=room.steps_bits)
+        room.blocks.mul_(room.step_column)
+        if not room.largest.max().item() <= self._largest:
+            broken = ~room.largest.isfinite()
+            room.scales.masked_fill_(broken, NOT_FINITE)
+            room.blocks.masked_fill_(broken[:, None], 0.0)
+            room.magnitudes.clamp_(max=self.format.most_steps)
+        self._pack(values, room, codes, position)
+        scales.copy_(room.scale_rows)
+
+    def _decode_units(self, payload: Tensor, values: Tensor) -> None:
+        room, (codes, scales) = self._workspace(values), self._rows(payload)
+        room.scale_rows.copy_(scales)
+        torch.index_select(self._steps.to(values.device), 0, room.scales, out=room.steps)
+        self._unpack(codes, room, values.view(-1, self.block_size))
 
     @abstractmethod
-    def _pack(self, values: Tensor, magnitudes: Tensor, codes: Tensor, place: Place) -> None:
-        """`magnitudes` are those of the values in steps, from 0 to the top of the grid; they may be overwritten."""
+    def _pack(self, values: Tensor, room: Workspace, codes: Tensor, position: Position) -> None:
+        """Round `room.magnitudes`, the magnitudes of `values` in steps, and write the codes, uint8
+        [units, bytes]. The workspace may be overwritten, but not its scales."""
 
     @abstractmethod
-    def _unpack(self, codes: Tensor, of_steps: Tensor, blocks: Tensor) -> None:
-        """blocks [n / block, block] = grid value of each code, in steps, times `of_steps` [n / block, 1]."""
+    def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
+        """Write the grid value of each code, in steps, times `room.step_column` to `blocks`."""

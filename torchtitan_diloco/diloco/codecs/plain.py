@@ -1,45 +1,53 @@
-"""Formats that are a cast: one value after the other, little-endian, without scales."""
+"""Formats without scales: one value after the other, little-endian."""
 
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.base import START, Place, PlainTorch
-from torchtitan_diloco.diloco.codecs.dither import draw
+from torchtitan_diloco.diloco.codecs.base import START, Codec, Position
+from torchtitan_diloco.diloco.codecs.stochastic import draw
 
 
-class Fp32Codec(PlainTorch):
-    """Values as they are."""
+class Fp32Codec(Codec):
+    """The values as they are."""
 
-    name, is_fp32 = "fp32", True
+    is_fp32 = True
 
     def wire_bytes(self, values: int) -> int:
         return 4 * values
 
-    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None:  # noqa: ARG002
+    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:  # noqa: ARG002
         payload.copy_(values.view(torch.uint8))
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
         values.view(torch.uint8).copy_(payload)
 
+    def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
+        # Reads the payloads where they are, and writes `out` last, as one of them may lie there.
+        mean, total = payloads[0].view(torch.float32), weights[0]
+        for payload, weight in zip(payloads[1:-1], weights[1:-1], strict=True):
+            total += weight
+            running = self._scratch.get("running", out.numel(), out.dtype, out.device)
+            mean = torch.lerp(mean, payload.view(torch.float32), weight / total, out=running)
+        if len(payloads) == 1:
+            out.copy_(mean)
+        else:
+            share = weights[-1] / (total + weights[-1])
+            torch.lerp(mean, payloads[-1].view(torch.float32), share, out=out)
 
-class Bf16Codec(PlainTorch):
-    """The upper half of each value, rounded to nearest even or at random."""
 
-    name = "bf16"
-
-    def __init__(self, *, stochastic: bool = False) -> None:
-        super().__init__()
-        self._stochastic = stochastic
+class Bf16Codec(Codec):
+    """The upper half of each value, rounded to nearest even or stochastically."""
 
     def wire_bytes(self, values: int) -> int:
         return 2 * values
 
-    def encode(self, values: Tensor, payload: Tensor, place: Place = START) -> None:
+    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:
         encoded = payload.view(torch.bfloat16)
-        if not self._stochastic:
+        if not self.stochastic:
             encoded.copy_(values)
             return
-        word = draw(place, self._room.ints("word", values.numel(), values.device), self._room)
+        word = self._scratch.get("word", values.numel(), torch.int32, values.device)
+        draw(position, word, self._scratch)
         word.add_(values.view(torch.int32)).bitwise_and_(-(2**16))
         encoded.copy_(word.view(torch.float32))
 

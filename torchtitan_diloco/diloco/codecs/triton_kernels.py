@@ -1,60 +1,86 @@
 # mypy: ignore-errors
 # (Triton's language has Python's syntax, but not its types.)
-"""The formats of blocks.py as Triton kernels, which make the same bits: what each line has to compute is written there, in
-minifloat.py, integer.py and dither.py. What a torch pass over memory is there is a line here, on values that stay in registers.
+"""GPU kernels of the formats with blocks: one pass over memory, where torch takes a dozen.
 
-One program works on one unit of 1024 values, as a tile of its blocks: [blocks, values of a block]. Beyond the last value
-tiles are filled up with zeros, which the masks keep from being stored.
+blocks.py, grids.py and stochastic.py say what each line computes, and the kernels make the same
+bits. One program works on one unit of 1024 values, as a tile of its blocks: [blocks, values of a
+block]. The last tile is filled up with zeros, and masks keep those from being stored.
 
-What keeps the bits the same: everything is scaled by powers of two, so products are exact; sums that round (of values and
-residuals, of magnitudes and noise) are one fp32 operation each, and the launch forbids the compiler to merge them with a
-product (`enable_fp_fusion` in fused.py). Triton keeps subnormal numbers.
+The bits are the same because scales are powers of two, so products are exact, and because sums
+that round (values + residual, magnitude + noise) are one fp32 operation each:
+`enable_fp_fusion=False` forbids the compiler to merge them with a product. Triton keeps subnormal
+numbers.
 """
 
+from contextlib import nullcontext
+
+import torch
 import triton
 import triton.language as tl
 
-from torchtitan_diloco.diloco.codecs import blocks, dither
-from torchtitan_diloco.diloco.codecs.base import UNIT as _UNIT
+import torchtitan_diloco.diloco.codecs.base as base
+import torchtitan_diloco.diloco.codecs.stochastic as stochastic
 
-UNIT = tl.constexpr(_UNIT)
-BIAS, LOWEST, NOT_FINITE = (
-    tl.constexpr(number) for number in (blocks.BIAS, blocks.LOWEST, blocks.NOT_FINITE)
+UNIT, BIAS, LOWEST, NOT_FINITE = (
+    tl.constexpr(number) for number in (base.UNIT, base.BIAS, base.LOWEST, base.NOT_FINITE)
+)
+STRIDE, MIX_1, MIX_2 = (
+    tl.constexpr(number) for number in (stochastic.STRIDE, stochastic.MIX_1, stochastic.MIX_2)
 )
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-STRIDE = tl.constexpr(dither._STRIDE % 2**32)
-MIX_1 = tl.constexpr(dither._MIX_1 % 2**32)
-MIX_2 = tl.constexpr(dither._MIX_2 % 2**32)
 TWO_TO_23 = tl.constexpr(2.0**23)
 LOW_HALF = tl.constexpr(0xFFFF)
-PART = tl.constexpr(2.0**-dither.BITS)
+PART = tl.constexpr(2.0**-stochastic.BITS)
 
 
-@triton.jit(do_not_specialize=["draw_start", "draw_key"])
+def encode(values, residual, payload, form, position):
+    """Encode values, or values + residual; the residual becomes the rounding error."""
+    added = values if residual is None else residual
+    arguments = values, added, payload, *_sizes(values, form), *stochastic.hash_start(position)
+    _launch(encode_units, values, *arguments, FEEDBACK=residual is not None, FORM=form)
+
+
+def average(payloads, weights, out, form):
+    """Write the weighted mean of the payloads to `out`. One payload is decoded."""
+    total, shares = 0.0, []
+    for weight in weights:
+        total += weight
+        shares.append(weight / total)
+    arguments = tuple(payloads), tuple(shares), out, *_sizes(out, form)
+    _launch(average_units, out, *arguments, COUNT=len(payloads), FORM=form)
+
+
+def _sizes(values, form):
+    """Return the number of values and of the bytes of their codes. Both are arguments of the
+    kernels, as Triton then sees if they are multiples of 16, and stores several bytes at once."""
+    return values.numel(), -(-values.numel() * form.bits // 8)
+
+
+def _launch(kernel, values, *arguments, **constants):
+    assert values.dtype == torch.float32
+    assert values.is_contiguous()
+    units = -(-values.numel() // UNIT.value)
+    # The GPU of the tensors need not be the current one of this thread.
+    with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
+        if units:
+            kernel[(units,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+@triton.jit(do_not_specialize=["hash_start", "hash_key"])
 def encode_units(
     values,
     residual,
     payload,
     n,
-    all_octets,
-    draw_start,
-    draw_key,
+    size,
+    hash_start,
+    hash_key,
     FEEDBACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    UNIT_EXPONENT: tl.constexpr,
-    TOP_EXPONENT: tl.constexpr,
-    CARRY: tl.constexpr,
-    HIGHEST: tl.constexpr,
-    MOST_STEPS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """values (+ residual) -> payload, and with FEEDBACK what is lost -> residual. `all_octets`: bytes that the codes of all n
-    values take. (Were it found here, it would not be known to be a multiple of 16, and bytes be stored one by one.)"""
     first = tl.program_id(0).to(tl.int64) * UNIT
-    inside = _inside(BLOCK)
+    inside = _inside(FORM)
     real = first + inside < n
     x = tl.load(values + first + inside, mask=real, other=0.0)
     if FEEDBACK:
@@ -63,54 +89,43 @@ def encode_units(
     # Bits of magnitudes are ordered as the magnitudes are, with infinity and NaN above all of them.
     word = x.to(tl.int32, bitcast=True)
     largest = tl.max(word & MAGNITUDE, axis=1)
-    exponent = ((largest + CARRY) >> 23) - TOP_EXPONENT
-    exponent = tl.minimum(tl.maximum(exponent, LOWEST), HIGHEST)
-    scale = tl.where(largest >= INFINITY, NOT_FINITE, exponent)
-
-    in_steps = ((-exponent + (2 * BIAS - UNIT_EXPONENT)) << 23).to(tl.float32, bitcast=True)
-    magnitude = (word & MAGNITUDE).to(tl.float32, bitcast=True) * in_steps[:, None]
-    magnitude = tl.where((scale == NOT_FINITE)[:, None], 0.0, tl.minimum(magnitude, MOST_STEPS))
+    scale = tl.minimum(tl.maximum((largest + FORM.carry) >> 23, LOWEST), FORM.highest)
+    inverse = ((-scale + (2 * BIAS - FORM.unit_exponent)) << 23).to(tl.float32, bitcast=True)
+    broken = largest >= INFINITY
+    scale = tl.where(broken, NOT_FINITE, scale)
+    magnitude = (word & MAGNITUDE).to(tl.float32, bitcast=True) * inverse[:, None]
+    magnitude = tl.where(broken[:, None], 0.0, tl.minimum(magnitude, FORM.most_steps))
     noise = inside
-    if STOCHASTIC:
-        noise = _draw(first, inside, draw_start, draw_key)
-    if MANTISSA < 0:
-        code = _whole_code(magnitude, word, noise, STOCHASTIC)
+    if FORM.stochastic:
+        noise = _draw(first, inside, hash_start, hash_key)
+    if FORM.mantissa < 0:
+        code = _whole_code(magnitude, word, noise, FORM)
     else:
-        code = _float_code(magnitude, word, noise, STOCHASTIC, BITS, MANTISSA)
+        code = _float_code(magnitude, word, noise, FORM)
     if FEEDBACK:
-        decoded = _in_steps(code, BITS, MANTISSA) * _of_steps(scale, UNIT_EXPONENT)[:, None]
+        decoded = _in_steps(code, FORM) * _step(scale, FORM)[:, None]
         tl.store(residual + first + inside, x - decoded, mask=real)
 
-    octets, sent, scales, scaled = _layout(payload, n, all_octets, BLOCK, BITS)
-    parts = tl.reshape(code, (UNIT // BLOCK, BLOCK * BITS // 8, 8 // BITS)) << _shifts(BITS)
-    tl.store(octets, tl.sum(parts, axis=2).to(tl.uint8), mask=sent)
+    addresses, sent, scales, scaled = _layout(payload, n, size, FORM)
+    block_bytes: tl.constexpr = FORM.block * FORM.bits // 8
+    parts = tl.reshape(code, (UNIT // FORM.block, block_bytes, 8 // FORM.bits)) << _shifts(FORM)
+    tl.store(addresses, tl.sum(parts, axis=2).to(tl.uint8), mask=sent)
     tl.store(scales, scale.to(tl.uint8), mask=scaled)
 
 
 @triton.jit
-def average_units(
-    payloads,
-    shares,
-    out,
-    n,
-    all_octets,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    UNIT_EXPONENT: tl.constexpr,
-):
-    """The running mean of COUNT payloads -> out: shares[i] is the weight of payload i in the mean of those up to it.
-    shares[0] is not looked at, and the mean of one payload is what it decodes to.
+def average_units(payloads, shares, out, n, size, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Take the running mean: shares[i] is the weight of payload i in the mean of those up to it.
 
-    torch.lerp has two formulas, one of them exact at either end, and takes the end that is nearer. It is one fused
-    multiply-add here, the same on every GPU. torch has one on CPUs with AVX2 or AVX512; where its compiler made two
-    operations of it, which round twice, the last bit of a mean differs: workers have to use the same (startup.py)."""
+    As torch.lerp, it starts from the end that is nearer. It is one fused multiply-add here, on
+    every GPU; on CPUs without AVX2 torch makes two operations of it, which round twice, so the
+    last bit of a mean can differ. Workers compare `kernels_name` at start.
+    """
     first = tl.program_id(0).to(tl.int64) * UNIT
-    inside = _inside(BLOCK)
-    mean = _decoded(payloads[0], n, all_octets, BLOCK, BITS, MANTISSA, UNIT_EXPONENT)
+    inside = _inside(FORM)
+    mean = _decoded(payloads[0], n, size, FORM)
     for number in tl.static_range(1, COUNT):
-        value = _decoded(payloads[number], n, all_octets, BLOCK, BITS, MANTISSA, UNIT_EXPONENT)
+        value = _decoded(payloads[number], n, size, FORM)
         share = tl.full(mean.shape, shares[number], tl.float32)
         near = share < 0.5
         mean = tl.fma(tl.where(near, share, share - 1.0), value - mean, tl.where(near, mean, value))
@@ -118,104 +133,95 @@ def average_units(
 
 
 @triton.jit
-def _inside(BLOCK: tl.constexpr):
-    """[blocks, BLOCK]: number of each value within its unit."""
-    return tl.arange(0, UNIT // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+def _inside(FORM: tl.constexpr):
+    """Return the index of each value in its unit, [blocks, values of a block]."""
+    return (
+        tl.arange(0, UNIT // FORM.block)[:, None] * FORM.block + tl.arange(0, FORM.block)[None, :]
+    )
 
 
 @triton.jit
-def _layout(payload, n, all_octets, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Where this program's unit lies in a payload: addresses of its bytes of codes, [blocks, bytes of a block's codes],
-    and which of them there are; the same of its scales, [blocks]."""
-    BLOCKS: tl.constexpr = UNIT // BLOCK
-    OCTETS: tl.constexpr = BLOCK * BITS // 8
+def _layout(payload, n, size, FORM: tl.constexpr):
+    """Return the addresses of this unit's codes, [blocks, bytes of a block], and which of them
+    exist; then those of its scales, [blocks]."""
+    blocks: tl.constexpr = UNIT // FORM.block
+    block_bytes: tl.constexpr = FORM.block * FORM.bits // 8
+    unit_bytes: tl.constexpr = UNIT * FORM.bits // 8
     unit = tl.program_id(0).to(tl.int64)
-    start = payload + unit * (UNIT * BITS // 8 + BLOCKS)
-    octet = tl.arange(0, BLOCKS)[:, None] * OCTETS + tl.arange(0, OCTETS)[None, :]
-    block = tl.arange(0, BLOCKS)
-    code_bytes = tl.minimum(all_octets - unit * (UNIT * BITS // 8), UNIT * BITS // 8)
-    sent = unit * (UNIT * BITS // 8) + octet < all_octets
-    return start + octet, sent, start + code_bytes + block, unit * UNIT + block * BLOCK < n
+    start = payload + unit * (unit_bytes + blocks)
+    byte = tl.arange(0, blocks)[:, None] * block_bytes + tl.arange(0, block_bytes)[None, :]
+    block = tl.arange(0, blocks)
+    scales = start + tl.minimum(size - unit * unit_bytes, unit_bytes) + block
+    return (
+        start + byte,
+        unit * unit_bytes + byte < size,
+        scales,
+        unit * UNIT + block * FORM.block < n,
+    )
 
 
 @triton.jit
-def _shifts(BITS: tl.constexpr):
-    """Where in a byte its codes stand."""
-    return (tl.arange(0, 8 // BITS) * BITS)[None, None, :]
+def _shifts(FORM: tl.constexpr):
+    """Return the position of each code in its byte."""
+    return (tl.arange(0, 8 // FORM.bits) * FORM.bits)[None, None, :]
 
 
 @triton.jit
-def _decoded(
-    payload,
-    n,
-    all_octets,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    UNIT_EXPONENT: tl.constexpr,
-):
-    """fp32 [blocks, BLOCK]: the values of a unit."""
-    octets, sent, scales, scaled = _layout(payload, n, all_octets, BLOCK, BITS)
-    octet = tl.load(octets, mask=sent, other=0).to(tl.int32)
-    code = tl.reshape(octet[:, :, None] >> _shifts(BITS), (UNIT // BLOCK, BLOCK)) & (2**BITS - 1)
+def _decoded(payload, n, size, FORM: tl.constexpr):
+    """Return the values of this unit, fp32 [blocks, values of a block]."""
+    addresses, sent, scales, scaled = _layout(payload, n, size, FORM)
+    byte = tl.load(addresses, mask=sent, other=0).to(tl.int32)
+    code = tl.reshape(byte[:, :, None] >> _shifts(FORM), (UNIT // FORM.block, FORM.block))
     scale = tl.load(scales, mask=scaled, other=BIAS).to(tl.int32)
-    return _in_steps(code, BITS, MANTISSA) * _of_steps(scale, UNIT_EXPONENT)[:, None]
+    return _in_steps(code & (2**FORM.bits - 1), FORM) * _step(scale, FORM)[:, None]
 
 
 @triton.jit
-def _of_steps(scale, UNIT_EXPONENT: tl.constexpr):
-    step = ((scale + UNIT_EXPONENT) << 23).to(tl.float32, bitcast=True)
+def _step(scale, FORM: tl.constexpr):
+    step = ((scale + FORM.unit_exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(scale == NOT_FINITE, float("nan"), step)
 
 
 @triton.jit
-def _whole_code(magnitude, word, noise, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC:
-        number = (magnitude + noise.to(tl.float32) * PART).to(
-            tl.int32
-        )  # of a number that is not negative: the floor
-    else:  # numbers have steps of 1 from 2**23 on, so the sum is rounded to a whole one, ties to even
+def _whole_code(magnitude, word, noise, FORM: tl.constexpr):
+    if FORM.stochastic:
+        number = (magnitude + noise.to(tl.float32) * PART).to(tl.int32)  # rounds down
+    else:  # fp32 has steps of 1 from 2**23 on, so the sum is rounded to a whole number
         number = (magnitude + TWO_TO_23).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(word < 0, -number, number) & 0xFF
 
 
 @triton.jit
-def _float_code(
-    magnitude, word, noise, STOCHASTIC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr
-):
-    CUT: tl.constexpr = 23 - MANTISSA
-    moved = magnitude * 0.5 + 2.0 ** (MANTISSA - 1)
+def _float_code(magnitude, word, noise, FORM: tl.constexpr):
+    cut: tl.constexpr = 23 - FORM.mantissa
+    moved = magnitude * 0.5 + 2.0 ** (FORM.mantissa - 1)
     number = tl.maximum(magnitude, moved).to(tl.int32, bitcast=True)
-    if STOCHASTIC:
-        number += noise << (CUT - 16)
-    else:
-        number += 1 << (CUT - 1)
-    number = (number >> CUT) - ((126 + MANTISSA) << MANTISSA)
-    return number | (word < 0).to(tl.int32) << (BITS - 1)
+    number += noise << (cut - 16) if FORM.stochastic else 1 << (cut - 1)
+    number = (number >> cut) - ((126 + FORM.mantissa) << FORM.mantissa)
+    return number | (word < 0).to(tl.int32) << (FORM.bits - 1)
 
 
 @triton.jit
-def _in_steps(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """The grid value of a code. That of a small float is found by undoing the move in minifloat.py's _pack: below 2**M
-    twice the moved number less 2**M is the smaller of the two, above it the number itself."""
-    if MANTISSA < 0:
+def _in_steps(code, FORM: tl.constexpr):
+    """Return the grid value of each code in steps. For a small float the move in `_float_code` is
+    undone: below 2**M, 2 * moved - 2**M is the smaller number."""
+    if FORM.mantissa < 0:
         steps = ((code << 24) >> 24).to(tl.float32)
     else:
-        number = (code & (2 ** (BITS - 1) - 1)) + ((126 + MANTISSA) << MANTISSA)
-        moved = (number << (23 - MANTISSA)).to(tl.float32, bitcast=True)
-        steps = tl.minimum(moved, 2.0 * moved - 2.0**MANTISSA)
-        sign = (code >> (BITS - 1)) << 31
+        number = (code & (2 ** (FORM.bits - 1) - 1)) + ((126 + FORM.mantissa) << FORM.mantissa)
+        moved = (number << (23 - FORM.mantissa)).to(tl.float32, bitcast=True)
+        steps = tl.minimum(moved, 2.0 * moved - 2.0**FORM.mantissa)
+        sign = (code >> (FORM.bits - 1)) << 31
         steps = (steps.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return steps
 
 
 @triton.jit
-def _draw(first, inside, draw_start, draw_key):
-    """int32, uniform in 0 ... 2**16 - 1, as dither.draw()."""
-    pair = ((first + inside) >> 1).to(tl.uint32)
-    word = pair * STRIDE + draw_start.to(tl.uint32)
+def _draw(first, inside, hash_start, hash_key):
+    """Return uniform numbers of 16 bits, as stochastic.draw() does."""
+    word = ((first + inside) >> 1).to(tl.uint32) * STRIDE + hash_start.to(tl.uint32)
     word = (word ^ (word >> 16)) * MIX_1
-    word = word ^ draw_key.to(tl.uint32)
+    word = word ^ hash_key.to(tl.uint32)
     word = (word ^ (word >> 13)) * MIX_2
     word = word ^ (word >> 16)
     return ((word >> ((inside & 1) * 16).to(tl.uint32)) & LOW_HALF).to(tl.int32)

@@ -1,12 +1,14 @@
-"""Named shapes of the decoder, from the papers' tables."""
+"""Flavors of the decoder: the shapes in the papers' tables."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torchtitan_diloco.config.schema import Model
 
 
 @dataclass(frozen=True)
 class Shape:
+    """Dimensions of a decoder."""
+
     layers: int
     width: int
     heads: int
@@ -15,13 +17,14 @@ class Shape:
 
 
 def _streaming(layers: int, heads: int, width: int) -> Shape:
-    """The Streaming DiLoCo papers write heads of 64 and a feed-forward layer four times the width."""
+    """Return a shape of the Streaming DiLoCo papers: heads of 64, feed-forward four times as
+    wide."""
     return Shape(layers, width, heads, head_dim=64, feed_forward=4 * width)
 
 
 FLAVORS: dict[str, Shape] = {
     "debug": Shape(layers=4, width=96, heads=3, head_dim=32, feed_forward=384),
-    # Streaming DiLoCo (arXiv 2501.18512), and 2.4b and 10b of its scaling laws (2503.09799)
+    # Streaming DiLoCo (arXiv 2501.18512); 2.4b and 10b are of the scaling laws (2503.09799)
     "35m": _streaming(6, 8, 512),
     "100m": _streaming(9, 12, 768),
     "200m": _streaming(12, 16, 1024),
@@ -39,17 +42,13 @@ FLAVORS: dict[str, Shape] = {
 
 
 def resolve_shape(model: Model) -> Shape:
-    """The flavor, with what the config sets instead."""
-    flavor = FLAVORS[model.flavor]
-    overrides = {
-        name: getattr(model, name)
-        for name in Shape.__dataclass_fields__
-        if getattr(model, name, None) is not None
-    }
-    shape = replace(flavor, **overrides)
+    """Return the shape of the flavor, with the dimensions that the config sets instead."""
+    chosen = {field.name: getattr(model, field.name) for field in fields(Shape)}
+    overrides = {name: value for name, value in chosen.items() if value is not None}
+    shape = replace(FLAVORS[model.flavor], **overrides)
     if model.positions == "rotary" and shape.head_dim % 2:
         raise ValueError(
-            f"model.head_dim = {shape.head_dim} is odd, and rotary positions turn pairs of dimensions: "
-            'make it even, or set model.positions = "learned"'
+            f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
+            'dimensions: make it even, or set model.positions = "learned"'
         )
     return shape

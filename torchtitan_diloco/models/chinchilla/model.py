@@ -1,4 +1,5 @@
-"""A Chinchilla-style decoder on one device. Whatever is parallel about it is applied from outside (parallelize.py)."""
+"""A Chinchilla-style decoder for a single device. parallelize.py applies parallelism from
+outside."""
 
 import hashlib
 import math
@@ -14,37 +15,39 @@ from torchtitan_diloco.models.chinchilla.flavors import Shape, resolve_shape
 
 Rotary = tuple[Tensor, Tensor]
 Head = Callable[[Tensor, Tensor], Any]
-"""What is made of the last hidden states [batch, length, width] and the output matrix [vocabulary, width]."""
+"""Called with the last hidden states [batch, length, width] and the output matrix [vocabulary,
+width]."""
+
+Write = Callable[[Tensor, Tensor], Any]
+"""Stores an initial value: called with a parameter and its value."""
 
 EMBEDDING_STD = 0.02
 
 
 def build_norm(kind: str, width: int) -> nn.Module:
-    return (
-        nn.RMSNorm(width, eps=1e-6)
-        if kind == "rmsnorm"
-        else nn.LayerNorm(width, eps=1e-6, bias=False)
-    )
+    if kind == "rmsnorm":
+        return nn.RMSNorm(width, eps=1e-6)
+    return nn.LayerNorm(width, eps=1e-6, bias=False)
 
 
 def rotary_table(length: int, head_dim: int, base: float, device: torch.device) -> Rotary:
-    """Cosine and sine of every position's angles, [length, head_dim], in fp32."""
-    frequencies = base ** (
-        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    )
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
+    """Return the cosine and sine of every position's angles, fp32 [length, head_dim]."""
+    exponents = -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, base**exponents).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim] by its position's angle."""
+    """Rotate each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim] by its angle."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
+    """Causal self-attention, with normalized queries and keys if `qk_norm` is set."""
+
     def __init__(self, shape: Shape, config: Model) -> None:
         super().__init__()
         self.heads, self.head_dim = shape.heads, shape.head_dim
@@ -66,38 +69,35 @@ class Attention(nn.Module):
         return out
 
 
-class GeluFeedForward(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class FeedForward(nn.Module):
+    """Two matrices with GELU between them, or three with SwiGLU."""
+
+    def __init__(self, shape: Shape, config: Model) -> None:
         super().__init__()
+        self.gate: nn.Linear | None = None
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False)
         self.up = nn.Linear(shape.width, shape.feed_forward, bias=False)
         self.down = nn.Linear(shape.feed_forward, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
-
-
-class SwigluFeedForward(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False)
-        self.up = nn.Linear(shape.width, shape.feed_forward, bias=False)
-        self.down = nn.Linear(shape.feed_forward, shape.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
         return out
 
 
 class Block(nn.Module):
+    """Attention and feed-forward layer, each with a norm before it and added to its input."""
+
     def __init__(self, shape: Shape, config: Model) -> None:
         super().__init__()
         self.attention_norm = build_norm(config.norm, shape.width)
         self.attention = Attention(shape, config)
         self.feed_forward_norm = build_norm(config.norm, shape.width)
-        self.feed_forward = (
-            GeluFeedForward(shape) if config.activation == "gelu" else SwigluFeedForward(shape)
-        )
+        self.feed_forward = FeedForward(shape, config)
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)
@@ -106,18 +106,17 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [batch, length] -> logits, or whatever `head` makes of the last hidden states and the tied embedding."""
+    """Decoder with tied embeddings. Returns the logits of tokens [batch, length], or what `head`
+    makes of the last hidden states and the output matrix."""
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
         super().__init__()
         self.config, self.shape = config, resolve_shape(config)
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.embedding = nn.Embedding(vocab_size, self.shape.width)
-        self.positions = (
-            nn.Embedding(sequence_length, self.shape.width)
-            if config.positions == "learned"
-            else None
-        )
+        self.positions: nn.Embedding | None = None
+        if config.positions == "learned":
+            self.positions = nn.Embedding(sequence_length, self.shape.width)
         self.blocks = nn.ModuleList(Block(self.shape, config) for _ in range(self.shape.layers))
         self.norm = build_norm(config.norm, self.shape.width)
         self._rotary: Rotary | None = None
@@ -132,42 +131,29 @@ class Decoder(nn.Module):
         return head(self.norm(x), self.embedding.weight)
 
     def _rotary_for(self, tokens: Tensor) -> Rotary | None:
-        """The table of angles, kept from one forward pass to the next."""
+        """Return the table of angles, which is kept from one forward pass to the next."""
         if self.config.positions != "rotary":
             return None
-        length = tokens.shape[1]
-        if (
-            self._rotary is None
-            or self._rotary[0].shape[0] < length
-            or self._rotary[0].device != tokens.device
-        ):
+        length, device = tokens.shape[1], tokens.device
+        cos, sin = self._rotary or (torch.empty(0), torch.empty(0))
+        if len(cos) < length or cos.device != device:
             with torch.inference_mode(False):
-                self._rotary = rotary_table(
-                    length, self.shape.head_dim, self.config.rotary_base, tokens.device
-                )
-        cos, sin = self._rotary
+                base = self.config.rotary_base
+                cos, sin = self._rotary = rotary_table(length, self.shape.head_dim, base, device)
         return cos[:length], sin[:length]
 
     @torch.no_grad()
-    def init_weights(
-        self, seed: int, write: Callable[[Tensor, Tensor], Any] = Tensor.copy_
-    ) -> None:
-        """Initial values, a function of the seed and the parameter's name alone: not of the order of the parameters
-        and not of how they are sharded. `write(parameter, value)` stores a value."""
+    def init_weights(self, seed: int, write: Write = Tensor.copy_) -> None:
+        """Initialize the parameters. Values depend on the seed and on the parameter's name only,
+        not on the order of the parameters or on how they are sharded."""
         for name, parameter in self.named_parameters():
-            device = parameter.device
-            if parameter.dim() == 1:
-                write(parameter, torch.ones(parameter.shape, device=device))
-            else:
+            value = torch.ones(parameter.shape, device=parameter.device)
+            if parameter.dim() > 1:
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator(device).manual_seed(
-                    int.from_bytes(digest[:8], "little") >> 1
-                )
-                value = torch.empty(parameter.shape, device=device)
-                write(
-                    parameter,
-                    value.normal_(0.0, self._init_std(name, parameter), generator=generator),
-                )
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                value.normal_(0.0, self._init_std(name, parameter), generator=generator)
+            write(parameter, value)
 
     def _init_std(self, name: str, parameter: Tensor) -> float:
         if name.startswith(("embedding", "positions")):
@@ -177,19 +163,15 @@ class Decoder(nn.Module):
         return std / math.sqrt(2 * self.shape.layers) if adds_to_residual else std
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters in all, and those of the embeddings (the tied output matrix is counted once)."""
+        """Return the number of all parameters, the tied matrix once, and of those in embeddings."""
         total = sum(parameter.numel() for parameter in self.parameters())
-        return {
-            "total": total,
-            "embedding": self.embedding.weight.numel() + self._position_parameters(),
-        }
+        embedding = self.embedding.weight.numel() + self._position_parameters()
+        return {"total": total, "embedding": embedding}
 
     def flops_per_token(self, length: int) -> int:
-        """Floating-point operations of one token's forward and backward pass: 6 a weight in a matrix product, and
-        12 x layers x heads x head_dim x length for attention, as PaLM counts (the causal mask saves nothing)."""
-        weights = (
-            sum(parameter.numel() for parameter in self.parameters()) - self._position_parameters()
-        )
+        """Return the operations of one token's forward and backward pass, counted as in PaLM: 6 per
+        weight in a matrix product and 12 x layers x heads x head_dim x length for attention."""
+        weights = self.parameter_counts()["total"] - self._position_parameters()
         shape = self.shape
         return 6 * weights + 12 * shape.layers * shape.heads * shape.head_dim * length
 

@@ -1,0 +1,160 @@
+"""Saves: when they happen, what is kept, and what a failure leaves."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tests.components.test_resume import STEPS, chosen, last, run
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_schema import (
+    Manifest,
+    RunState,
+    begin,
+    complete_checkpoints,
+    prune,
+    read_manifest,
+    step_of,
+)
+from torchtitan_diloco.config.schema import Checkpoint
+from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.trainer import Trainer
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [step_of(path) for path in complete_checkpoints(folder)]
+
+
+def test_a_full_disk_leaves_training_and_other_checkpoints(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, saves = FileSystemWriter.write_data, iter(range(100))
+
+    def write_data(*arguments: Any) -> Any:
+        if next(saves) in (1, 3):
+            raise OSError(28, "No space left on device", "/full/disk")
+        return original(*arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    reason = "the last checkpoint could not be saved: No space left on device: /full/disk"
+    with pytest.raises(ValueError, match=reason):
+        run(chosen(text, tmp_path / "run"))
+    assert saved_steps(tmp_path / "run") == [4, 12]
+    run(chosen(text, tmp_path / "run"))
+    assert step_of(last(tmp_path / "run")) == STEPS
+
+
+def test_the_latest_and_every_nth_are_kept(text: Path, tmp_path: Path) -> None:
+    keep = {"checkpoint.every": 2, "checkpoint.keep_latest": 2, "checkpoint.keep_every": 10}
+    run(chosen(text, tmp_path / "run", **keep))
+    assert saved_steps(tmp_path / "run") == [10, 14, 16]
+
+
+def test_totals_are_those_of_the_saved_step(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is written later, when the run has gone on counting."""
+    finish = Checkpointer._finish
+
+    def finish_late(self: Checkpointer, *given: Any) -> None:
+        time.sleep(0.3)
+        finish(self, *given)
+
+    monkeypatch.setattr(Checkpointer, "_finish", finish_late)
+    run(chosen(text, tmp_path / "run"))
+    for path in complete_checkpoints(tmp_path / "run"):
+        assert read_manifest(path).state.totals["worker_0/steps"] == step_of(path)
+
+
+def test_a_save_under_way_is_finished_although_the_run_fails(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, finish, failed = Trainer.train_step, Checkpointer._finish, threading.Event()
+
+    def train_step(self: Trainer, batches: Any) -> Any:
+        if self.step == 4:  # a save has begun after it
+            failed.set()
+            raise ValueError("no further")
+        return original(self, batches)
+
+    def finish_late(self: Checkpointer, *given: Any) -> None:
+        assert failed.wait(60)
+        time.sleep(0.2)
+        finish(self, *given)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(Checkpointer, "_finish", finish_late)
+    with pytest.raises(ValueError, match="no further"):
+        run(chosen(text, tmp_path / "run"))
+    assert saved_steps(tmp_path / "run") == [4]
+
+
+MANIFEST = Manifest(RunState(step=1), workers=1, ranks_per_worker=1, data={}, config="")
+
+
+def alone(folder: Path, **settings: Any) -> Checkpointer:
+    model = torch.nn.Linear(2, 2)
+    world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Checkpointer(Checkpoint(**settings), folder, world, model, optimizer, DataParallel(model))
+
+
+def test_a_failing_save_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> str:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(Checkpointer, "_write", lost)
+    saver = alone(tmp_path)
+    saver.save(MANIFEST)
+    saver.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        saver.wait()
+
+
+def test_a_lost_worker_ends_the_wait_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose machine is gone never answers, and a save waits long for a slow disk."""
+    found = threading.Event()
+
+    def lost(_: DataParallel) -> None:
+        found.set()
+        raise WorkerLostError([1], "nothing came")
+
+    monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
+    monkeypatch.setattr(DataParallel, "check", lost)
+    saver = alone(tmp_path)
+    saver.save(MANIFEST)
+    with pytest.raises(WorkerLostError, match="worker 1 left"):
+        saver.wait()
+
+
+def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other ranks agree some steps later."""
+    now = [1000.0]
+    monkeypatch.setattr("torchtitan_diloco.components.checkpoint.time.monotonic", lambda: now[0])
+    saver = alone(tmp_path, every_minutes=2)
+    due = []
+    for _ in range(8):
+        now[0] += 30
+        due.append(saver.due_by_time())
+    assert due == [False, False, False, True, False, False, False, True]
+
+
+def test_incomplete_folders_are_deleted_and_the_newest_kept(tmp_path: Path) -> None:
+    for name in ("step-00000001", "step-00000002", "step-00000003.incomplete"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    begin(tmp_path / "checkpoints" / "step-00000004")
+    newest = tmp_path / "checkpoints" / "step-00000001"  # by a run that was taken back
+    prune(tmp_path, newest, keep_latest=1, keep_every=0)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["step-00000001", "step-00000002", "step-00000004.incomplete"]

@@ -1,0 +1,432 @@
+"""Resumed runs end as uninterrupted ones, on the same layout or on another one."""
+
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import WORDS
+from tests.processes import DIED, ProcessPool
+from tests.test_trainer import curve, join, records, settings
+from torchtitan_diloco.components.checkpoint_schema import (
+    complete_checkpoints,
+    read_manifest,
+    step_of,
+)
+from torchtitan_diloco.components.resume import changed_settings, read_tensors, saved_tensors
+from torchtitan_diloco.config import load_config
+from torchtitan_diloco.train import set_determinism
+from torchtitan_diloco.trainer import Trainer
+
+LOSS = "train/loss_nats_per_token_global"
+VALIDATION = "validation/loss_nats_per_token_global"
+STEPS = 16
+FP32 = {
+    "diloco.method": "streaming",
+    "diloco.workers": 2,
+    "diloco.sync_every": 6,
+    "diloco.overlap.delay": 3,
+    "diloco.fragments.layers_per_fragment": 1,
+}
+FP4 = FP32 | {
+    "diloco.quantization.codec": "fp4_e3m0",
+    "diloco.quantization.error_feedback": "true",
+    "diloco.quantization.rounding": "stochastic",
+}
+
+
+def chosen(text: Path, folder: Path, **changes: Any) -> dict[str, str]:
+    """Return the settings of a run that saves after steps 4, 8, 12 and 16."""
+    base = {
+        "training.steps": STEPS,
+        "training.batch_size": 1,
+        "run.folder": folder,
+        "validation.every": 8,
+        "checkpoint.every": 4,
+        "checkpoint.keep_latest": 9,
+        "checkpoint.at_end": "true",
+    }
+    return settings(text, **(base | changes))
+
+
+def run(wanted: dict[str, str]) -> str:
+    """Train with the processes that call it."""
+    config = load_config("debug", wanted)
+    set_determinism(config.run)
+    return str(Trainer(config, join(config)).run())
+
+
+def run_and_send(number: int, step: int, wanted: dict[str, str]) -> None:
+    """Train, and send this process a signal in the middle of a step."""
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, batches: Any) -> Any:
+        if self.step == step:
+            os.kill(os.getpid(), number)
+        return original(self, batches)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+    try:
+        run(wanted)
+    finally:
+        Trainer.train_step = original  # type: ignore[method-assign]
+        if number == signal.SIGKILL:  # this rank has noticed the death of another one first
+            os.kill(os.getpid(), number)
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, whole, by folder and name."""
+    found: dict[str, Tensor] = {}
+    for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+        state = {
+            name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+            for name, entry in saved_tensors(folder).items()
+        }
+        read_tensors(folder, state)
+        found |= {f"{folder.name}/{name}": value for name, value in state.items()}
+    return found
+
+
+def last(folder: Path) -> Path:
+    return complete_checkpoints(folder)[-1]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    (found,) = [path for path in complete_checkpoints(folder) if step_of(path) == step]
+    return found
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    left, right = tensors(last(one)), tensors(last(other))
+    assert step_of(last(one)) == step_of(last(other)) == STEPS
+    assert left.keys() == right.keys()
+    assert [name for name, value in left.items() if not torch.equal(value, right[name])] == []
+
+
+def assert_same_records(one: Path, other: Path) -> None:
+    mine, theirs = records(one), records(other)
+    assert [record["step"] for record in mine] == [record["step"] for record in theirs]
+    for key in (LOSS, "train/lr", "train/tokens_global", VALIDATION):
+        assert curve(mine, key) == curve(theirs, key), key
+    sent = [
+        records(folder, "summary")[-1]["sent_bytes_mean_over_workers"] for folder in (one, other)
+    ]
+    assert sent[0] == sent[1] > 0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, processes: ProcessPool) -> Path:
+    """Run two workers in fp32 without an interruption, and return the folder."""
+    return Path(processes.run(run, 2, chosen(text, text.parent / "whole", **FP32))[0])
+
+
+def test_a_killed_run_resumes_bit_for_bit(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    wanted = chosen(text, tmp_path, **FP32)
+    for kill in (6, 11):
+        outcome = processes.run(run_and_send, 2, signal.SIGKILL, kill, wanted, dying=range(2))
+        assert outcome == [DIED] * 2
+    assert 4 <= read_manifest(last(tmp_path)).step <= 11
+    processes.run(run, 2, wanted)
+    assert_same_end(whole, tmp_path)
+    assert_same_records(whole, tmp_path)
+
+
+def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    one, other = (chosen(text, tmp_path / name, **FP4) for name in ("one", "other"))
+    processes.run(run, 4, one)
+    processes.run(run_and_send, 4, signal.SIGKILL, 10, other, dying=range(4))
+    manifests = [read_manifest(path) for path in complete_checkpoints(tmp_path / "one")]
+    assert any(manifest.outer[0]["in_flight_order"] for manifest in manifests)
+    processes.run(run, 4, other)
+    assert_same_end(tmp_path / "one", tmp_path / "other")
+    assert_same_records(tmp_path / "one", tmp_path / "other")
+
+
+def test_so_does_one_that_a_signal_has_stopped(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    wanted = chosen(text, tmp_path, **FP32, **{"checkpoint.every": 0})
+    processes.run(run_and_send, 2, signal.SIGTERM, 4, wanted)
+    assert 4 < read_manifest(last(tmp_path)).step < STEPS
+    processes.run(run, 2, wanted)
+    assert_same_end(whole, tmp_path)
+
+
+def test_so_does_one_that_stop_after_has_paused(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    pause = {"training.stop_after": 12, "validation.every": 12}
+    for _ in range(2):  # the second start has nothing left to do
+        processes.run(run, 2, chosen(text, tmp_path, **FP32, **pause))
+        assert step_of(last(tmp_path)) == 12
+        assert [one["step"] for one in records(tmp_path) if VALIDATION in one] == [12]
+    processes.run(run, 2, chosen(text, tmp_path, **FP32))
+    assert_same_end(whole, tmp_path)
+
+
+NEVER_RESHARDED = {"validation.local": "true", "parallel.reshard_after_forward": "never"}
+
+
+@pytest.mark.parametrize(
+    ("base", "size"),
+    [({"diloco.workers": 2}, 2), (FP32 | NEVER_RESHARDED, 4)],
+    ids=["data parallel", "streaming, never resharded"],
+)
+def test_a_save_right_after_a_validation_is_complete(
+    text: Path, tmp_path: Path, processes: ProcessPool, base: dict[str, Any], size: int
+) -> None:
+    """A forward pass without a backward pass leaves FSDP2's full parameters, without moments."""
+    every = base | {"checkpoint.every": 8, "validation.every": 8}
+    processes.run(run, size, chosen(text, tmp_path / "one", **every))
+    middle = checkpoint(tmp_path / "one", 8)
+    moments = {name: one for name, one in tensors(middle).items() if "/optimizer/exp_avg" in name}
+    assert moments
+    assert all(value.any() for value in moments.values())
+    again = chosen(text, tmp_path / "again", **every, **{"checkpoint.resume": middle})
+    processes.run(run, size, again)
+    assert_same_end(tmp_path / "one", tmp_path / "again")
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_saving_changes_nothing(text: Path, tmp_path: Path, asynchronous: str) -> None:
+    run(chosen(text, tmp_path / "with", **{"checkpoint.asynchronous": asynchronous}))
+    run(chosen(text, tmp_path / "without", **{"checkpoint.every": 0}))
+    assert_same_end(tmp_path / "with", tmp_path / "without")
+
+
+# --- another layout -------------------------------------------------------------------------------
+
+THREE = {"diloco.workers": 3}
+SCHEDULE = {"diloco.sync_every": 4, "diloco.overlap.delay": 1}
+BALANCED = {"diloco.fragments.pattern": "balanced", "diloco.fragments.layers_per_fragment": 2}
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (4, {}),
+        (3, THREE),
+        (3, THREE | {"checkpoint.new_workers": "copy"}),
+        (1, {"diloco.workers": 1}),
+        (2, SCHEDULE | {"diloco.quantization.codec": "int8"}),
+        (2, BALANCED),
+        (2, {"diloco.method": "none"}),
+    ],
+    ids=[
+        "more ranks",
+        "3 workers",
+        "3, copied",
+        "1 worker",
+        "H, codec",
+        "fragments",
+        "data parallel",
+    ],
+)
+def test_another_layout_goes_on_where_the_run_was(
+    text: Path,
+    whole: Path,
+    tmp_path: Path,
+    processes: ProcessPool,
+    size: int,
+    changes: dict[str, Any],
+) -> None:
+    """No sample is lost or repeated, and the loss goes on from where it was."""
+    start = checkpoint(whole, 12)
+    resume = {"checkpoint.resume": start}
+    processes.run(run, size, chosen(text, tmp_path, **(FP32 | changes | resume)))
+    found, first = records(tmp_path), read_manifest(start).state
+    assert [record["step"] for record in found if LOSS in record] == list(range(13, 17))
+    assert read_manifest(last(tmp_path)).state.position == first.position + 4 * 12
+    assert curve(found, "train/tokens_global")[0] == first.tokens + 12 * 32
+    assert curve(found, LOSS)[0] < 1.2 * curve(records(whole), LOSS)[11]
+
+
+def test_data_parallelism_becomes_diloco(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    base = {"diloco.workers": 2, "training.stop_after": 12}
+    processes.run(run, 2, chosen(text, tmp_path / "first", **base))
+    resume = {"checkpoint.resume": last(tmp_path / "first"), "training.steps": 14}
+    processes.run(run, 2, chosen(text, tmp_path / "second", **FP32, **resume))
+    before, after = (curve(records(tmp_path / name), LOSS) for name in ("first", "second"))
+    assert after[0] < 1.2 * before[-1]
+
+
+def test_new_workers_start_from_the_shared_parameters(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    """A save after one step of three workers, without an exchange, holds what the start held."""
+    start = checkpoint(whole, 4)
+    changes = {"checkpoint.resume": start, "training.steps": 5, "diloco.sync_every": 24}
+    processes.run(run, 3, chosen(text, tmp_path, **(FP32 | THREE | changes)))
+    before, after = tensors(start), tensors(last(tmp_path))
+    shared = [name for name in before if name.startswith(("shared/outer/", "shared/slot-"))]
+    flying = [name for name in before if name.startswith("shared/next/")]
+    assert shared
+    for name in shared:
+        parameter = name.split("/", 2)[2]
+        if f"shared/next/{parameter}" not in flying:
+            assert torch.equal(before[name], after[name]), name
+    new, old = (after[f"worker-{worker}/model/embedding.weight"] for worker in (2, 0))
+    assert not torch.equal(new, old)
+
+
+def test_rows_in_flight_survive_another_sharding(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    """The rows of the embedding are in several fragments, cut on each rank."""
+    split = FP32 | BALANCED | {"diloco.fragments.layers_per_fragment": 1, "model.vocab_size": 900}
+    first = {"training.steps": 13, "checkpoint.every": 9}
+    processes.run(run, 2, chosen(text, tmp_path / "first", **(split | first)))
+    start = checkpoint(tmp_path / "first", 9)
+    saved = tensors(start)
+    assert "shared/next/embedding.weight" in saved, "the test needs these rows in flight"
+    second = {"checkpoint.resume": start, "training.steps": 11, "checkpoint.every": 10}
+    second["checkpoint.at_end"] = "false"
+    processes.run(run, 4, chosen(text, tmp_path / "second", **(split | second)))
+    after = tensors(last(tmp_path / "second"))
+    for name, value in saved.items():
+        if name.startswith("shared/outer/"):
+            expected = saved.get(name.replace("/outer/", "/next/"), value)
+            assert torch.equal(after[name], expected), name
+
+
+# --- what can go wrong ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def template(text: Path) -> Path:
+    return Path(run(chosen(text, text.parent / "template")))
+
+
+@pytest.fixture
+def finished(template: Path, tmp_path: Path) -> Path:
+    """Return a copy of a finished run of one process."""
+    return Path(shutil.copytree(template, tmp_path / "run"))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut, r"has [\d,]+ bytes instead of [\d,]+"),
+        (flip_a_bit, "has other content"),
+        (Path.unlink, "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(
+    text: Path, finished: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    damage(last(finished) / "worker-0" / "__0_0.distcp")
+    expected = rf"step-00000016/worker-0/__0_0.distcp {reason}.*one before it is .*step-00000012"
+    with pytest.raises(ValueError, match=expected):
+        run(chosen(text, finished, **{"training.steps": 20}))
+    resume = {"checkpoint.resume": checkpoint(finished, 12), "training.steps": 20}
+    run(chosen(text, finished.parent / "other", **resume))
+    assert records(finished.parent / "other")[0]["step"] == 13
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda _: "{", "Expecting"),
+        (lambda _: "[]", "not a JSON object"),
+        (lambda text: re.sub(r'"version": \d', '"version": 1', text), "version 1, and"),
+        (lambda text: text.replace('"step": 16', '"step": 15'), "CRC-32 differs"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(
+    text: Path, finished: Path, damage: Callable[[str], str], reason: str
+) -> None:
+    path = last(finished) / "manifest.json"
+    path.write_text(damage(path.read_text()))
+    expected = rf"manifest.json cannot be used \(.*{reason}.*\).*one before it is"
+    with pytest.raises(ValueError, match=expected):
+        run(chosen(text, finished, **{"training.steps": 20}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"model.feed_forward": 64},
+            r"of another model: .*up.weight is \(48, 32\) there and \(64,",
+        ),
+        ({"checkpoint.resume": "/nowhere"}, 'checkpoint.resume = "/nowhere" does not exist'),
+        ({"checkpoint.resume": "/tmp"}, 'is neither "auto" nor "never", and no folder'),
+        ({"checkpoint.resume": "never"}, "already holds a run"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    text: Path, finished: Path, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        run(chosen(text, finished, **{"training.steps": 20}, **changes))
+
+
+def test_another_tokenizer_is_refused(text: Path, finished: Path) -> None:
+    manifest = replace(read_manifest(last(finished)), tokenizer="another")
+    (last(finished) / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(ValueError, match="was trained with another tokenizer"):
+        run(chosen(text, finished, **{"training.steps": 20}))
+
+
+def test_other_data_are_read_from_the_beginning(text: Path, finished: Path) -> None:
+    run(chosen(text, finished, **{"run.seed": 1, "training.steps": 18}))
+    assert read_manifest(last(finished)).state.position == 2 * 12
+
+
+def test_an_incomplete_checkpoint_is_none(text: Path, finished: Path) -> None:
+    path = last(finished)
+    path.rename(path.with_name(path.name + ".incomplete"))
+    assert step_of(last(finished)) == 12
+    run(chosen(text, finished))
+    assert records(finished)[-1]["step"] == STEPS
+    assert not list((finished / "checkpoints").glob("*.incomplete"))
+
+
+def test_a_finished_run_has_nothing_left_to_do_wherever_it_lies(text: Path, finished: Path) -> None:
+    before = records(finished)
+    run(chosen(text, finished))
+    assert records(finished) == before
+    run(chosen(text, finished, **{"training.steps": 18}))
+    assert records(finished)[-1]["step"] == 18
+
+
+def test_changed_settings_are_listed() -> None:
+    before = '[run]\nname = "a"\nseed = 0\n[diloco.overlap]\ndelay = 1\n'
+    now = '[run]\nname = "b"\n[diloco.overlap]\ndelay = 2\n'
+    assert changed_settings(before, now) == [
+        "diloco.overlap.delay was 1, is 2",
+        "run.seed was 0, is not set",
+    ]

@@ -1,0 +1,281 @@
+"""StreamingDiLoCo in real processes computes what the single-process reference computes."""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sharded
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    Link,
+    Quantization,
+    StreamingDiLoCo,
+)
+from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values
+from torchtitan_diloco.diloco.schedule import Schedule, is_dropped
+from torchtitan_diloco.distributed.world import WORKER
+
+STEPS = 26
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    workers: int
+    config: DiLoCoConfig
+    ranks: int = 1
+    weights: tuple[float, ...] = ()
+    """Of every step; empty: 1 for all workers."""
+    spoiled_step: int = 0
+    """Step after which a parameter of worker 1 is NaN."""
+
+
+def run_case(case: Case) -> tuple[Parameters, Parameters]:
+    """Return one worker's local and shared parameters at the end."""
+    world = join(case.workers, case.ranks)
+    model = sharded(world)
+    outer = StreamingDiLoCo(
+        model, world.group(WORKER), case.config, shard_group=world.shards, seed=3
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(1, STEPS + 1):
+        inner_step(model, optimizer, world.worker, step)
+        if step == case.spoiled_step and world.worker == 1:
+            next(model.parameters()).data.view(-1)[0] = float("nan")
+        outer.step(case.weights[world.worker] if case.weights else 1.0)
+    outer.drain()
+    return parameters(model), {n: full(value) for n, value in outer.global_state_dict().items()}
+
+
+class Wire:
+    """What the reference transmits: each rank's rows of a fragment, coded as one flat vector."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, wire = case, case.config.quantization
+        self.codec, self.gather_codec = build_codec(wire), build_gather_codec(wire)
+
+    def transmit(self, sender: Sender, delta: Values) -> Values:
+        return delta if self.case.workers == 1 else self._coded(self.codec, sender, delta)
+
+    def gather(self, sender: Sender, mean: Values) -> Values:
+        return mean if self.case.workers <= 2 else self._coded(self.gather_codec, sender, mean)
+
+    def _coded(self, codec: Codec, sender: Sender, values: Values) -> Values:
+        chosen, arrived = self.case.config, dict[str, list[Tensor]]()
+        count = len(build_fragments(Net(), chosen.fragments))
+        schedule = Schedule(chosen.sync_every, count, chosen.overlap.delay)
+        outer_round = schedule.outer_round(sender.fragment, sender.t)
+        for rank in range(self.case.ranks):
+            shards = [self._rows(value, rank) for value in values.values()]
+            flat = torch.cat([shard.flatten() for shard in shards])
+            payload = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
+            who = "mean" if sender.worker < 0 else sender.worker
+            codec.encode(
+                flat, payload, Position(random_key(3, rank, sender.fragment, outer_round, who))
+            )
+            codec.decode(payload, flat)
+            parts = flat.split([shard.numel() for shard in shards])
+            for name, part, shard in zip(values, parts, shards, strict=True):
+                arrived.setdefault(name, []).append(part.view(shard.shape))
+        return {name: torch.cat(parts) for name, parts in arrived.items()}
+
+    def _rows(self, value: Tensor, rank: int) -> Tensor:
+        """As FSDP2 shards: equal runs of rows, the last ones short or empty."""
+        size = -(-value.shape[0] // self.case.ranks)
+        return value[rank * size : (rank + 1) * size]
+
+
+def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
+    models, chosen, wire = [Net() for _ in range(case.workers)], case.config, Wire(case)
+    fragments = build_fragments(models[0], chosen.fragments)
+    reference = ReferenceDiLoCo(
+        models,
+        [list(dict.fromkeys(part.name for part in fragment.parts)) for fragment in fragments],
+        sync_every=chosen.sync_every,
+        delay=chosen.overlap.delay,
+        mixing=chosen.overlap.mixing,
+        outer=chosen.outer_optimizer,
+        transmit=wire.transmit,
+        gather=wire.gather,
+        feedback=chosen.quantization.error_feedback and case.workers > 1,
+    )
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    chance, workers = chosen.link.drop_probability, range(case.workers)
+    for step in range(1, STEPS + 1):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inner_step(model, optimizer, worker, step)
+        kept = [parameters(model) for model in models]
+        rounds = step // chosen.sync_every
+        dropped = [is_dropped(chance, 3, worker, 0, rounds) for worker in workers]
+        weights = case.weights or (1.0,) * case.workers
+        reference.step([0.0 if dropped[worker] else weights[worker] for worker in workers])
+        for worker in workers:
+            if dropped[worker] and step % chosen.sync_every == 0:  # it keeps its own parameters
+                models[worker].load_state_dict(kept[worker])
+    reference.drain()
+    return [parameters(model) for model in models], reference.Theta
+
+
+def check(case: Case, processes: ProcessPool) -> None:
+    reference_locals, reference_shared = run_reference(case)
+    size = case.workers * case.ranks
+    results = processes.run(run_case, size, case) if size > 1 else [run_case(case)]
+    for rank, (local, shared) in enumerate(results):
+        expected = reference_locals[rank // case.ranks]
+        torch.testing.assert_close(local, expected, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(shared, reference_shared, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(shared, results[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "layers", "delay"), list(product([1, 2, 3], [0, 8, 2], [0, 1, 5]))
+)
+def test_fragments_and_delays(
+    processes: ProcessPool, workers: int, layers: int, delay: int
+) -> None:
+    check(Case(workers, config(layers, delay)), processes)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_mixing(processes: ProcessPool, mixing: float, delay: int) -> None:
+    check(Case(2, config(2, delay, mixing)), processes)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam", "sign_momentum"])
+def test_outer_optimizers(processes: ProcessPool, name: str) -> None:
+    lr = {"adam": 0.05, "sign_momentum": 0.02}.get(name, 0.7)
+    check(Case(2, config(2, 3, name=name, lr=lr)), processes)
+
+
+@pytest.mark.parametrize("pattern", ["sequential", "balanced", "explicit"])
+def test_patterns(processes: ProcessPool, pattern: str) -> None:
+    chosen = config(2, 3)
+    names = (
+        "embedding blocks.3",
+        "blocks.0 blocks.1 gain",
+        "blocks.2 blocks.5 blocks.4",
+        "blocks.6 blocks.7",
+    )
+    modules = tuple(tuple(one.split()) for one in names) if pattern == "explicit" else ()
+    layers = 4 if pattern == "balanced" else 2  # the reference cannot split a parameter by rows
+    fragments = Fragments(pattern=pattern, layers_per_fragment=layers, modules=modules)  # type: ignore[arg-type]
+    check(Case(2, replace(chosen, fragments=fragments)), processes)
+
+
+@pytest.mark.parametrize(
+    ("workers", "layers", "delay", "mixing"),
+    [(2, 2, 5, 0.5), (2, 0, 0, 0.0), (1, 8, 1, 0.5), (3, 2, 5, 0.5)],
+)
+def test_with_fsdp_inside(
+    processes: ProcessPool, workers: int, layers: int, delay: int, mixing: float
+) -> None:
+    check(Case(workers, config(layers, delay, mixing), ranks=2), processes)
+
+
+@pytest.mark.parametrize(("layers", "delay", "mixing"), [(2, 5, 0.0), (0, 0, 0.5)])
+def test_four_workers(processes: ProcessPool, layers: int, delay: int, mixing: float) -> None:
+    check(Case(4, config(layers, delay, mixing)), processes)
+
+
+CODED = [
+    Quantization(codec="bf16"),
+    Quantization(codec="fp8_e4m3", block_size=16),
+    Quantization(codec="fp8_e5m2"),
+    Quantization(codec="int8", block_size=32),
+    Quantization(codec="fp4_e2m1"),
+    Quantization(codec="fp4_e3m0", block_size=128),
+    Quantization(codec="fp4_e3m0", rounding="stochastic"),
+    Quantization(codec="fp4_e2m1", error_feedback=True),
+    Quantization(codec="ternary", block_size=16, error_feedback=True),
+]
+
+
+def coded_name(chosen: Quantization) -> str:
+    feedback = "-feedback" if chosen.error_feedback else ""
+    return f"{chosen.codec}-{chosen.block_size}-{chosen.rounding}{feedback}"
+
+
+@pytest.mark.parametrize("chosen", CODED, ids=coded_name)
+def test_codecs(processes: ProcessPool, chosen: Quantization) -> None:
+    check(Case(2, replace(config(2, delay=5, mixing=0.5), quantization=chosen)), processes)
+
+
+@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (0, 0.5), (5, 0.0)])
+def test_delay_and_mixing_act_with_four_bits(
+    processes: ProcessPool, delay: int, mixing: float
+) -> None:
+    check(
+        Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="fp4_e3m0"))),
+        processes,
+    )
+
+
+@pytest.mark.parametrize("chosen", CODED, ids=coded_name)
+def test_codecs_with_a_second_hop_and_odd_shards(
+    processes: ProcessPool, chosen: Quantization
+) -> None:
+    """With three workers means are encoded, too; with two ranks, shards divide nothing evenly."""
+    check(Case(3, replace(config(2, 5, 0.5), quantization=chosen)), processes)
+    check(Case(2, replace(config(2, 1, 0.5), quantization=chosen), ranks=2), processes)
+
+
+@pytest.mark.parametrize("gather", ["fp32", "bf16", "int8"])
+def test_the_means_have_a_codec_of_their_own(processes: ProcessPool, gather: CodecName) -> None:
+    chosen = Quantization(codec="fp4_e3m0", gather_codec=gather)
+    check(Case(3, replace(config(0, 3, 0.5), quantization=chosen)), processes)
+
+
+WIRES = pytest.mark.parametrize(
+    "wire",
+    [
+        Quantization(),
+        Quantization(codec="fp4_e3m0", error_feedback=True),
+        Quantization(codec="int8", gather_codec="bf16"),
+    ],
+    ids=lambda wire: wire.codec,
+)
+
+
+@WIRES
+def test_means_are_weighted(processes: ProcessPool, wire: Quantization) -> None:
+    chosen = replace(config(0, delay=0), quantization=wire)
+    check(Case(3, chosen, weights=(3.0, 1.0, 2.0)), processes)
+
+
+@WIRES
+def test_dropped_workers_keep_their_own_parameters(
+    processes: ProcessPool, wire: Quantization
+) -> None:
+    chance = 0.6
+    kept = {sum(not is_dropped(chance, 3, worker, 0, r) for worker in range(3)) for r in (1, 2, 3)}
+    assert kept & {1, 2}, "the seed drops somebody, not everybody"
+    chosen = replace(config(0, delay=0), link=Link(drop_probability=chance), quantization=wire)
+    check(Case(3, chosen), processes)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    "wire",
+    [Quantization(), Quantization(codec="fp4_e2m1", error_feedback=True)],
+    ids=["fp32", "fp4"],
+)
+def test_a_worker_that_is_not_finite_is_left_out_and_recovers(
+    processes: ProcessPool, wire: Quantization, workers: int
+) -> None:
+    chosen = replace(config(0, delay=0), quantization=wire)
+    (spoiled, *_), (clean, *_) = (
+        processes.run(run_case, workers, Case(workers, chosen, spoiled_step=step))
+        for step in (8, 0)
+    )
+    assert all(value.isfinite().all() for values in spoiled for value in values.values())
+    assert not torch.equal(spoiled[1]["embedding.weight"], clean[1]["embedding.weight"])

@@ -1,0 +1,124 @@
+"""Records of rounds agree with what the parameters say."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.distributed.world import WORKER
+
+LATE_WORKER, LATE_SECONDS = 1, 0.3
+PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
+"""The outer step is the mean, so that each norm can be read off the parameters."""
+
+
+def flat(values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([full(value).double().flatten() for value in values.values()])
+
+
+def _rounds(
+    workers: int, ranks: int, codec: CodecName, measure_every: int
+) -> list[tuple[Round, dict[str, float]]]:
+    """Return every round, and its squares and scalar product from the parameters."""
+    world = join(workers, ranks)
+    model, wire = sharded(world), Quantization(codec=codec)
+    chosen = replace(PLAIN_MEAN, quantization=wire, measure_every=measure_every)
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen, shard_group=world.shards)
+    optimizer, found = sgd(model), []
+    for step in range(1, 13):
+        inner_step(model, optimizer, world.worker, step)
+        before, local = flat(outer.global_state_dict()), flat(dict(model.named_parameters()))
+        outer.step(weight=2.0)
+        after, rounds = flat(outer.global_state_dict()), outer.rounds()
+        assert len(rounds) == (step % 4 == 0)
+        delta, update = before - local, after - before
+        expected = {
+            "delta_square": float(delta.square().sum()),
+            "mean_square": float(update.square().sum()),
+            "update_square": float(update.square().sum()),
+            "drift": float((local - after).square().sum()),
+            "dot": -float(torch.dot(delta, update)),
+            "values": float(local.numel()),
+        }
+        found += [(one, expected) for one in rounds]
+    return found
+
+
+def measured(round_: Round) -> dict[str, float]:
+    names = ("delta_square", "mean_square", "update_square", "values")
+    found: dict[str, float] = {name: getattr(round_, name) for name in names}
+    return found | {"drift": float(round_.drift) ** 2, "dot": round_.traffic.dot}
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "codec"),
+    [(1, 1, "fp32"), (2, 1, "fp4_e3m0"), (3, 1, "fp32"), (3, 1, "int8"), (2, 2, "fp32")],
+)
+def test_squares_are_those_of_the_parameters(
+    processes: ProcessPool, workers: int, ranks: int, codec: CodecName
+) -> None:
+    """Ranks of a worker have a part each: their values add up."""
+    results = processes.run(_rounds, workers * ranks, workers, ranks, codec, 1)
+    for worker in range(workers):
+        for shards in zip(*results[worker * ranks :][:ranks], strict=True):
+            records = [measured(round_) for round_, _ in shards]
+            for name, expected in shards[0][1].items():
+                if name != "dot" or workers > 1:
+                    total = sum(record[name] for record in records)
+                    assert total == pytest.approx(expected, rel=1e-3), name
+            round_ = shards[0][0]
+            assert (round_.participants, round_.weight) == (workers, 8.0)
+            assert (round_.fragment, round_.applied_step) == (0, round_.sent_step)
+            if workers > 1:
+                traffic = round_.traffic
+                moments = [round_.due, round_.taken, round_.begun, max(traffic.heard.values())]
+                moments += [traffic.received, round_.ready, round_.fetched, round_.applied]
+                assert moments == sorted(moments)
+                assert min(traffic.bytes_sent, traffic.bytes_received) > 0
+
+
+def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
+    for found in processes.run(_rounds, 2, 2, 1, "fp32", 3):
+        for round_, expected in found:
+            record = measured(round_)
+            assert record.pop("values") == expected["values"]
+            assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
+
+
+def _slowed() -> list[dict[int, float]]:
+    world, model = join(3), Net()
+    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), PLAIN_MEAN), sgd(model)
+    for step in range(1, 13):
+        inner_step(model, optimizer, world.worker, step)
+        if world.worker == LATE_WORKER and step % 4 == 0:
+            time.sleep(LATE_SECONDS)
+        outer.step()
+    return [
+        {other: one.traffic.heard_after(other) for other in one.traffic.heard}
+        for one in outer.rounds()
+    ]
+
+
+def test_only_the_slow_worker_is_waited_for(processes: ProcessPool) -> None:
+    for worker, rounds in enumerate(processes.run(_slowed, 3)):
+        assert len(rounds) == 3
+        for heard_after in rounds:
+            late = [other for other, seconds in heard_after.items() if seconds > LATE_SECONDS / 2]
+            assert late == ([] if worker == LATE_WORKER else [LATE_WORKER])
+
+
+def test_rounds_nobody_asks_for_are_not_kept_for_ever() -> None:
+    outer = StreamingDiLoCo(Net(), None, PLAIN_MEAN)
+    for _ in range(4 * 300):
+        outer.step()
+    rounds = outer.rounds()
+    assert (len(rounds), rounds[-1].sent_step) == (256, 1200)
+    assert outer.rounds() == []

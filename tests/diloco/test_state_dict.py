@@ -1,0 +1,221 @@
+"""Saved outer state: resumed is uninterrupted, and other settings take over what they can."""
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sgd, sharded
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import (
+    Fragments,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
+from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.diloco.state_dict import (
+    SavedState,
+    facts_for_new_worker,
+    shared_parameter_name,
+)
+from torchtitan_diloco.distributed.world import WORKER
+
+State = dict[str, Any]
+
+
+def _interrupted(wire: Quantization, pattern: Fragments, stop_at: int) -> list[Any]:
+    """Return the fragments in flight at a save, and the ends of the saved and the resumed run."""
+    world = join(2)
+    chosen = replace(config(2, delay=5, name="adam", lr=0.05), quantization=wire, fragments=pattern)
+    model, again = Net(), Net()
+    outer, resumed = (StreamingDiLoCo(one, world.group(WORKER), chosen) for one in (model, again))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.02) for one in (model, again)]
+    for step in range(1, stop_at + 1):
+        inner_step(model, optimizers[0], world.worker, step)
+        outer.step()
+    saved = copy.deepcopy((model.state_dict(), optimizers[0].state_dict(), outer.state_dict()))
+    again.load_state_dict(saved[0])
+    optimizers[1].load_state_dict(saved[1])
+    assert resumed.load_state_dict(saved[2]) == []
+    ends = []
+    for current, optimizer, loop in zip((model, again), optimizers, (outer, resumed), strict=True):
+        for step in range(stop_at + 1, 40):
+            inner_step(current, optimizer, world.worker, step)
+            loop.step()
+        state = loop.state_dict()
+        assert set(state.pop("exchanged")) == {
+            "diloco/exchange_seconds",
+            "diloco/coding_seconds",
+            "diloco/transfer_waiting_seconds",
+            "diloco/sent_bytes",
+            "diloco/received_bytes",
+        }
+        ends.append((parameters(current), state))
+    return [len(saved[2]["facts"]["in_flight"]), *ends]
+
+
+def assert_same(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("stop_at", "in_flight"), [(7, 0), (12, 5), (13, 4), (16, 2)])
+@pytest.mark.parametrize(
+    "wire",
+    [Quantization(), Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)],
+    ids=["fp32", "fp4-stochastic-feedback"],
+)
+@pytest.mark.parametrize("pattern", ["strided", "balanced"])
+def test_resumed_is_uninterrupted_bit_for_bit(
+    processes: ProcessPool, wire: Quantization, pattern: Any, stop_at: int, in_flight: int
+) -> None:
+    fragments = Fragments(pattern=pattern, layers_per_fragment=2)
+    for saved, went_on, resumed in processes.run(_interrupted, 2, wire, fragments, stop_at):
+        assert saved == in_flight
+        assert_same(went_on[0], resumed[0])
+        assert went_on[1]["facts"] == resumed[1]["facts"]
+        assert_same(went_on[1]["shared"], resumed[1]["shared"])
+        assert_same(went_on[1]["own"], resumed[1]["own"])
+
+
+def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
+    """Return the notes of a restart with other settings, and shared tensors before and after."""
+    world = join(2)
+    model, again, chosen = Net(), Net(), config(2, delay=5)
+    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), sgd(model)
+    for step in range(1, 14):
+        inner_step(model, optimizer, world.worker, step)
+        outer.step()
+    saved = outer.state_dict()
+    assert saved["facts"]["in_flight"]
+    outer.drain()
+    resumed = StreamingDiLoCo(again, world.group(WORKER), replace(chosen, **changes))
+    again.load_state_dict(parameters(model))
+    notes = resumed.load_state_dict(copy.deepcopy(saved))
+    loaded = resumed.state_dict()
+    for step in range(14, 40):
+        inner_step(again, optimizer, world.worker, step)
+        resumed.step()
+    resumed.drain()
+    return notes, outer.state_dict()["shared"], loaded["shared"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sync_every": 12}, ["applied now"]),
+        ({"overlap": Overlap(delay=2)}, ["applied now"]),
+        ({"fragments": Fragments(layers_per_fragment=8)}, ["applied now"]),
+        ({"fragments": Fragments(pattern="balanced", layers_per_fragment=4)}, ["applied now"]),
+        (
+            {"sync_every": 12, "outer_optimizer": OuterOptimizer(name="adam")},
+            ["applied now", "starts from zero"],
+        ),
+        (
+            {"sync_every": 12, "quantization": Quantization(codec="int8", error_feedback=True)},
+            ["applied now", "starts from zero"],
+        ),
+    ],
+)
+def test_a_restart_takes_over_what_it_can(
+    processes: ProcessPool, changes: State, words: list[str]
+) -> None:
+    """What was in flight is applied at once, as a drain would; tensors follow their names."""
+    for notes, before, after in processes.run(_resumed_otherwise, 2, changes):
+        assert len(notes) == len(words)
+        assert all(word in note for word, note in zip(words, notes, strict=True))
+        if "outer_optimizer" in changes:
+            before, after = (
+                {name: one for name, one in each.items() if name.startswith("outer/")}
+                for each in (before, after)
+            )
+        assert_same(after, before)
+
+
+def _through_a_template() -> tuple[State, State]:
+    world = join(1, ranks=2)
+    model = sharded(world)
+    outer, optimizer = StreamingDiLoCo(model, None, config(2, delay=5)), sgd(model)
+    for step in range(1, 14):
+        inner_step(model, optimizer, 0, step)
+        outer.step()
+    saved = SavedState(**outer.state_dict(world.host_mesh))
+    facts = json.loads(json.dumps(saved.facts))
+    names = [*saved.shared, "model/blocks.0.weight"]
+    template = SavedState.template(model, facts, names, saved.own, world.host_mesh)
+    assert template.shared.keys() == saved.shared.keys()
+    for name, room in template.shared.items():
+        assert not room.to_local().any()  # type: ignore[attr-defined]
+        room.copy_(saved.shared[name])
+    again = StreamingDiLoCo(model, None, config(2, delay=5))
+    assert again.load_state_dict(template) == []
+    loaded = again.state_dict(world.host_mesh)["shared"]
+    return {n: full(v) for n, v in saved.shared.items()}, {n: full(v) for n, v in loaded.items()}
+
+
+def test_a_template_has_room_for_a_saved_state(processes: ProcessPool) -> None:
+    for saved, loaded in processes.run(_through_a_template, 2):
+        assert_same(loaded, saved)
+
+
+def test_a_new_worker_has_nothing_to_send() -> None:
+    outer = StreamingDiLoCo(Net(), None, config(2))
+    outer.step(weight=3.0)
+    facts = outer.state_dict()["facts"]
+    weights = [fragment["weight"] for fragment in facts_for_new_worker(facts)["fragments"]]
+    assert weights == [0.0] * 5
+    assert facts["fragments"][0]["weight"] == 3.0
+
+
+def test_data_parallelism_starts_from_the_shared_parameters() -> None:
+    saved = SavedState(**StreamingDiLoCo(Net(), None, config(2)).state_dict())
+    saved.shared[shared_parameter_name("gain")].fill_(7.0)
+    model = Net()
+    assert "no outer loop any more" in DataParallel(model).load_state_dict(saved)[0]
+    assert model.gain.item() == 7.0
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    saved, other = StreamingDiLoCo(Net(), None, config(2)).state_dict(), Net()
+    other.gain = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"gain is \(2,\) here and \(1,\) there"):
+        StreamingDiLoCo(other, None, config(2)).load_state_dict(saved)
+
+
+def trained(steps: int) -> tuple[Net, StreamingDiLoCo]:
+    model = Net()
+    outer, optimizer = StreamingDiLoCo(model, None, config(2, delay=5)), sgd(model)
+    for step in range(1, steps + 1):
+        inner_step(model, optimizer, 0, step)
+        outer.step()
+    return model, outer
+
+
+def test_loading_gives_up_what_is_in_flight() -> None:
+    _, outer = trained(0)
+    saved = outer.state_dict()
+    _, later = trained(11)
+    later.load_state_dict(saved)
+    again = later.state_dict()
+    assert again["facts"] == saved["facts"]
+    assert_same(again["shared"], saved["shared"])
+
+
+def test_a_restart_from_the_model_forgets_everything_else() -> None:
+    model, outer = trained(20)
+    nn.init.constant_(model.gain, 7.0)
+    wanted: dict[str, Tensor] = parameters(model)
+    outer.restart_from_model(100)
+    outer.drain()
+    assert_same(outer.global_state_dict(), wanted)
+    assert_same(parameters(model), wanted)
+    saved = outer.state_dict()
+    assert saved["facts"]["step"] == 100
+    slots = [value for name, value in saved["shared"].items() if name.startswith("slot-")]
+    assert slots
+    assert not any(slot.any() for slot in slots)

@@ -1,0 +1,70 @@
+"""Signals and requests that all ranks follow after the same step."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.distributed.test_world import join
+from tests.processes import ProcessPool
+from torchtitan_diloco.distributed.stop import StopRequest
+from torchtitan_diloco.utils import STOP_SIGNALS
+
+
+def _train_until_signalled(signalled_rank: int) -> int:
+    """Take steps of different length on each rank; one rank gets a signal in its fifth."""
+    world = join(1)
+    with StopRequest(world) as stop:
+        for step in range(1, 1000):
+            time.sleep(0.001 * (1 + world.rank))
+            if step == 5 and world.rank == signalled_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.agreed(step).stop:
+                return step
+    return -1
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 2])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    processes: ProcessPool, signalled_rank: int
+) -> None:
+    steps = processes.run(_train_until_signalled, 3, signalled_rank)
+    assert len(set(steps)) == 1
+    assert 5 <= steps[0] <= 6
+
+
+def _ask_to_save() -> list[int]:
+    world = join(1)
+    with StopRequest(world, lag=3) as stop:
+        return [
+            step for step in range(12) if stop.agreed(step, save=world.rank == 1 and step == 4).save
+        ]
+
+
+def test_all_ranks_save_after_the_same_step_when_one_asks(processes: ProcessPool) -> None:
+    assert processes.run(_ask_to_save, 3) == [[7]] * 3
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_stops_a_single_process_and_its_handler_is_restored(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with StopRequest(join(1)) as stop:
+        assert stop.agreed(1) == (False, False)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the same request, passed on by a launcher
+        assert stop.agreed(2, save=True) == (True, True)
+    assert signal.getsignal(number) == before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest(join(1)) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.agreed(1).stop
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,186 @@
+"""What the launcher decides before it starts anything."""
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from torchtitan_diloco.launch import (
+    LaunchError,
+    Node,
+    count_gpus,
+    describe_failures,
+    local_processes,
+    main,
+    read_node,
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "fsdp", "nodes", "gpus", "nproc", "expected"),
+    [
+        # On the CPU the config decides.
+        (1, 0, 1, 0, None, 1),
+        (2, 3, 1, 0, None, 6),
+        (4, 0, 2, 0, None, 2),
+        (3, 2, 2, 0, None, 3),
+        # Every GPU gets a process, unless the config fixes the world.
+        (2, 0, 1, 8, None, 8),
+        (3, 0, 3, 8, None, 8),
+        (2, 2, 1, 8, None, 4),
+        # NPROC goes before both.
+        (2, 0, 1, 0, 4, 4),
+        (2, 0, 1, 8, 2, 2),
+        (2, 2, 2, 0, 2, 2),
+        (2, 2, 1, 2, 4, 4),
+    ],
+)
+def test_local_processes(
+    workers: int, fsdp: int, nodes: int, gpus: int, nproc: int | None, expected: int
+) -> None:
+    found = local_processes(workers=workers, fsdp=fsdp, nodes=nodes, gpus=gpus, nproc=nproc)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "fsdp", "nodes", "gpus", "nproc", "message"),
+    [
+        (3, 0, 1, 8, None, "8 GPUs x NNODES=1 = 8 processes cannot be divided among diloco.work"),
+        (2, 0, 1, 0, 3, "NPROC=3 x NNODES=1 = 3 processes cannot be divided"),
+        (3, 0, 2, 0, None, "diloco.workers=3 x parallel.fsdp=1 = 3 processes do not fit NNODES=2"),
+        (2, 2, 1, 0, 3, "parallel.fsdp=2 = 4 processes do not fit NPROC=3 x NNODES=1"),
+        (2, 8, 1, 8, None, "parallel.fsdp=8 = 16 processes do not fit 8 GPUs x NNODES=1"),
+    ],
+)
+def test_totals_that_do_not_fit(
+    workers: int, fsdp: int, nodes: int, gpus: int, nproc: int | None, message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        local_processes(workers=workers, fsdp=fsdp, nodes=nodes, gpus=gpus, nproc=nproc)
+
+
+def test_one_node_needs_no_variables() -> None:
+    assert read_node({}) == Node()
+    assert read_node({"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "host:1"}) == Node()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [("a", "a:29500"), ("a:12", "a:12"), ("[::1]", "[::1]:29500"), ("[::1]:12", "[::1]:12")],
+)
+def test_two_nodes(endpoint: str, expected: str) -> None:
+    variables = {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, "RDZV_ID": "job"}
+    assert read_node(variables) == Node(2, 1, "static", expected, "job")
+    del variables["NODE_RANK"]
+    assert read_node(variables | {"RDZV_BACKEND": "c10d"}).backend == "c10d"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RDZV_ENDPOINT": "host:1"}, "RDZV_ENDPOINT=host:1 .* but NNODES is not set"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1, but NNODES is not set"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs RDZV_ENDPOINT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, r"NODE_RANK \(now None\).* 0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, "numbered 0 to 1"),
+        ({"NNODES": "-1"}, "NNODES=-1 is not a whole number from 1 up"),
+    ],
+)
+def test_variables_that_do_not_fit(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        read_node(variables)
+
+
+@pytest.mark.parametrize("key", ["NPROC", "SHUTDOWN_SECONDS", "OMP_NUM_THREADS"])
+def test_mistakes_are_one_line(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(key, "x")
+    assert main(["--run.device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {key}=x is not a whole number")
+    assert main(["--diloco.wrkers", "3"]) == 2
+    assert "workers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("listed", "selection", "expected"),
+    [
+        (8, None, 8),
+        (0, "0,1", 0),  # set for all of a cluster, on a node without GPUs
+        (8, "", 0),
+        (8, "0,9,1", 1),  # CUDA stops at the first that does not exist
+        (8, "GPU-8932f937,GPU-1", 2),
+        (1, "MIG-1,MIG-2", 2),
+    ],
+)
+def test_gpus(
+    listed: int,
+    selection: str | None,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listing = "".join(f"GPU {number}: A\\n  MIG 1g: (UUID)\\n" for number in range(listed))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if selection is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0+cpu")
+    assert count_gpus() == 0
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0")
+    assert count_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "code", "line"),
+    [
+        (
+            {1: 3, 0: -signal.SIGTERM},
+            3,
+            "error: rank 1 failed with exit code 3; the message of the first to fail is above",
+        ),
+        ({2: 1, 0: 7}, 1, "error: rank 0 failed with exit code 7, rank 2 failed with exit code 1;"),
+        ({0: -signal.SIGSEGV}, 139, "error: rank 0 was ended by SIGSEGV"),
+        ({0: -signal.SIGTERM}, 143, "error: rank 0 was ended by SIGTERM"),
+    ],
+)
+def test_failures_in_one_line(exit_codes: dict[int, int], code: int, line: str) -> None:
+    found, described = describe_failures(exit_codes)
+    assert found == code
+    assert described.startswith(line)
+
+
+@pytest.mark.parametrize("word", ["--help", "--print-config"])
+def test_questions_are_answered_without_torch(word: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "torchtitan_diloco.launch", word]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "diloco" in answer.stdout
+    imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+    assert "torchtitan_diloco.config" in imported
+    assert not imported & {"torch", "numpy"}
+
+
+def test_help_whose_reader_leaves_is_no_error() -> None:
+    command = f"'{sys.executable}' -u -m torchtitan_diloco.launch --help | head -n 1"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert answer.stderr == ""
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "torchtitan_diloco.launch"]
+    process = subprocess.Popen(
+        [*command, "--run.folder", str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.endswith(" dataclasses\n"):  # config is imported after it
+            os.kill(process.pid, signal.SIGINT)
+            break
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait() == -signal.SIGINT

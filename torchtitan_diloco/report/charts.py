@@ -1,0 +1,319 @@
+"""Line charts and timelines, drawn by matplotlib.
+
+On a page they are SVG with text as text and CSS variables as colours, so that they follow the
+reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no script is needed.
+"""
+
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from torchtitan_diloco.components.timeline import LANES, PHASE_NAMES, Phase
+from torchtitan_diloco.report.run_records import Array
+from torchtitan_diloco.utils import brief
+
+COLOURS = {  # name: on a light and on a dark background
+    "surface": ("#ffffff", "#15181d"),
+    "text": ("#1a1d21", "#e8eaed"),
+    "muted": ("#565f6b", "#a8b0bb"),
+    "grid": ("#e4e7eb", "#2b3038"),
+    "axis": ("#9aa3ad", "#636c78"),
+    "band": ("#dde4ec", "#2a313a"),
+    # Readers with a colour vision deficiency can tell most of these apart as well.
+    "series-1": ("#0b62b0", "#6cb2ff"),
+    "series-2": ("#c24a17", "#ff9a66"),
+    "series-3": ("#1b7f53", "#5cd1a0"),
+    "series-4": ("#8d4fa8", "#cda0ea"),
+    "series-5": ("#936500", "#ecc04f"),
+    "series-6": ("#0f7796", "#63cfe8"),
+    "series-7": ("#bd3470", "#ff8fb9"),
+    "series-8": ("#66707c", "#a6adb8"),
+}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+SERIES = 8
+PHASE_COLOURS = {"computing": "band"} | {
+    name: f"series-{number}"
+    for name, number in zip(PHASE_NAMES, (5, 2, 4, 1, 8, 3, 6), strict=True)
+}
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
+STYLE: Any = {
+    "axes.edgecolor": LIGHT["axis"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.xmargin": 0.02,
+    "figure.dpi": 72,  # a unit of the SVG is a point
+    "font.size": 12.5,
+    "grid.color": LIGHT["grid"],
+    "text.color": LIGHT["text"],
+    "xaxis.labellocation": "right",
+    "xtick.color": LIGHT["axis"],
+    "xtick.labelcolor": LIGHT["muted"],
+    "ytick.labelcolor": LIGHT["muted"],
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+}
+STEPS = [1, 2, 5, 10]
+"""Distances of the numbers on an axis, up to a power of ten."""
+LINE_CHART_SIZE = (430.0, 226.0)
+"""Small, so that texts are readable on a telephone."""
+HOVER_STRIPS = 48
+MAX_DOTS = 80
+LARGEST = 1e100
+"""Values beyond are not drawn: an axis cannot be computed for all floating-point numbers."""
+TIMELINE_WIDTH = 980.0
+LEFT, RIGHT, BELOW = 86.0, 12.0, 46.0
+"""Margins of a timeline."""
+LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
+MAX_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Curve of a line chart. Values that have no place on the axis are gaps."""
+
+    name: str
+    x: Array
+    y: Array
+    series: int
+    """Curves of one series have one colour."""
+    dashed: bool = False
+    dots: bool = False
+    faint: bool = False
+    """Drawn thin and behind the other curves."""
+
+
+def series_colour(series: int) -> str:
+    return f"series-{series % SERIES + 1}"
+
+
+def css_variables(root: str = ":root") -> str:
+    """Return the style sheet of charts. `root` selects the elements that get the colours."""
+    light, dark = (
+        "".join(f"--{name}:{pair[scheme]};" for name, pair in COLOURS.items()) for scheme in (0, 1)
+    )
+    return (
+        f"{root}{{color-scheme:light dark;{light}}}"
+        f"@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}"
+        f".chart text{{font-family:{FONT}!important;pointer-events:none}}"
+        ".hover{fill:var(--text);fill-opacity:0}.hover:hover{fill-opacity:.07}"
+    )
+
+
+@rc_context(STYLE)
+def line_chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    x_label: str,
+    log: bool = False,
+    bottom: float | None = None,
+    top: float | None = None,
+) -> str:
+    """Return curves over a common axis as SVG, without title and legend.
+
+    `log`: with a logarithmic y axis; `bottom` and `top`: ends of the y axis.
+    """
+    figure = Figure(_inches(*LINE_CHART_SIZE), layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, yscale="log" if log else "linear")
+    for curve in curves:
+        _plot(axes, curve, log)
+    axes.set_ylim(bottom, top)
+    low, high = axes.get_ylim()
+    few = (1, 2, 5) if high < 1000 * low else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=few) if log else MaxNLocator(5, steps=STEPS))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(_short)
+    axes.grid(axis="y")
+    svg = _svg(figure, title)
+    return svg.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
+
+
+def _plot(axes: Axes, curve: Curve, log: bool) -> None:
+    """Draw a curve, with a dot where a point has no neighbour."""
+    shown = (np.abs(curve.y) < LARGEST) & ((curve.y > 0) | (not log))
+    padded = np.pad(shown, 1)
+    alone = shown & ~padded[:-2] & ~padded[2:]
+    dots = shown if curve.dots and shown.size <= MAX_DOTS else alone
+    axes.plot(
+        curve.x,
+        np.where(shown, curve.y, np.nan),
+        color=LIGHT[series_colour(curve.series)],
+        linestyle="--" if curve.dashed else "-",
+        linewidth=1.2 if curve.faint else 2.0,
+        alpha=0.45 if curve.faint else None,
+        zorder=2.1 if curve.faint else 2.2,
+        marker="o",
+        markersize=6,
+        markevery=np.flatnonzero(dots).tolist(),
+    )
+
+
+def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
+    """Return invisible SVG strips over a drawn plot, whose tooltips are the values below them."""
+    edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
+    left, bottom, width, height = axes.get_position().bounds * np.tile(LINE_CHART_SIZE, 2)
+    strips = ""
+    for place, (start, end) in enumerate(itertools.pairwise(edges)):
+        lines: list[str] = []
+        position = start
+        for curve in curves:
+            inside = np.flatnonzero((curve.x >= start) & (curve.x < end) & np.isfinite(curve.y))
+            if inside.size:
+                lines.append(f"{curve.name}: {curve.y[inside[-1]]:.4g}")
+                position = max(position, curve.x[inside[-1]])
+        if lines:
+            tooltip = _escape("\n".join([f"{_short(position)} {x_label}", *lines]))
+            strips += (
+                f'<rect class="hover" x="{left + place * width / HOVER_STRIPS:.2f}" '
+                f'y="{LINE_CHART_SIZE[1] - bottom - height:.2f}" height="{height:.2f}" '
+                f'width="{width / HOVER_STRIPS:.2f}"><title>{tooltip}</title></rect>\n'
+            )
+    return strips
+
+
+def timeline_svg(title: str, phases: Sequence[Phase], width: float) -> str:
+    """Return the two threads of every worker over time as SVG, without title and legend."""
+    figure, tooltips = _draw_timeline(phases, width)
+    return _svg(figure, title, tooltips)
+
+
+def save_timeline(title: str, phases: Sequence[Phase], path: Path) -> None:
+    """Write a timeline with title and legend to an .svg or .png file."""
+    figure, tooltips = _draw_timeline(phases, TIMELINE_WIDTH, title)
+    if path.suffix == ".svg":
+        path.write_text(_svg(figure, title, tooltips, standalone=True), encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=144)
+
+
+@rc_context(STYLE)
+def _draw_timeline(
+    phases: Sequence[Phase], width: float, title: str = ""
+) -> tuple[Figure, list[str]]:
+    """Draw two lanes per worker. Return the figure and the tooltips of its bars."""
+    workers = sorted({phase.worker for phase in phases})
+    hidden = len(workers) - MAX_WORKERS
+    rows = {
+        (worker, lane): row * WORKER_STEP + number * LANE_STEP
+        for row, worker in enumerate(workers[:MAX_WORKERS])
+        for number, lane in enumerate(LANES)
+    }
+    start = min(phase.start_seconds for phase in phases)
+    end = max(phase.end_seconds for phase in phases) - start
+    lanes = WORKER_STEP * len(rows) / len(LANES)
+    height, plot_width = lanes + BELOW + (62 if title else 4), width - LEFT - RIGHT
+    figure = Figure(_inches(width, height))
+    axes = figure.add_axes(
+        (LEFT / width, BELOW / height, plot_width / width, lanes / height),
+        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock"
+        + (f"; {hidden} more workers are not shown" if hidden > 0 else ""),
+        xlim=(0, end),
+        ylim=(lanes, 0),
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=STEPS))
+    axes.xaxis.set_major_formatter(_short)
+    names = [f"worker {worker}" if lane == "training" else lane for worker, lane in rows]
+    axes.set_yticks([top + LANE / 2 for top in rows.values()], names, ha="left")
+    axes.tick_params(axis="y", pad=LEFT - 2)
+    for (_, lane), top, label in zip(rows, rows.values(), axes.get_yticklabels(), strict=True):
+        if lane == "training":
+            axes.add_patch(Rectangle((0, top), end, LANE, color=LIGHT["band"], linewidth=0))
+            label.set(color=LIGHT["text"], weight="bold")
+        else:
+            axes.axhline(top + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
+    shown = [phase for phase in phases if (phase.worker, phase.lane) in rows]
+    for number, phase in enumerate(shown):
+        corner = (phase.start_seconds - start, rows[phase.worker, phase.lane])
+        _draw_bar(axes, phase, corner, end / plot_width, f"tip-{number}")
+    if title:
+        present = {"computing", *(phase.name for phase in shown)}
+        handles = [
+            Patch(color=LIGHT[colour], label=name)
+            for name, colour in PHASE_COLOURS.items()
+            if name in present
+        ]
+        figure.text(2 / width, 1 - 18 / height, title, fontsize=14, fontweight="bold")
+        legend = figure.legend(handles=handles, ncols=8, frameon=False, handlelength=0.8)
+        legend.set(loc="upper left", bbox_to_anchor=(0, 1 - 18 / height))
+    return figure, [_bar_tooltip(phase) for phase in shown]
+
+
+def _draw_bar(
+    axes: Axes, phase: Phase, corner: tuple[float, float], seconds_per_point: float, gid: str
+) -> None:
+    """Draw a phase, with the number of its fragment if there is room."""
+    length = max(phase.seconds, seconds_per_point)
+    colour = LIGHT[PHASE_COLOURS[phase.name]]
+    axes.add_patch(Rectangle(corner, length, LANE, facecolor=colour, linewidth=0, gid=gid))
+    fragment, centre = str(phase.fragment), (corner[0] + length / 2, corner[1] + LANE / 2)
+    if length / seconds_per_point > 8 * len(fragment) + 4:
+        text = axes.text(*centre, fragment, color=LIGHT["surface"])
+        text.set(ha="center", va="center_baseline")
+
+
+def _bar_tooltip(phase: Phase) -> str:
+    name = f" ({phase.fragment_name})" if phase.fragment_name else ""
+    sent = "" if phase.sent_bytes is None else f", {_short(phase.sent_bytes)}B sent"
+    return (
+        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
+        f"fragment {phase.fragment}{name}, round {phase.outer_round}{sent}"
+    )
+
+
+def _inches(width: float, height: float) -> tuple[float, float]:
+    return width / 72, height / 72
+
+
+def _short(value: float, _: object = None) -> str:
+    """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
+    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
+
+
+def _svg(
+    figure: Figure, title: str, tooltips: Sequence[str] = (), *, standalone: bool = False
+) -> str:
+    """Return a figure as SVG for a page or, `standalone`, for a file of its own."""
+    buffer = io.StringIO()
+    width, height = figure.get_size_inches() * 72
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {width}"}
+    with rc_context(options):  # the salt makes ids unique on a page and the same in every run
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=not standalone, metadata=metadata)
+    body = buffer.getvalue().partition("</defs>")[2]
+
+    for number, tooltip in enumerate(tooltips):
+        body = body.replace(f'<g id="tip-{number}">', f"<g><title>{_escape(tooltip)}</title>")
+    body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
+    body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
+    for name, light in LIGHT.items():
+        body = body.replace(light, f"var(--{name})")
+    opening = (
+        f'<svg class="chart" role="img" aria-label="{_escape(title)}" '
+        f'viewBox="0 0 {width:g} {height:g}" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    )
+    if not standalone:
+        return f"{opening}>{body}"
+    size = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
+    style = f"<title>{_escape(title)}</title><style>{escape(css_variables('svg'))}</style>"
+    return f"{opening} {size}>{style}{body}"
+
+
+def _escape(text: str) -> str:
+    """Escape text for XML, which cannot hold most control characters."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
