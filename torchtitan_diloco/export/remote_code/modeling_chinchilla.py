@@ -114,8 +114,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ChinchillaConfig) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
-        swiglu = config.activation == "swiglu"
-        self.gate = nn.Linear(width, inner, bias=False) if swiglu else None
+        self.gate: nn.Linear | None = None
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
