@@ -1,6 +1,5 @@
 """Trainer: builds the parts of a run and holds its loop. Only it sees the whole configuration."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -18,6 +17,7 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
+    SkippedSteps,
     autocast,
     build_optimizer,
     clip_gradients,
@@ -31,6 +31,7 @@ from torchtitan_diloco.components.resume import changed_settings, find_start, re
 from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
+    log_end,
     log_plan,
     plan_run,
     validation_due,
@@ -56,7 +57,7 @@ from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.planner.observed import log_summary, run_summary
-from torchtitan_diloco.utils import GarbageControl, clock, code_fingerprint, logger
+from torchtitan_diloco.utils import GarbageControl, clock, logger
 
 STEPS_APART = 6
 """Steps by which workers that train on their own may run apart before they wait for an answer."""
@@ -80,9 +81,10 @@ class Trainer:
         self._assert_agreement()
 
         self.resumed = self._resumed_state()
-        self.step, self.skipped_in_a_row = self.resumed.step, self.resumed.skipped_in_a_row
+        self.step = self.resumed.step
+        skipped_in_a_row = self.resumed.skipped_in_a_row
+        self.skips = SkippedSteps(config.training.max_skipped_steps, skipped_in_a_row)
         self._build_model()
-        self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.loader = build_train_loader(
@@ -131,7 +133,9 @@ class Trainer:
                 requests = stop.agreed(self.step, save=checkpointer.due_by_time())
                 then = after_step(self.plan, self.step, requests, *sections)
                 if then.drain:
-                    telemetry.drained(self._drain())
+                    started = time.perf_counter()
+                    self.outer.drain()
+                    telemetry.drained(time.perf_counter() - started)
                 if then.report:
                     telemetry.open(self.step, self.lr, stop.waited_seconds)
                 telemetry.publish(self.step, all=then.publish_all)
@@ -145,7 +149,9 @@ class Trainer:
             checkpointer.wait()
             summary = self._summarise(telemetry)
         garbage.close()
-        self._log_end(folder, summary, telemetry.elapsed_seconds)
+        log_end(self.plan, self.step, config.training, config.checkpoint, folder)
+        log_summary(summary)
+        logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
@@ -156,7 +162,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
         self.step += 1
-        config, plan = self.config.training, self.plan
+        config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
         set_lr(self.optimizer, self.lr)
         # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
         scale = self.world.size / plan.tokens_per_step
@@ -170,35 +176,21 @@ class Trainer:
                 sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
-        norm = clip_gradients(self.parameters, config.max_gradient_norm, self.world.group(FSDP))
+        norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
         # Read here, where the norm has been waited for: later a GPU would run out of work.
         loss = cross_entropy.item()
-        skipped = not math.isfinite(norm)
+        skipped = self.skips.count(self.step, norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         tokens = plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
         self.outer.step(weight=0.0 if skipped else tokens)
-        self._count_skipped(skipped, norm)
         return StepResult(loss, norm, skipped)
 
     @property
     def lr(self) -> float:
         factor = lr_factor(self.step, self.plan.total_steps, self.config.lr_schedule)
         return self.config.optimizer.lr * factor
-
-    def _count_skipped(self, skipped: bool, norm: float) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if not skipped:
-            return
-        logger.warning(f"step {self.step}: gradient norm is {norm}, so the step is skipped")
-        limit = self.config.training.max_skipped_steps
-        if self.skipped_in_a_row > limit:
-            raise ValueError(
-                f"{self.skipped_in_a_row} steps in a row, up to step {self.step}, had gradients "
-                f"that are not finite, more than training.max_skipped_steps = {limit}: lower "
-                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data"
-            )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         return Telemetry(
@@ -213,8 +205,8 @@ class Trainer:
         )
 
     def _checkpointer(self, folder: Path) -> Checkpointer:
-        parts = self.model, self.optimizer, self.outer
-        return Checkpointer(self.config.checkpoint, folder, self.world, *parts)
+        parts = self.world, self.model, self.optimizer, self.outer
+        return Checkpointer(self.config.checkpoint, folder, *parts)
 
     @property
     def _lag(self) -> int:
@@ -225,12 +217,6 @@ class Trainer:
         if self.config.diloco.method == "none" or self.world.workers == 1:
             return 1
         return max(STEPS_APART, self.config.diloco.overlap.delay)
-
-    def _drain(self) -> float:
-        """Apply everything in flight and return the seconds it took."""
-        started = time.perf_counter()
-        self.outer.drain()
-        return time.perf_counter() - started
 
     def _summarise(self, telemetry: Telemetry) -> dict[str, Any]:
         summary = run_summary(
@@ -248,21 +234,6 @@ class Trainer:
             telemetry.draw(self.step)
         return summary
 
-    def _log_end(self, folder: Path, summary: dict[str, Any], elapsed_seconds: float) -> None:
-        stop_after = self.config.training.stop_after
-        if self.step < self.plan.total_steps:
-            paused = 0 < stop_after <= self.step
-            reason = f"training.stop_after = {stop_after}" if paused else "a signal"
-            command = "with a later one or none, the same command" if paused else "the same command"
-            saved = paused or self.config.checkpoint.at_end
-            hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
-            logger.info(
-                f"stopped after step {self.step} of {self.plan.total_steps}, "
-                f"as asked by {reason}{hint}"
-            )
-        log_summary(summary)
-        logger.info(f"took {clock(elapsed_seconds)}; the run is in {folder}")
-
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _manifest(self, telemetry: Telemetry) -> Manifest:
@@ -270,7 +241,7 @@ class Trainer:
             step=self.step,
             tokens=self.plan.tokens_at(self.step),
             position=self.loader.position,
-            skipped_in_a_row=self.skipped_in_a_row,
+            skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
             totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
             totals_after=self.resumed.totals_after,
@@ -425,8 +396,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         facts |= {
-            "code": code_fingerprint(),
-            "torch version": str(torch.__version__),
             "tokenizer": self.tokenizer.fingerprint,
             "corpus": self.worker_shards.fingerprint,
         }

@@ -154,3 +154,17 @@ def log_plan(
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
+
+
+def log_end(
+    plan: RunPlan, step: int, training: Training, checkpoint: Checkpoint, folder: Path
+) -> None:
+    """Log why a run stopped before its last step and how to resume it."""
+    if step == plan.total_steps:
+        return
+    paused = 0 < training.stop_after <= step
+    reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
+    command = "with a later one or none, the same command" if paused else "the same command"
+    saved = paused or checkpoint.at_end
+    hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
+    logger.info(f"stopped after step {step} of {plan.total_steps}, as asked by {reason}{hint}")
