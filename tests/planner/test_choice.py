@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import (
-    DiLoCo,
+    DiLoCoConfig as DiLoCo,
     Fragments,
     OuterOptimizer,
     Overlap,
