@@ -51,8 +51,8 @@ class Work:
         config = DiLoCoConfig(
             sync_every=1, fragments=Fragments(layers_per_fragment=0), overlap=Overlap(delay=0)
         )
-        model = nn.Linear(values, 1, bias=False)
-        self._outer, self._delta = StreamingDiLoCo(model, None, config), torch.randn(values)
+        self.model = model = nn.Linear(values, 1, bias=False)
+        self.outer, self._delta = StreamingDiLoCo(model, None, config), torch.randn(values)
         self._payload = torch.empty(self._codec.wire_bytes(min(CHUNK, values)), dtype=torch.uint8)
 
     def once(self) -> None:
@@ -64,7 +64,7 @@ class Work:
                 self._codec.encode(values, encoded)
             for values, encoded in zip(pieces, payload, strict=True):
                 self._codec.average([encoded, encoded], [1.0, 1.0], values)
-        self._outer.step()
+        self.outer.step()
 
 
 def work_until(ended: Callable[[], bool], done: Any, codec: CodecName, values: int) -> None:

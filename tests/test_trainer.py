@@ -203,9 +203,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     assert [trainer.train_step(batches).skipped for _ in range(2)] == [True, True]
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert trainer.skipped_in_a_row == 2
+    assert trainer.skips.in_a_row == 2
     assert not trainer.train_step(batches).skipped
-    assert trainer.skipped_in_a_row == 0
+    assert trainer.skips.in_a_row == 0
     assert all(math.isfinite(loss) for loss in curve(records(trainer.run()), LOSS))
 
 

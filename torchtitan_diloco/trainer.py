@@ -395,8 +395,6 @@ class Trainer:
     def _assert_agreement(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-        facts |= {
-            "tokenizer": self.tokenizer.fingerprint,
-            "corpus": self.worker_shards.fingerprint,
-        }
+        tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
+        facts |= {"tokenizer": tokenizer, "corpus": corpus}
         assert_agreement(self.world, facts)
