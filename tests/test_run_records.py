@@ -118,7 +118,7 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
 
 
 def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:
-    """Two starts record the rounds of one run; the second records those in flight at the first's end."""
+    """Two starts record the rounds of one run, each those that it applies."""
     whole = run_two_workers(
         text, processes, run__folder=text.parent / "whole", diloco__overlap__delay=3
     )
