@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[ProcessPool]:
-    """Runs functions in several real gloo processes: `processes.run(function, size, *arguments)`."""
+    """Run functions in several gloo processes: `processes.run(function, size, *arguments)`."""
     pool = ProcessPool()
     yield pool
     pool.close()

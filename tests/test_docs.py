@@ -1,8 +1,8 @@
-"""Every ```bash block of the README and of docs/ is run as it stands, from the root of the repository.
+"""Run every ```bash block of the README and of docs/, from the root of the repository.
 
-Two things are shortened, because a test must not take minutes: a training run gets three steps, and a folder of its own
-unless it names one, and `./run_tests.sh` only collects. `$OUT` is an empty folder. What cannot run here (a network, many
-nodes) is fenced as ```text.
+A training run gets three steps, and a folder of its own unless it names one. `./run_tests.sh` only
+collects. `$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced as
+```text.
 """
 
 import os
@@ -16,7 +16,10 @@ import pytest
 from tests.conftest import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-SHORT = "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 --training.batch_size 2"
+SHORT = (
+    "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
+    "--training.batch_size 2"
+)
 
 
 def blocks(page: Path) -> list[str]:

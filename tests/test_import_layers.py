@@ -1,4 +1,4 @@
-"""Check who imports whom, that only public torch is used, and that files and functions stay short."""
+"""Check imports between packages, that torch is used by public names, and lengths."""
 
 import ast
 import subprocess

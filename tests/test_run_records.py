@@ -1,4 +1,4 @@
-"""What a run tells of its exchanges: round records, time shares, the trace, TensorBoard, the summary."""
+"""Records of real runs: rounds, time shares, trace, TensorBoard, summary."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def run_two_workers(text: Path, processes: ProcessPool, **changes: Any) -> Path:
     return Path(chosen["run.folder"])
 
 
-def test_every_exchange_is_told_by_all_workers(text: Path, processes: ProcessPool) -> None:
+def test_every_exchange_is_recorded_by_all_workers(text: Path, processes: ProcessPool) -> None:
     folder = run_two_workers(text, processes)
     rounds, steps = records(folder, "round"), records(folder)
     fragments = {record["fragment"]: record["fragment_name"] for record in rounds}
@@ -35,7 +35,7 @@ def test_every_exchange_is_told_by_all_workers(text: Path, processes: ProcessPoo
     for fragment in fragments:
         own = [record for record in rounds if record["fragment"] == fragment]
         assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1)), (
-            "none is missing, none told twice"
+            "none is missing, none recorded twice"
         )
         assert all(record["applied_step"] <= record["step"] <= 20 for record in own)
     assert sum(curve(steps, "diloco/fragments_applied_mean_over_ranks")) == len(rounds)
@@ -118,7 +118,7 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
 
 
 def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:
-    """Two legs tell the rounds that one run does; what was in flight when the first ended is told by the second."""
+    """Two starts record the rounds of one run, each those that it applies."""
     whole = run_two_workers(
         text, processes, run__folder=text.parent / "whole", diloco__overlap__delay=3
     )

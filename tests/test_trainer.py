@@ -18,11 +18,12 @@ import torchtitan_diloco.trainer
 from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import LossSums, loss_head
+from torchtitan_diloco.components.run_plan import AfterStep, RunPlan, after_step
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World, join_world
 from torchtitan_diloco.train import main
-from torchtitan_diloco.trainer import AfterStep, Trainer, after_step
+from torchtitan_diloco.trainer import Trainer
 
 LOSS = "train/loss_nats_per_token_global"
 VALIDATION = "validation/loss_nats_per_token_global"
@@ -137,6 +138,13 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
 # --- decisions ------------------------------------------------------------------------------------
 
 
+def decide(step: int, settings: dict[str, str], asked: str) -> AfterStep:
+    config = load_config("debug", settings)
+    sections = config.training, config.checkpoint, config.metrics, config.validation
+    plan = RunPlan(0, 0, accumulation=1, tokens_per_step=1, total_steps=11)
+    return after_step(plan, step, Requests(asked == "stop", asked == "save"), *sections)
+
+
 @pytest.mark.parametrize(
     ("step", "asked", "expected"),
     [
@@ -154,15 +162,14 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
 )
 def test_what_happens_after_a_step(step: int, asked: str, expected: str) -> None:
     chosen = {"training.stop_after": "9", "metrics.log_every": "3", "validation.every": "4"}
-    config = load_config("debug", chosen | {"checkpoint.every": "5"})
-    found = after_step(step, 11, config, Requests(stop=asked == "stop", save=asked == "save"))
+    found = decide(step, chosen | {"checkpoint.every": "5"}, asked)
     assert found == AfterStep(**{name: name in expected.split() for name in vars(found)})
 
 
 @pytest.mark.parametrize(("step", "saves"), [(7, False), (9, True), (11, False)])
 def test_only_a_paused_run_saves_at_its_end_without_being_asked(step: int, saves: bool) -> None:
     chosen = {"training.stop_after": "9", "checkpoint.at_end": "false"}
-    found = after_step(step, 11, load_config("debug", chosen), Requests(stop=True, save=False))
+    found = decide(step, chosen, "stop")
     assert found.stop
     assert found.save == saves
 
@@ -196,9 +203,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     assert [trainer.train_step(batches).skipped for _ in range(2)] == [True, True]
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert trainer.skipped_in_a_row == 2
+    assert trainer.skips.in_a_row == 2
     assert not trainer.train_step(batches).skipped
-    assert trainer.skipped_in_a_row == 0
+    assert trainer.skips.in_a_row == 0
     assert all(math.isfinite(loss) for loss in curve(records(trainer.run()), LOSS))
 
 

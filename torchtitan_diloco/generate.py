@@ -5,11 +5,9 @@ python -m torchtitan_diloco.generate outputs/RUN --prompt "def main("
 
 import argparse
 import codecs
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.saved_model import (
     add_device_argument,
+    in_range,
     open_saved,
     run_command,
     saved_model_parser,
@@ -26,48 +25,30 @@ from torchtitan_diloco.export.saved_model import (
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn from the model's probabilities."""
-
-    temperature: float = 0.8
-    """0 takes the most likely token."""
-    top_k: int = 0
-    """Draw from the K most likely tokens only; 0: from all."""
-    top_p: float = 1.0
-    """Draw from the most likely tokens that together have this probability."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"--temperature {self.temperature}: give 0 (most likely token) or more"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k}: give a number of tokens, or 0 for all")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p}: give more than 0 and at most 1")
-
-
 def generate(
     model: Decoder,
     tokens: Sequence[int],
-    sampling: Sampling,
     *,
     vocab_size: int,
     max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that follow `tokens`, until `stop`, which is not yielded.
 
     Ids from `vocab_size` on, which only pad the embedding, are never drawn. The model sees as many
-    tokens as its sequence length. The same arguments give the same tokens.
+    tokens as its sequence length. The same arguments give the same tokens. For `temperature`,
+    `top_k` and `top_p` see `draw`.
     """
     assert tokens
     context, generator = list(tokens), torch.Generator().manual_seed(seed)
     for _ in range(max_new_tokens):
         context = context[-model.sequence_length :]
-        token = draw(next_logits(model, context)[:vocab_size], sampling, generator)
+        logits = next_logits(model, context)[:vocab_size]
+        token = draw(logits, temperature, top_k, top_p, generator)
         if token == stop:
             return
         yield token
@@ -89,23 +70,29 @@ def _last_position(hidden: Tensor, matrix: Tensor) -> Tensor:
     return F.linear(hidden[0, -1], matrix)
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return the id of a token, given the logits [vocabulary]."""
+def draw(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
+    """Draw the id of a token, given the logits [vocabulary].
+
+    Temperature 0 takes the most likely token. `top_k` leaves the K most likely tokens (0: all),
+    `top_p` the most likely ones that together have this probability.
+    """
     if not bool(logits.isfinite().all()):
         raise ValueError(
             "the model's logits are not finite: its weights are damaged, or its training diverged"
         )
-    if sampling.temperature == 0:
+    if temperature == 0:
         return int(logits.argmax())
     # The largest logit becomes 0 first, so that a temperature near 0 does not make it infinite.
-    scaled = (logits.double() - logits.max()) / sampling.temperature
+    scaled = (logits.double() - logits.max()) / temperature
     scaled, ids = scaled.sort(descending=True, stable=True)
-    if sampling.top_k:
-        scaled, ids = scaled[: sampling.top_k], ids[: sampling.top_k]
+    if top_k:
+        scaled, ids = scaled[:top_k], ids[:top_k]
     probabilities = scaled.softmax(dim=0)
-    # A token stays if those before it have less than top_p, so the first one always does.
+    # A token stays if those before it have at most top_p, so the first one always does.
     before = probabilities.cumsum(dim=0) - probabilities
-    kept = probabilities.where(before < sampling.top_p, 0.0)
+    kept = probabilities.where(before <= top_p, 0.0)
     return int(ids[torch.multinomial(kept, 1, generator=generator)])
 
 
@@ -123,12 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = saved_model_parser("torchtitan_diloco.generate", "Write text with a trained model.")
     add = parser.add_argument
     add("--prompt", default="", help="text to continue (default: the beginning of a document)")
-    add("--tokens", type=int, default=100, metavar="N", help="at most N tokens (default 100)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="default 0.8; 0: most likely")
-    add("--top-k", type=int, default=0, metavar="K", help="only the K likeliest (default 0: all)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest (default 1.0)")
-    add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    add("--count", type=int, default=1, metavar="N", help="texts, of seeds from --seed on")
+    count, natural, seeds = in_range(int, 1), in_range(int, 0), in_range(int, 0, 2**62)
+    add("--tokens", type=natural, default=100, metavar="N", help="at most N tokens (default 100)")
+    temperature, probability = in_range(float, 0), in_range(float, 0, 1)
+    add("--temperature", type=temperature, default=0.8, metavar="T", help="default 0.8; 0: greedy")
+    add("--top-k", type=natural, default=0, metavar="K", help="only the K likeliest (0: all)")
+    add(
+        "--top-p", type=probability, default=1.0, metavar="P", help="only the likeliest that make P"
+    )
+    add("--seed", type=seeds, default=0, help="the same seed gives the same text (default 0)")
+    add("--count", type=count, default=1, metavar="N", help="texts, of seeds from --seed on")
     add_device_argument(parser)
     try:
         return run_command(_generate, parser, arguments)
@@ -141,13 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    if options.count < 1:
-        raise ValueError(f"--count {options.count}: give at least 1 text")
-    if options.tokens < 0:
-        raise ValueError(f"--tokens {options.tokens}: give 0 tokens or more")
-    if not 0 <= options.seed <= 2**63 - options.count:
-        raise ValueError(f"--seed {options.seed}: give a number from 0 to 2**63 - 1")
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     device = pick_device(options.device, 0)
     saved = open_saved(options.run, options.step, options.weights)
     print(saved, file=sys.stderr, flush=True)
@@ -157,9 +141,11 @@ def _generate(options: argparse.Namespace) -> None:
         tokens = generate(
             model,
             prompt or [tokenizer.end_of_document],
-            sampling,
             vocab_size=tokenizer.vocab_size,
             max_new_tokens=options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
             seed=options.seed + number,
             stop=tokenizer.end_of_document,
         )

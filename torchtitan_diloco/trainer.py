@@ -1,10 +1,9 @@
 """Trainer: builds the parts of a run and holds its loop. Only it sees the whole configuration."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +17,7 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
+    SkippedSteps,
     autocast,
     build_optimizer,
     clip_gradients,
@@ -29,11 +29,18 @@ from torchtitan_diloco.components.optimizer import (
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
 from torchtitan_diloco.components.run_folder import claim_run_folder
-from torchtitan_diloco.components.run_plan import log_plan, plan_run, vocabulary_rows
+from torchtitan_diloco.components.run_plan import (
+    after_step,
+    log_end,
+    log_plan,
+    plan_run,
+    validation_due,
+    vocabulary_rows,
+)
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry, TimedIterator
 from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
-from torchtitan_diloco.config.checks import unused_settings
+from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.loader import (
     build_train_loader,
@@ -43,57 +50,19 @@ from torchtitan_diloco.data.loader import (
 )
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.diloco.config import advice
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import assert_agreement, on_first_rank
-from torchtitan_diloco.distributed.stop import Requests, StopRequest
+from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.planner.observed import log_summary, run_summary
-from torchtitan_diloco.utils import GarbageControl, clock, code_fingerprint, logger
+from torchtitan_diloco.utils import GarbageControl, clock, logger
 
 STEPS_APART = 6
 """Steps by which workers that train on their own may run apart before they wait for an answer."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings in which the processes of a run may differ."""
-
-
-@dataclass(frozen=True)
-class AfterStep:
-    """What happens after a training step, in this order."""
-
-    drain: bool
-    """Apply everything in flight: the run is finished."""
-    report: bool
-    """Start a report on the steps since the last one."""
-    publish_all: bool
-    """Write all reports now. A resumed run does not write those before its checkpoint again."""
-    validate: bool
-    save: bool
-    stop: bool
-
-
-def after_step(step: int, total_steps: int, config: Config, requests: Requests) -> AfterStep:
-    """Decide what happens after a step. The answer is the same on every rank."""
-    finished = step == total_steps
-    paused = step == config.training.stop_after and not finished
-    stop = finished or paused or requests.stop
-    scheduled = config.checkpoint.every > 0 and step % config.checkpoint.every == 0
-    save = requests.save or scheduled or paused or (stop and config.checkpoint.at_end)
-    validation = validation_due(step, total_steps, config.validation.every)
-    return AfterStep(
-        drain=finished,
-        report=stop or save or step % config.metrics.log_every == 0 or step == 1,
-        publish_all=stop or save or validation,
-        validate=validation and not requests.stop,  # whoever sent a signal is waiting
-        save=save,
-        stop=stop,
-    )
-
-
-def validation_due(step: int, total_steps: int, every: int) -> bool:
-    return every > 0 and (step % every == 0 or step == total_steps)
 
 
 class Trainer:
@@ -112,9 +81,10 @@ class Trainer:
         self._assert_agreement()
 
         self.resumed = self._resumed_state()
-        self.step, self.skipped_in_a_row = self.resumed.step, self.resumed.skipped_in_a_row
+        self.step = self.resumed.step
+        skipped_in_a_row = self.resumed.skipped_in_a_row
+        self.skips = SkippedSteps(config.training.max_skipped_steps, skipped_in_a_row)
         self._build_model()
-        self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.loader = build_train_loader(
@@ -143,6 +113,7 @@ class Trainer:
         self._log_plan(folder)
         self._resume()
         batches = TimedIterator(iter(self.loader))
+        sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
             lock,
@@ -160,9 +131,11 @@ class Trainer:
                     profiler.step()
                 garbage.after_step(self.step)
                 requests = stop.agreed(self.step, save=checkpointer.due_by_time())
-                then = after_step(self.step, total_steps, config, requests)
+                then = after_step(self.plan, self.step, requests, *sections)
                 if then.drain:
-                    telemetry.drained(self._drain())
+                    started = time.perf_counter()
+                    self.outer.drain()
+                    telemetry.drained(time.perf_counter() - started)
                 if then.report:
                     telemetry.open(self.step, self.lr, stop.waited_seconds)
                 telemetry.publish(self.step, all=then.publish_all)
@@ -176,7 +149,9 @@ class Trainer:
             checkpointer.wait()
             summary = self._summarise(telemetry)
         garbage.close()
-        self._log_end(folder, summary, telemetry.elapsed_seconds)
+        log_end(self.plan, self.step, config.training, config.checkpoint, folder)
+        log_summary(summary)
+        logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
@@ -187,7 +162,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
         self.step += 1
-        config, plan = self.config.training, self.plan
+        config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
         set_lr(self.optimizer, self.lr)
         # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
         scale = self.world.size / plan.tokens_per_step
@@ -201,35 +176,21 @@ class Trainer:
                 sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
-        norm = clip_gradients(self.parameters, config.max_gradient_norm, self.world.group(FSDP))
+        norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
         # Read here, where the norm has been waited for: later a GPU would run out of work.
         loss = cross_entropy.item()
-        skipped = not math.isfinite(norm)
+        skipped = self.skips.count(self.step, norm)
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
         tokens = plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
         self.outer.step(weight=0.0 if skipped else tokens)
-        self._count_skipped(skipped, norm)
         return StepResult(loss, norm, skipped)
 
     @property
     def lr(self) -> float:
         factor = lr_factor(self.step, self.plan.total_steps, self.config.lr_schedule)
         return self.config.optimizer.lr * factor
-
-    def _count_skipped(self, skipped: bool, norm: float) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if not skipped:
-            return
-        logger.warning(f"step {self.step}: gradient norm is {norm}, so the step is skipped")
-        limit = self.config.training.max_skipped_steps
-        if self.skipped_in_a_row > limit:
-            raise ValueError(
-                f"{self.skipped_in_a_row} steps in a row, up to step {self.step}, had gradients "
-                f"that are not finite, more than training.max_skipped_steps = {limit}: lower "
-                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data"
-            )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         return Telemetry(
@@ -244,8 +205,8 @@ class Trainer:
         )
 
     def _checkpointer(self, folder: Path) -> Checkpointer:
-        parts = self.model, self.optimizer, self.outer
-        return Checkpointer(self.config.checkpoint, folder, self.world, *parts)
+        parts = self.world, self.model, self.optimizer, self.outer
+        return Checkpointer(self.config.checkpoint, folder, *parts)
 
     @property
     def _lag(self) -> int:
@@ -256,12 +217,6 @@ class Trainer:
         if self.config.diloco.method == "none" or self.world.workers == 1:
             return 1
         return max(STEPS_APART, self.config.diloco.overlap.delay)
-
-    def _drain(self) -> float:
-        """Apply everything in flight and return the seconds it took."""
-        started = time.perf_counter()
-        self.outer.drain()
-        return time.perf_counter() - started
 
     def _summarise(self, telemetry: Telemetry) -> dict[str, Any]:
         summary = run_summary(
@@ -279,21 +234,6 @@ class Trainer:
             telemetry.draw(self.step)
         return summary
 
-    def _log_end(self, folder: Path, summary: dict[str, Any], elapsed_seconds: float) -> None:
-        stop_after = self.config.training.stop_after
-        if self.step < self.plan.total_steps:
-            paused = 0 < stop_after <= self.step
-            reason = f"training.stop_after = {stop_after}" if paused else "a signal"
-            command = "with a later one or none, the same command" if paused else "the same command"
-            saved = paused or self.config.checkpoint.at_end
-            hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
-            logger.info(
-                f"stopped after step {self.step} of {self.plan.total_steps}, "
-                f"as asked by {reason}{hint}"
-            )
-        log_summary(summary)
-        logger.info(f"took {clock(elapsed_seconds)}; the run is in {folder}")
-
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _manifest(self, telemetry: Telemetry) -> Manifest:
@@ -301,7 +241,7 @@ class Trainer:
             step=self.step,
             tokens=self.plan.tokens_at(self.step),
             position=self.loader.position,
-            skipped_in_a_row=self.skipped_in_a_row,
+            skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
             totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
             totals_after=self.resumed.totals_after,
@@ -365,7 +305,7 @@ class Trainer:
 
     def _validation_missed(self) -> bool:
         """Return whether a signal came between the resumed step and its validation."""
-        due = validation_due(self.step, self.plan.total_steps, self.config.validation.every)
+        due = validation_due(self.plan, self.step, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
         return bool(self.start.checkpoint) and due and done < self.step
 
@@ -385,11 +325,6 @@ class Trainer:
             start_tokens=self.resumed.tokens,
         )
         dtype = compute_dtype(config.parallel.compute_dtype, device)
-        if dtype == torch.bfloat16 and device.type != "cuda":
-            raise ValueError(
-                'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none here: use '
-                '"auto" or "float32"'
-            )
         mesh = self._fsdp_mesh()
         spec.parallelize(
             self.model,
@@ -444,42 +379,22 @@ class Trainer:
         return Validator(self.outer, evaluate, local=local, validated=validated)
 
     def _log_plan(self, folder: Path) -> None:
-        config, shape = self.config, self.model.shape
+        config = self.config
         model_line = (
-            f"{config.model.name} {config.model.flavor}, {shape.layers} layers x {shape.width}, "
-            f"{shape.heads} heads of {shape.head_dim}, feed-forward {shape.feed_forward}, "
+            f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
             f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
         for line in self.outer.describe():
             logger.info(line)
-        for warning in self._warnings() if self.world.is_first else ():
+        warnings = run_warnings(config, self.plan.total_steps) if self.world.is_first else []
+        for warning in warnings:
             logger.warning(warning)
-
-    def _warnings(self) -> list[str]:
-        config, total_steps = self.config, self.plan.total_steps
-        found = [*advice(config.diloco, total_steps), *unused_settings(config)]
-        warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
-        if warmup_steps > total_steps:
-            found.append(
-                f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of "
-                f"{total_steps} steps, so the peak learning rate is never reached: shorten it"
-            )
-        if stop_after >= total_steps:
-            found.append(
-                f"training.stop_after = {stop_after} does nothing: the run ends after step "
-                f"{total_steps}"
-            )
-        return found
 
     def _assert_agreement(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-        facts |= {
-            "code": code_fingerprint(),
-            "torch version": str(torch.__version__),
-            "tokenizer": self.tokenizer.fingerprint,
-            "corpus": self.worker_shards.fingerprint,
-        }
+        tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
+        facts |= {"tokenizer": tokenizer, "corpus": corpus}
         assert_agreement(self.world, facts)

@@ -1,4 +1,4 @@
-"""Small tools that know nothing of training: logging, devices, durations, fingerprints."""
+"""Small tools: logging, hardware, durations, fingerprints. Importing them does not import torch."""
 
 import gc
 import hashlib
@@ -19,8 +19,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchtitan_diloco")
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to stop after the current step."""
+REPOSITORY = Path(__file__).parents[1]
+GIB = 2**30
+IGNORE_INDEX = -100
+"""Target of a position that does not count in the loss."""
+PEAK_BF16_FLOPS = {
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
+}
+"""Dense bf16 FLOP/s from data sheets. A longer name comes before one that it contains."""
+
 
 def start_logging(rank: int, size: int) -> None:
+    """Log rank 0 to stdout, and warnings of the other ranks to stderr."""
     handler = logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)
     handler.setFormatter(_RankFormatter(rank, size))
     logger.handlers = [handler]
@@ -40,27 +61,8 @@ class _RankFormatter(logging.Formatter):
         return message
 
 
-GIB = 2**30
-IGNORE_INDEX = -100
-"""Target of a position that does not count in the loss."""
-
-# Dense bf16 matrix throughput from the vendors' data sheets, in FLOP/s. A longer name stands before one it contains.
-PEAK_BF16_FLOPS = {
-    "B200": 2.25e15,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
-}
-
-
 def peak_flops(device: "torch.device") -> float | None:
-    """The device's bf16 peak, or None where it is not known: utilisation is then not shown, never guessed."""
+    """Return the bf16 peak of a GPU in FLOP/s, or None if it is not known."""
     import torch
 
     if device.type != "cuda":
@@ -79,7 +81,7 @@ def describe_device(device: "torch.device") -> str:
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Most memory in use so far: by tensors on a GPU, by the process on the CPU."""
+    """Return the peak of allocated GPU memory, or of the resident set on the CPU."""
     import torch
 
     if device.type == "cuda":
@@ -89,14 +91,14 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 
 def available_cores() -> int:
-    """Those it may use; a job system often grants fewer than there are."""
+    """Return the CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def clock(seconds: float) -> str:
-    """`2d 3:04:05`."""
+    """Format as `2d 3:04:05`."""
     days, rest = divmod(round(seconds), 86_400)
     hours, rest = divmod(rest, 3600)
     minutes, rest = divmod(rest, 60)
@@ -104,19 +106,18 @@ def clock(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """`1.23 s` or `45.6 ms`."""
+    """Format as `1.23 s` or `45.6 ms`."""
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-REPOSITORY = Path(__file__).parents[1]
-
-
 def install_command(extra: str) -> str:
-    """With the Python that runs, from the checkout it runs from."""
+    """Return the command that installs an extra of this checkout for this Python."""
     return f"{sys.executable} -m pip install -e '{REPOSITORY}[{extra}]'"
 
 
 class GarbageControl:
+    """Runs Python's garbage collector at the same steps on every rank."""
+
     def __init__(self, every: int) -> None:
         self._every = every
         if every:
@@ -133,11 +134,14 @@ class GarbageControl:
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects, and how many lines are none; a last line that is still being written is not counted."""
+    """Return the objects of a JSON Lines file, and the number of unreadable lines.
+
+    A last line that is still being written does not count.
+    """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in text.split("\n") if line.strip()]
     found, unreadable = [], 0
-    for place, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:
@@ -145,26 +149,23 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         if isinstance(record, dict):
             found.append(record)
         else:
-            unreadable += place < len(lines) or text.endswith("\n")
+            unreadable += number < len(lines) or text.endswith("\n")
     return found, unreadable
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-PLACE_IN_GLOO = re.compile(r"^\[[^]]*:\d+\]\s*")
+GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")
 
 
 def cause_of(error: Exception) -> str:
-    """The first line. Gloo puts the place in its source before it, and greetings behind."""
+    """Return the first line of an error, without the source location that gloo puts before it."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    words, found = PLACE_IN_GLOO.subn("", line)
-    return words.partition(". ")[0] if found else line
+    text, found = GLOO_LOCATION.subn("", line)
+    return text.partition(". ")[0] if found else line
 
 
 @cache
 def code_fingerprint() -> str:
-    """Identifies the source of this package: two nodes with different checkouts must not train together."""
+    """Return a hash of this package's source, which must be the same on all nodes."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -173,9 +174,10 @@ def code_fingerprint() -> str:
 
 
 def find_differences(gathered: Sequence[Mapping[str, str]], member: str) -> list[str]:
-    """What differs from the first member's facts, in words, the first eight of it."""
+    """Return up to eight differences from the first member's facts, one line each."""
     differences = [
-        f"{key}: {_shorten(gathered[0].get(key))} on {member} 0, {_shorten(theirs.get(key))} on {member} {number}"
+        f"{key}: {_shorten(gathered[0].get(key))} on {member} 0, "
+        f"{_shorten(theirs.get(key))} on {member} {number}"
         for number, theirs in enumerate(gathered)
         for key in sorted({*gathered[0], *theirs})
         if theirs.get(key) != gathered[0].get(key)

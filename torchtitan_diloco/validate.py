@@ -14,6 +14,7 @@ from torchtitan_diloco.data.loader import build_validation_batches, open_split
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.saved_model import (
     add_device_argument,
+    in_range,
     open_saved,
     run_command,
     saved_model_parser,
@@ -26,16 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--corpus", help="as data.validation_corpus (default: what the run held out)")
-    add("--sequences", type=int, metavar="N", help="the first N (default: as many as the run)")
-    add("--batch-size", type=int, metavar="N", help="sequences per batch (default: the run's)")
+    count = in_range(int, 1)
+    add("--sequences", type=count, metavar="N", help="the first N (default: as many as the run)")
+    add("--batch-size", type=count, metavar="N", help="sequences per batch (default: the run's)")
     add_device_argument(parser)
     return run_command(_validate, parser, arguments)
 
 
 def _validate(options: argparse.Namespace) -> None:
-    for flag, value in (("--sequences", options.sequences), ("--batch-size", options.batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value} is too few: give at least 1")
     device = pick_device(options.device, 0)
     saved = open_saved(options.run, options.step, options.weights)
     config = saved.config

@@ -1,7 +1,8 @@
 import os
 import tempfile
 
-# Read when huggingface_hub and transformers are imported, which no test has done yet: nothing is left in the user's home.
+# huggingface_hub and transformers read these when they are imported, which is after this file.
+# Nothing is left in the home folder of the user.
 _home = tempfile.TemporaryDirectory()
 os.environ |= {
     "HF_HOME": _home.name,

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.optimizer import clip_gradients
 from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.optimizer import clip_gradients
 from torchtitan_diloco.config.schema import (
     ActivationCheckpoint,
     Compile,
@@ -22,7 +22,7 @@ from torchtitan_diloco.distributed.world import FSDP, join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.models.chinchilla.parallelize import materialize, parallelize
 
-# Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, and rows of 7 leave some ranks none.
+# Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, rows of 7 leave some none.
 TINY = Model(layers=3, width=36, heads=3, head_dim=12, feed_forward=50)
 VOCABULARY, LENGTH, BATCH = 67, 24, 12
 OFF = ActivationCheckpoint()
@@ -66,7 +66,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def weights_and_gradients(
     workers: int, **options: object
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Initial weights and the gradient of the mean loss over one global batch, split over the ranks."""
+    """Return initial weights and the gradient of the mean loss over one global batch."""
     decoder, world = build(workers, **options)  # type: ignore[arg-type]
     weights = {name: full(parameter) for name, parameter in decoder.named_parameters()}
     inputs, targets = batch()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from torchtitan_diloco.components.run_plan import INNER_BYTES
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.config import (
@@ -21,7 +22,6 @@ from torchtitan_diloco.planner.choice import CODEC_COSTS, candidates, choose, ri
 from torchtitan_diloco.planner.prediction import Conditions, Links, even_links
 from torchtitan_diloco.planner.scenario import (
     HOST_CODING,
-    INNER_BYTES,
     Scenario,
     Workload,
     memory_of,

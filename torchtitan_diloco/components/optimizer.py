@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
+from torchtitan_diloco.utils import logger
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
@@ -20,6 +21,11 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     optimizer state stay fp32."""
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
+    if choice == "bfloat16" and device.type != "cuda":
+        raise ValueError(
+            'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none: use "auto" or '
+            '"float32"'
+        )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
@@ -94,3 +100,25 @@ def clip_gradients(
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class SkippedSteps:
+    """Counts the steps in a row whose gradient is not finite, and ends the run after too many."""
+
+    def __init__(self, limit: int, in_a_row: int = 0) -> None:
+        self._limit, self.in_a_row = limit, in_a_row
+
+    def count(self, step: int, norm: float) -> bool:
+        """Return whether to skip the step."""
+        if math.isfinite(norm):
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        logger.warning(f"step {step}: gradient norm is {norm}, so the step is skipped")
+        if self.in_a_row > self._limit:
+            raise ValueError(
+                f"{self.in_a_row} steps in a row, up to step {step}, had gradients that are not "
+                f"finite, more than training.max_skipped_steps = {self._limit}: lower "
+                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data"
+            )
+        return True

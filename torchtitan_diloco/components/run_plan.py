@@ -1,4 +1,4 @@
-"""The numbers of a run that follow from its configuration."""
+"""What follows from the configuration: the numbers of a run, and what happens after each step."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config.schema import Model, Training
+from torchtitan_diloco.config.schema import Checkpoint, Metrics, Model, Training, Validation
+from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import GIB, describe_device, logger
 
@@ -64,6 +65,51 @@ def plan_run(
     )
 
 
+@dataclass(frozen=True)
+class AfterStep:
+    """What happens after a training step, in this order."""
+
+    drain: bool
+    """Apply everything in flight: the run is finished."""
+    report: bool
+    """Start a report on the steps since the last one."""
+    publish_all: bool
+    """Write all reports now. A resumed run does not write those before its checkpoint again."""
+    validate: bool
+    save: bool
+    stop: bool
+
+
+def after_step(
+    plan: RunPlan,
+    step: int,
+    requests: Requests,
+    training: Training,
+    checkpoint: Checkpoint,
+    metrics: Metrics,
+    validation: Validation,
+) -> AfterStep:
+    """Decide what happens after a step. The answer is the same on every rank."""
+    finished = step == plan.total_steps
+    paused = step == training.stop_after and not finished
+    stop = finished or paused or requests.stop
+    scheduled = checkpoint.every > 0 and step % checkpoint.every == 0
+    save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
+    validates = validation_due(plan, step, validation.every)
+    return AfterStep(
+        drain=finished,
+        report=stop or save or step % metrics.log_every == 0 or step == 1,
+        publish_all=stop or save or validates,
+        validate=validates and not requests.stop,  # whoever sent a signal is waiting
+        save=save,
+        stop=stop,
+    )
+
+
+def validation_due(plan: RunPlan, step: int, every: int) -> bool:
+    return every > 0 and (step % every == 0 or step == plan.total_steps)
+
+
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
     """Return the rows of the embedding.
 
@@ -108,3 +154,17 @@ def log_plan(
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
+
+
+def log_end(
+    plan: RunPlan, step: int, training: Training, checkpoint: Checkpoint, folder: Path
+) -> None:
+    """Log why a run stopped before its last step and how to resume it."""
+    if step == plan.total_steps:
+        return
+    paused = 0 < training.stop_after <= step
+    reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
+    command = "with a later one or none, the same command" if paused else "the same command"
+    saved = paused or checkpoint.at_end
+    hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
+    logger.info(f"stopped after step {step} of {plan.total_steps}, as asked by {reason}{hint}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
-from torchtitan_diloco.diloco.config import diloco_mistakes, quantization_mistakes
+from torchtitan_diloco.diloco.config import advice, diloco_mistakes, quantization_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
@@ -94,3 +94,20 @@ def unused_settings(config: Config) -> Iterator[str]:
             f'diloco.fragments.pattern = "{fragments.pattern}" has no effect with '
             "diloco.fragments.layers_per_fragment = 0: the whole model is one fragment"
         )
+
+
+def run_warnings(config: Config, total_steps: int) -> list[str]:
+    """Return warnings for a run of so many steps: valid settings that do little good."""
+    found = [*advice(config.diloco, total_steps), *unused_settings(config)]
+    warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
+    if warmup_steps > total_steps:
+        found.append(
+            f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "
+            "steps, so the peak learning rate is never reached: shorten it"
+        )
+    if stop_after >= total_steps:
+        found.append(
+            f"training.stop_after = {stop_after} has no effect: the run ends after step "
+            f"{total_steps}"
+        )
+    return found

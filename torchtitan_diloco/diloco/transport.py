@@ -3,13 +3,13 @@
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, as_completed
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,11 +110,18 @@ Parts = Iterable[tuple[int, Tensor]]
 """(other worker, buffer to send to it or to receive from it)."""
 
 
+class Operation(NamedTuple):
+    is_send: bool
+    worker: int
+    buffer: Tensor
+    tag: int
+
+
 @dataclass
 class Messages:
     """Messages in flight between this worker and the others for one purpose."""
 
-    receives: list[dist.P2POp] = field(default_factory=list)
+    receives: list[Operation] = field(default_factory=list)
     """Receives that NCCL posts together with the sends."""
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
     """By worker. Receives come first: their time must not depend on what this worker sends."""
@@ -156,7 +163,7 @@ class Transport:
             if buffer.numel():
                 messages.sizes[worker] = buffer.numel()
                 room = self._whole_buffer(buffer)
-                messages.receives.append(self._operation(dist.irecv, room, worker, tag))
+                messages.receives.append(Operation(False, worker, room, tag))
         if not self._is_nccl:
             self._post(messages, [])
         return messages
@@ -172,7 +179,7 @@ class Transport:
         operations = []
         for worker, buffer in parts:
             if buffer.numel():
-                operations.append(self._operation(dist.isend, buffer, worker, tag))
+                operations.append(Operation(True, worker, buffer, tag))
                 self.traffic.bytes_sent += buffer.numel()
         self._post(messages, operations)
         self.traffic.bytes_received += sum(messages.sizes.values())
@@ -215,24 +222,41 @@ class Transport:
                 first = time.perf_counter()
         return first
 
-    def _post(self, messages: Messages, sends: list[dist.P2POp]) -> None:
+    def _post(self, messages: Messages, sends: list[Operation]) -> None:
         """Post one by one with gloo, so that a failure names its worker, as one batch with NCCL."""
         operations, messages.receives = messages.receives + sends, []
         batches = [operations] if self._is_nccl else [[operation] for operation in operations]
         for batch in filter(None, batches):
-            workers = [operation.group_peer for operation in batch]
+            workers = [operation.worker for operation in batch]
             try:
-                works = dist.batch_isend_irecv(batch)
+                works = self._start_batch(batch) if self._is_nccl else [self._start(batch[0])]
             except RuntimeError as error:
                 raise WorkerLostError(sorted(set(workers)), cause_of(error)) from error
             for number, worker in enumerate(workers):  # NCCL returns one work for the whole batch
                 work = works[min(number, len(works) - 1)]
                 messages.works.setdefault(worker, []).append(work)
 
-    def _operation(
-        self, verb: Callable[..., Any], buffer: Tensor, worker: int, tag: int
-    ) -> dist.P2POp:
-        return dist.P2POp(verb, buffer, group=self._group, tag=tag, group_peer=worker)
+    def _start(self, one: Operation) -> dist.Work:
+        group, tag = self._group, one.tag
+        if one.is_send:
+            work = dist.isend(one.buffer, group=group, tag=tag, group_dst=one.worker)
+        else:
+            work = dist.irecv(one.buffer, group=group, tag=tag, group_src=one.worker)
+        assert work is not None, "this rank is in the group"
+        return work
+
+    def _start_batch(self, batch: list[Operation]) -> list[dist.Work]:
+        operations = [
+            dist.P2POp(
+                dist.isend if one.is_send else dist.irecv,
+                one.buffer,
+                group=self._group,
+                tag=one.tag,
+                group_peer=one.worker,
+            )
+            for one in batch
+        ]
+        return dist.batch_isend_irecv(operations)
 
     def _whole_buffer(self, message: Tensor) -> Tensor:
         """Return all memory of the buffer, for a worker that sends more than expected.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import cause_of, find_differences
+from torchtitan_diloco.utils import cause_of, code_fingerprint, find_differences
 
 Value = TypeVar("Value")
 ANSWER_SECONDS = 5.0
@@ -27,8 +27,9 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]
 
 
 def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
-    """Raise on every rank if the facts of a rank differ from those of rank 0."""
-    differences = find_differences(gather_objects(dict(facts), world.control), "rank")
+    """Raise on every rank if facts, code or torch of a rank differ from those of rank 0."""
+    own = {**facts, "code": code_fingerprint(), "torch version": str(torch.__version__)}
+    differences = find_differences(gather_objects(own, world.control), "rank")
     if differences:
         raise ValueError(
             "processes were started differently; start all of them with the same:\n  "

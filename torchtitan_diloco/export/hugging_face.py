@@ -8,7 +8,6 @@ import importlib.resources
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +161,14 @@ def oniguruma_pattern(pattern: str) -> str:
 
 def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
     """Compare the ids of trial texts: the two engines have their own tables of characters."""
-    for text in _trial_texts(tokenizer):
+    draw, tokens = random.Random(0), list(tokenizer.ranks())
+    common = [*" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"]
+    texts = [*tokenizer.special_tokens()]
+    for _ in range(100):
+        texts.append(b"".join(draw.choices(tokens, k=40)).decode(errors="replace"))
+        letter, other = chr(draw.randrange(0xD800)), chr(draw.randrange(0xE000, 0x110000))
+        texts.append("".join(draw.choices([letter, other, *common], k=40)))
+    for text in texts:
         ids = tokenizer.encode(text).tolist()
         other_ids = converted.encode(text, add_special_tokens=False).ids
         if ids != other_ids:
@@ -171,15 +177,3 @@ def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
                 f"conversion {other_ids}. Learn the rank file with "
                 "torchtitan_diloco.data.train_tokenizer, or update the package tokenizers"
             )
-
-
-def _trial_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the special tokens, texts of random tokens, and texts of random characters."""
-    yield from tokenizer.special_tokens()
-    draw, tokens = random.Random(0), list(tokenizer.ranks())
-    common = [*" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"]
-    for _ in range(100):
-        yield b"".join(draw.choices(tokens, k=40)).decode(errors="replace")
-        character = chr(draw.choice((draw.randrange(0x80), draw.randrange(0xE000, 0x110000))))
-        letter = chr(draw.randrange(0xD800))
-        yield "".join(draw.choices([character, letter, *common], k=40))

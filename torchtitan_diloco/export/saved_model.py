@@ -5,10 +5,12 @@ have changed them, and the manifest stays with the folder of the checkpoint.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +21,6 @@ from torchtitan_diloco.components.checkpoint_schema import (
     SHARED,
     Manifest,
     check_tokenizer,
-    checkpoint_path,
     complete_checkpoints,
     damage,
     read_manifest,
@@ -57,9 +58,14 @@ class SavedModel:
         return f"{self.path}, step {self.step}, {which}"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)  # which `run_command` prints
+
+
 def saved_model_parser(module: str, description: str) -> argparse.ArgumentParser:
     """Create a parser with the arguments of `open_saved`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser = _Parser(prog=f"python -m {module}", description=description)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
@@ -75,6 +81,23 @@ def saved_model_parser(module: str, description: str) -> argparse.ArgumentParser
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     choices = ("auto", "cpu", "cuda")
     parser.add_argument("--device", choices=choices, default="auto", help="default auto: a GPU")
+
+
+def in_range(
+    kind: Callable[[str], float], low: float, high: float = math.inf
+) -> Callable[[str], float]:
+    """Return the type of an argument from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            wanted = (
+                f"{low:g} or more" if high == math.inf else f"a number from {low:g} to {high:g}"
+            )
+            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
+        return value
+
+    return parse
 
 
 def run_command(
@@ -119,29 +142,19 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     """Return the folder of a checkpoint: `run` itself, or the one of `run` at `step`."""
     path = run.expanduser()
     if (path / MANIFEST).exists():
-        saved = read_manifest(path).step
-        if step not in (None, saved):
-            raise ValueError(
-                f"--step {step}: {run} is the checkpoint of step {saved}; leave out --step, or name "
-                "the folder of the run"
-            )
-        return path.absolute()
-    if not path.is_dir():
-        raise ValueError(
-            f"{run} does not exist: name the folder of a run (outputs/...) or of a checkpoint"
-        )
-    found = complete_checkpoints(path)
+        found = {read_manifest(path).step: path.absolute()}
+    else:
+        found = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(path)}
     if not found:
+        problem = "has no complete checkpoint" if path.is_dir() else "does not exist"
         raise ValueError(
-            f"{run} has no complete checkpoint: name the folder of a run with checkpoints/step-...; "
-            "a run saves if checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
+            f"{run} {problem}: name the folder of a run or of a checkpoint; a run saves if "
+            "checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
         )
-    if step is None:
-        return found[-1]
-    if checkpoint_path(path, step) not in found:
-        steps = ", ".join(str(step_of(other)) for other in found)
+    if step is not None and step not in found:
+        steps = ", ".join(map(str, found))
         raise ValueError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
-    return checkpoint_path(path, step)
+    return found[max(found) if step is None else step]
 
 
 def _load(model: Decoder, path: Path, manifest: Manifest, weights: str) -> None:

@@ -54,43 +54,23 @@ def check_has_no_weights(folder: Path) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, or of a folder with one file or with an index."""
-    if path.is_dir():
-        shards = _shards(path)
-    elif path.is_file():
-        shards = [path]
-    else:
-        raise ValueError(
-            f"{path} does not exist: name a .safetensors file, or a folder with {WEIGHTS_NAME} or "
-            f"{INDEX_NAME}"
-        )
     tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        try:
-            tensors |= load_file(shard)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{shard} is not a complete safetensors file ({error}): copy or export it again"
-            ) from error
-    return tensors
-
-
-def _shards(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS_NAME).is_file():
-        return [folder / WEIGHTS_NAME]
-    index = folder / INDEX_NAME
+    reading, files = path, [path]
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    except FileNotFoundError:
+        if path.is_dir():
+            files = [path / WEIGHTS_NAME]
+            if (path / INDEX_NAME).exists():
+                reading = path / INDEX_NAME
+                names = set(json.loads(reading.read_bytes())["weight_map"].values())
+                files = [path / name for name in sorted(names)]
+        for reading in files:
+            tensors |= load_file(reading)
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}: name the folder of a complete "
-            "export, or a .safetensors file"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{index} is not an index of safetensors files ({type(error).__name__}: {error}): copy "
-            "it again"
+            f"{reading} cannot be read ({type(error).__name__}: {error}): name a complete "
+            ".safetensors file, or the folder of a complete export"
         ) from error
+    return tensors
 
 
 @torch.no_grad()

@@ -114,17 +114,16 @@ class FeedForward(nn.Module):
     def __init__(self, config: ChinchillaConfig) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
-        swiglu = config.activation == "swiglu"
-        self.gate = nn.Linear(width, inner, bias=False) if swiglu else None
+        self.gate: nn.Linear | None = None
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        gelu = self.gate is None
-        out: Tensor = self.down(
-            F.gelu(up, approximate="tanh") if gelu else F.silu(self.gate(x)) * up
-        )
+        inner = F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * up
+        out: Tensor = self.down(inner)
         return out
 
 
@@ -243,8 +242,8 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         rows = self.config.max_position_embeddings
         if total > rows and int(position_ids.max()) >= rows:
             raise ValueError(
-                f"{int(position_ids.max()) + 1} tokens are more than the {rows} positions that this "
-                f"model has learned: give at most {rows}, prompt and new tokens together"
+                f"{int(position_ids.max()) + 1} tokens are more than the {rows} positions that "
+                f"this model has learned: give at most {rows}, prompt and new tokens together"
             )
         out: Tensor = self.positions(position_ids)
         return out

@@ -15,6 +15,12 @@ class Shape:
     head_dim: int
     feed_forward: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers x {self.width}, {self.heads} heads of {self.head_dim}, "
+            f"feed-forward {self.feed_forward}"
+        )
+
 
 def _streaming(layers: int, heads: int, width: int) -> Shape:
     """Return a shape of the Streaming DiLoCo papers: heads of 64, feed-forward four times as

@@ -1,4 +1,4 @@
-"""The converted tokenizer gives the ids of ours, whatever the text and wherever the ranks come from."""
+"""The converted tokenizer gives the same ids for every text."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import tiktoken
 import tiktoken_ext.openai_public  # type: ignore[import-untyped]
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import REPOSITORY
+from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import (
     END_OF_DOCUMENT,
     SPLIT_PATTERN,
@@ -19,78 +21,45 @@ from torchtitan_diloco.data.tokenizer import (
     build_tokenizer,
 )
 from torchtitan_diloco.data.train_tokenizer import learn_bpe, ranks_of
-from torchtitan_diloco.export.fast_tokenizer import (
+from torchtitan_diloco.export.hugging_face import (
     check_same_ids,
     convert_tokenizer,
-    write_tokenizer,
+    save_hugging_face,
 )
+from torchtitan_diloco.models.chinchilla.model import Decoder
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 NAMED = tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS
-ODD = [
-    "\n",
-    "\r\n",
-    "  ",
-    "\t",
-    "\u00a0",
-    "\u3000",
-    "'s",
-    "'LL",
-    "'\u017f",
-    "1234567",
-    "\u0663",
-    "e\u0301",
-    "\u1e9e",
-    "\U0001f600",
-]
-TEXTS = st.lists(
-    st.one_of(
-        st.text(max_size=20),
-        st.sampled_from([*ODD, "<|endoftext|>", "def f(x):\n    return x", " the", "ing"]),
-    )
-).map("".join)
+ODD = ["\n", "\r\n", "  ", "\t", "\u00a0", "\u3000", "'s", "'LL", "'\u017f", "1234567", "\u0663"]
+ODD += ["e\u0301", "\u1e9e", "\U0001f600", "<|endoftext|>", "def f(x):\n    return x", " the"]
+TEXTS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(ODD))).map("".join)
 
 
 def from_ranks(
     ranks: Mapping[bytes, int], pattern: str = SPLIT_PATTERN, special: dict[str, int] | None = None
 ) -> Tokenizer:
+    special = special or {END_OF_DOCUMENT: len(ranks)}
     encoding = tiktoken.Encoding(
-        "made by a test",
-        pat_str=pattern,
-        mergeable_ranks=dict(ranks),
-        special_tokens=special or {END_OF_DOCUMENT: len(ranks)},
+        "made by a test", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=special
     )
     return Tokenizer("made by a test", encoding, pattern=pattern)
 
 
 @cache
 def learned_ranks() -> dict[bytes, int]:
-    return ranks_of(
-        learn_bpe(
-            iter(
-                [
-                    (REPOSITORY / "README.md").read_text(),
-                    "\u00e9\u00e8 \u4e2d\u6587 \u4e2d\u6587 " * 9,
-                ]
-            ),
-            1000,
-        )
-    )
+    texts = [(REPOSITORY / "README.md").read_text(), "\u00e9\u00e8 \u4e2d\u6587 \u4e2d\u6587 " * 9]
+    return ranks_of(learn_bpe(iter(texts), 1000))
 
 
 @cache
 def pair(kind: str) -> tuple[Tokenizer, Any]:
     ours = build_tokenizer("bytes") if kind == "bytes" else from_ranks(learned_ranks())
     if kind in NAMED:
-        with (
-            pytest.MonkeyPatch.context() as patched
-        ):  # the pattern is shipped, the ranks would come over the network
+        with pytest.MonkeyPatch.context() as patched:  # only the pattern comes without a network
             for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-                patched.setattr(
-                    tiktoken_ext.openai_public, loader, lambda *_, **__: learned_ranks()
-                )
-            description = NAMED[kind]()
-        ours = from_ranks(learned_ranks(), description["pat_str"], description["special_tokens"])
+                patched.setattr(tiktoken_ext.openai_public, loader, lambda *_, **__: {})
+            named = NAMED[kind]()
+        ours = from_ranks(learned_ranks(), named["pat_str"], named["special_tokens"])
     return ours, convert_tokenizer(ours)
 
 
@@ -113,16 +82,13 @@ def test_special_tokens_keep_their_ids(kind: str) -> None:
     special = ours.special_tokens()
     for token, number in special.items():
         assert converted.token_to_id(token) == number
-        # o200k_harmony has two names for one id; either will do
+        # o200k_harmony has two names for one id
         assert special[converted.decode([number], skip_special_tokens=False)] == number
-    assert END_OF_DOCUMENT in ours.special_tokens()
-    assert converted.get_vocab_size(with_added_tokens=True) == len(ours.ranks()) + len(
-        ours.special_tokens()
-    )
+    assert converted.get_vocab_size(with_added_tokens=True) == len(ours.ranks()) + len(special)
 
 
 @given(st.lists(st.integers(0, 256), max_size=30))
-def test_bytes_that_are_no_text_are_read_alike(ids: list[int]) -> None:
+def test_bytes_that_are_not_text_are_decoded_alike(ids: list[int]) -> None:
     ours, converted = pair("bytes")
     assert converted.decode(ids, skip_special_tokens=False) == ours.decode(ids)
 
@@ -133,7 +99,7 @@ WORDS = st.lists(st.text("ab", min_size=2, max_size=7).map(str.encode), unique=T
 @settings(max_examples=50)
 @given(words=WORDS, texts=st.lists(st.text("abc", max_size=60), max_size=10))
 def test_any_order_of_ranks_is_converted(words: list[bytes], texts: list[str]) -> None:
-    """Also ranks that no training gives: a word before its parts, or one that can be made in several ways."""
+    """Ranks may have a word before its parts, or a word that can be made in several ways."""
     ours = from_ranks(BYTES | {word: 256 + number for number, word in enumerate(words)})
     converted = convert_tokenizer(ours)
     for text in texts:
@@ -150,18 +116,18 @@ def test_transformers_loads_it(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     ours, _ = pair(kind)
-    write_tokenizer(tmp_path, ours, max_length=64)
+    decoder = Decoder(Model(layers=1, width=8, heads=1, head_dim=8), ours.vocab_size, 64)
+    save_hugging_face(tmp_path, decoder, ours, torch.float32)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("", "Two words\n\n  12345, <|endoftext|> \u4e2d\u6587 don't .", " lm ' s"):
         ids = loaded(text).input_ids
         assert ids == ours.encode(text).tolist() == loaded.encode(text)
         assert loaded.decode(ids) == text
-    assert loaded.eos_token_id == loaded.bos_token_id == loaded.pad_token_id == ours.end_of_document
+    end = ours.end_of_document
+    assert loaded.eos_token_id == loaded.bos_token_id == loaded.pad_token_id == end
     assert (loaded.model_max_length, loaded.padding_side) == (64, "left")
-    assert loaded("a<|endoftext|>", split_special_tokens=False).input_ids == [
-        *ours.encode("a"),
-        ours.end_of_document,
-    ]
+    read = loaded("a<|endoftext|>", split_special_tokens=False).input_ids
+    assert read == [*ours.encode("a"), end]
     batch = loaded(["a b c", "a"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["attention_mask"][1][0] == 0

@@ -1,0 +1,127 @@
+"""Tokens drawn from a model."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.generate import draw, generate, next_logits, stream_text
+from torchtitan_diloco.models.chinchilla.model import Decoder
+
+VOCABULARY, ROWS, LENGTH = 50, 64, 12
+LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20)
+
+
+def build(positions: Any = "rotary") -> Decoder:
+    config = Model(layers=2, width=24, heads=2, head_dim=8, positions=positions)
+    decoder = Decoder(config, ROWS, LENGTH)
+    decoder.init_weights(seed=0)
+    with torch.no_grad():
+        decoder.embedding.weight *= 20  # sharper than at the start of training
+        decoder.embedding.weight[VOCABULARY:] *= 20  # padding, which would always be drawn
+    return decoder
+
+
+def tokens_from(decoder: Decoder, tokens: list[int], new: int = 20, **options: Any) -> list[int]:
+    options |= {"vocab_size": VOCABULARY, "max_new_tokens": new}
+    return list(generate(decoder, tokens, **options))
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@settings(max_examples=30)
+@given(
+    tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_the_seed_sets_the_tokens_and_padding_is_never_drawn(
+    positions: str, tokens: list[int], seed: int
+) -> None:
+    decoder = build(positions)
+    first = tokens_from(decoder, tokens, seed=seed, new=5)
+    assert len(first) == 5
+    assert all(0 <= token < VOCABULARY for token in first)
+    # No token matters that is older than the model's sequence length.
+    assert first == tokens_from(decoder, tokens[-LENGTH:], seed=seed, new=5)
+
+
+def test_seeds_differ_and_torchs_own_generator_is_left_alone() -> None:
+    decoder, state = build(), torch.get_rng_state()
+    assert len({tuple(tokens_from(decoder, [1], seed=s, temperature=2.0)) for s in range(5)}) == 5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_greedy_takes_the_most_likely_token(positions: str) -> None:
+    decoder, tokens = build(positions), [3, 4]
+    for token in tokens_from(decoder, [3, 4], new=2 * LENGTH, temperature=0):
+        logits = decoder(torch.tensor([tokens[-LENGTH:]]))[0, -1]
+        torch.testing.assert_close(next_logits(decoder, tokens[-LENGTH:]), logits)
+        assert token == int(logits[:VOCABULARY].argmax())
+        tokens.append(token)
+    assert len(tokens) == 2 + 2 * LENGTH
+    for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-9}):
+        assert tokens_from(decoder, [3, 4], new=2 * LENGTH, **narrow) == tokens[2:]
+
+
+def test_the_stop_token_ends_the_text_and_is_not_yielded() -> None:
+    decoder = build()
+    free = tokens_from(decoder, [5], 40, temperature=3.0)
+    for stop in set(free[:10]):
+        stopped = tokens_from(decoder, [5], 40, temperature=3.0, stop=stop)
+        assert stopped == free[: free.index(stop)]
+
+
+def test_tokens_come_one_by_one() -> None:
+    endless = generate(build(), [1], vocab_size=VOCABULARY, max_new_tokens=10**9)
+    assert len(list(itertools.islice(endless, 3))) == 3
+    assert tokens_from(build(), [1], new=0) == []
+
+
+@given(LOGITS, st.integers(0, 25), st.floats(0.01, 1.0), st.floats(0.05, 5.0), st.integers(0, 1000))
+def test_top_k_and_top_p_leave_the_most_likely(
+    logits: list[float], top_k: int, top_p: float, temperature: float, seed: int
+) -> None:
+    values = torch.tensor(logits)
+    generator = torch.Generator().manual_seed(seed)
+    token = draw(values, temperature, top_k, top_p, generator)
+    likelier = values > values[token]
+    assert not top_k or int(likelier.sum()) < top_k
+    probabilities = (values.double() / temperature).softmax(0)
+    assert top_k or probabilities[likelier].sum() < top_p + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "kept"),
+    [(1.0, 0, 1.0, [0, 1, 2, 3]), (2.0, 3, 1.0, [0, 1, 2]), (1.0, 0, 0.7, [0, 2])],
+)
+def test_draws_follow_the_models_probabilities(
+    temperature: float, top_k: int, top_p: float, kept: list[int]
+) -> None:
+    logits, generator = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
+    drawn = torch.tensor([draw(logits, temperature, top_k, top_p, generator) for _ in range(4000)])
+    expected = torch.zeros(4)
+    expected[kept] = (logits[kept] / temperature).softmax(0)
+    found = torch.bincount(drawn, minlength=4) / 4000
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
+    assert set(drawn.tolist()) == set(kept)
+
+
+def test_a_broken_model_is_an_error() -> None:
+    decoder = build()
+    torch.nn.init.constant_(decoder.norm.weight, float("nan"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="logits are not finite"):
+        tokens_from(decoder, [1])
+
+
+def test_characters_are_streamed_whole() -> None:
+    tokenizer = build_tokenizer("bytes")
+    tokens = tokenizer.encode("aé€🐦.").tolist()
+    assert list(stream_text(tokenizer, tokens)) == ["a", "é", "€", "🐦", "."]
+    assert list(stream_text(tokenizer, tokens[:2])) == ["a", "\ufffd"]
+    outside = [*tokens[1:2], ord("b"), 100_000]
+    assert list(stream_text(tokenizer, outside)) == ["\ufffdb", "\ufffd"]
