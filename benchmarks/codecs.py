@@ -1,7 +1,6 @@
 """Compare encoding and decoding of each wire format with a memory copy of as many fp32 values.
 
-    python -m benchmarks.codecs [--codecs fp32,...] [--rounding nearest] [--block-size 64]
-                                [--megabytes 4.2,33.6] [--threads 1] [--rounds 15] [--device cpu]
+    python -m benchmarks.codecs [--codecs fp32,int8] [--megabytes 4.2,33.6]
 
 All run in one process and take turns. A second table has the outer step, which the background
 thread takes with the mean that comes back. GB/s are of fp32 values: 33.6 MB in 10 ms are 3.36. A

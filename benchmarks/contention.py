@@ -1,9 +1,7 @@
 """Measure what the work of an exchange takes from the training step beside it, and how much of that
 is due to Python's lock.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.contention [--rounds 9] [--steps 10] [--megabytes 6.3]
-                                                      [--codecs fp32,fp4_e3m0]
-                                                      [--section.key value ...]
+    OMP_NUM_THREADS=1 python -m benchmarks.contention [--section.key value ...]
 
 The trainer's step (as in benchmarks/train_step.py) runs beside, in turns: nothing; a thread that
 exchanges a fragment over and over, without a transfer (delta, encode, average, outer step,

@@ -1,9 +1,7 @@
 """Compare the loss of the shared model at equal tokens: data parallelism, DiLoCo and streaming
 variants, with several seeds.
 
-    python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--seeds 0,1,2] [--short]
-                                [--steps N] [--runs 'NAME;...'] [--out outputs/parity]
-                                [--section.key value ...]
+    python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key value ...]
 
 The tables are those of benchmarks/parity_tables.py. On 2 CPU cores `parity` takes hours at full
 length and the others about an hour each. `--short` is one seed of a tenth of the steps.

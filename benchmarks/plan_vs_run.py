@@ -1,9 +1,7 @@
 """Compare the utilisation that the planner predicts with that of real runs, over links from slow to
 plenty.
 
-    python -m benchmarks.plan_vs_run [--workers 2] [--rates 200,100,50,20,10,5] [--delays 1,5]
-                                     [--codecs fp32,fp4_e3m0] [--steps 60]
-                                     [--out outputs/plan-vs-run] [--section.key value ...]
+    python -m benchmarks.plan_vs_run [--rates 100,50,20] [--section.key value ...]
 
 Every run is a real one in a network of its own (benchmarks/network.py). The planner is given the
 link's rate (Mbit/s, less the headers of TCP, IP and Ethernet, which the bucket counts), latency and

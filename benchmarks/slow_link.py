@@ -1,9 +1,6 @@
 """Compare data parallelism, DiLoCo and streaming variants over links from far too slow to plenty.
 
-    python -m benchmarks.slow_link [--workers 2] [--sync-every 100] [--cycles 1] [--delay 5]
-                                   [--repeats 1] [--rates inf,1x,0.05x] [--methods 'NAME;...']
-                                   [--out outputs/slow-link] [--plot FILE.png]
-                                   [--section.key value ...]
+    python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
 
 Every run is a real one (`python -m torchtitan_diloco.train`, one process and thread a worker) in a
 network of its own (benchmarks/network.py). Model, data and tokens a step are the same; only the
@@ -21,7 +18,6 @@ hour a repeat. Finished runs are kept in --out, so that an interrupted table can
 """
 
 import argparse
-import itertools
 import math
 import os
 import statistics
@@ -78,8 +74,7 @@ class Table:
         free = [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
         return [
             max(_median(run, "tokens_per_second") for run in repeat)
-            for repeat in itertools.zip_longest(*free)
-            if all(repeat)
+            for repeat in zip(*free, strict=True)
         ]
 
     def utilisations(self, rate: float, method: str) -> list[float]:

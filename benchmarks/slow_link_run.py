@@ -48,19 +48,6 @@ METHODS: dict[str, core.Settings] = {
     OURS: {"diloco.quantization.codec": "fp4_e3m0"},
     TORCHFT: {},
 }
-RESERVED = {
-    "run.folder",
-    "training.steps",
-    "metrics.log_every",
-    "diloco.method",
-    "diloco.workers",
-    "diloco.sync_every",
-    "diloco.overlap.delay",
-    "diloco.overlap.mixing",
-    "diloco.quantization.codec",
-}
-"""Settings that the tables set themselves."""
-
 LATE = STEPS_APART + 1
 """Steps after which our trainer has written the record of a step, and one to spare."""
 SAMPLE_SECONDS, PEAK_SECONDS = 0.05, 0.5
@@ -69,18 +56,29 @@ SETTLED = 4
 """Steps of data parallelism that are not measured: the link becomes slow during the third."""
 
 
+OUTER = {
+    "diloco.overlap.delay": "5",
+    "diloco.overlap.mixing": "0.5",
+    "diloco.quantization.codec": "fp32",
+}
+RESERVED = (
+    {"run.folder", "training.steps", "metrics.log_every"}
+    | OUTER.keys()
+    | {f"diloco.{name}" for name in ("method", "workers", "sync_every")}
+)
+"""Settings that the tables set themselves."""
+
+
 def build_settings(
     method: str, workers: int, sync_every: int, delay: int, extra: Mapping[str, str]
 ) -> core.Settings:
     """Return the settings of the trainer, without the length of the run."""
-    outer = {
+    cycle = {
         "diloco.workers": str(workers),
         "diloco.sync_every": str(sync_every),
         "diloco.overlap.delay": str(delay),
-        "diloco.overlap.mixing": "0.5",
-        "diloco.quantization.codec": "fp32",
     }
-    return MODEL | outer | METHODS[method] | dict(extra)
+    return MODEL | OUTER | cycle | METHODS[method] | dict(extra)
 
 
 def length_settings(steps: int, log_every: int) -> core.Settings:

@@ -1,9 +1,7 @@
 """Compare one sync of StreamingDiLoCo with one flat all-reduce in plain torch, on two gloo
 processes of one thread each.
 
-    python -m benchmarks.sync [--megabytes 33.6] [--fragments 1,2] [--delays 0] [--rounds 9]
-                              [--codecs fp32,int8] [--measured fp32]
-                              [--rate 200mbit] [--inner-seconds 0.4]
+    python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
 
 Both take turns in one run, so that a machine whose speed drifts treats them alike, and the ratio is
 taken for each sync. Rows are without norms, cosines and drift, as most rounds of a run are (see
@@ -18,17 +16,38 @@ counts nothing else, and `--rate` limits it. With a delay, the training thread s
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from benchmarks import core, torchft_loop
-from benchmarks.network import NoNetworkError, enter_own_network
-from benchmarks.sync_loop import SMALLEST, TIMEOUT, WORKERS, Case, Measured, block_count, measure
+from benchmarks.network import NoNetworkError, enter_own_network, loopback_bytes
+from benchmarks.torchft_loop import TorchftLoop
 from tests.processes import ProcessPool
+from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    Link,
+    OuterOptimizer,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+)
+from torchtitan_diloco.distributed.world import WORKER, World, join_world
 
+WORKERS = 2
+WIDTH = 256
+TIMEOUT = 600
+SMALLEST = 8
+"""MB of one block, an embedding and a head."""
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
     "sent MB, one worker | on lo MB, both | memory MB | n"
@@ -39,10 +58,193 @@ exposed / all-reduce; CPU: all threads of one process; memory: peak above that o
 without syncs. Numbers are worker 0's: median (min ... max) of n syncs."""
 
 
-def run(measured_by: Callable[..., Measured], case: Case, *arguments: str) -> Measured:
+@dataclass(frozen=True)
+class Case:
+    megabytes: float
+    fragments: int
+    delay: int
+    codec: str
+    rounds: int
+    inner_seconds: float
+    measured: bool = False
+    """Measure norms, cosines and drift in all rounds; otherwise in none."""
+
+    @property
+    def config(self) -> DiLoCoConfig:
+        """A cycle has `delay` + 1 steps for each fragment, in which one sync begins and ends."""
+        strides = self.fragments - 1  # of the blocks; the last fragment is the rest
+        layers = block_count(self.megabytes) // strides if strides else 0
+        return DiLoCoConfig(
+            sync_every=self.fragments * (self.delay + 1),
+            measure_every=int(self.measured),
+            fragments=Fragments(layers_per_fragment=layers),
+            overlap=Overlap(delay=self.delay, mixing=0.5 if self.delay else 0.0),
+            outer_optimizer=OuterOptimizer(name="nesterov", lr=0.7, momentum=0.9),
+            quantization=Quantization(codec=self.codec),  # type: ignore[arg-type]
+        )
+
+
+@dataclass
+class Sync:
+    """One sync of one worker, in seconds and bytes. CPU seconds are those of all its threads."""
+
+    all_reduce: float
+    all_reduce_cpu: float
+    exposed: float
+    cpu: float
+    on_the_wire: int
+    """Of both workers; 0 if other programs share the interface."""
+    sent: int
+
+
+Measured = tuple[list[Sync], float]
+"""The syncs, and the MB by which the peak memory exceeds that of the same loop without syncs."""
+
+
+# --- the model: parameters in the shapes of a decoder, without computation ------------------------
+
+
+def block_count(megabytes: float) -> int:
+    return max(1, round(megabytes * 1e6 / 8 / (16 * WIDTH**2)))
+
+
+def build_model(megabytes: float) -> nn.ModuleDict:
+    """Build a model with half of its values in blocks, the rest in an embedding and a head."""
+    shapes = {
+        "norm": (WIDTH,),
+        "qkv": (3 * WIDTH, WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (8 * WIDTH, WIDTH),
+        "down": (WIDTH, 4 * WIDTH),
+    }
+    blocks = nn.ModuleList(
+        nn.ParameterDict({name: 0.02 * torch.randn(shape) for name, shape in shapes.items()})
+        for _ in range(block_count(megabytes))
+    )
+    left = round(megabytes * 1e6 / 4) - sum(parameter.numel() for parameter in blocks.parameters())
+    rows = max(1, left // WIDTH // 2)
+    embedding, head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
+    return nn.ModuleDict({"blocks": blocks, "embedding": embedding, "head": head})
+
+
+@torch.no_grad()
+def inner_step(model: nn.Module, worker: int) -> None:
+    """Move the parameters of the workers apart, as training on different data does."""
+    for parameter in model.parameters():
+        parameter.mul_(0.999 - 0.0001 * worker)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measure(case: Case, lighthouse: str = "") -> Measured:
+    """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
+    world, model, plain = start(case)
+    if lighthouse:
+        inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
+        torchft = TorchftLoop(
+            model,
+            inner,
+            case.config,
+            world,
+            lighthouse=lighthouse,
+            address="localhost",
+            timeout_seconds=TIMEOUT,
+        )
+        syncs = measure_syncs(case, world, model, torchft.sizes, lambda: inner.step())
+        memory = peak_megabytes() - plain
+        torchft.close()
+        return syncs, memory
+    outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
+    for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
+        outer.step()
+
+    def sent() -> int:
+        metrics = outer.metrics()
+        assert metrics["diloco/fragments_applied"] == 1, "one sync begins and ends in a window"
+        return int(metrics["diloco/sent_bytes"])
+
+    sizes = [fragment.parameters for fragment in outer.fragments]
+    return measure_syncs(case, world, model, sizes, outer.step, sent), peak_megabytes() - plain
+
+
+def start(case: Case) -> tuple[World, nn.ModuleDict, float]:
+    """Join the others; return the model and the peak memory in MB of steps without syncs."""
+    link = Link(timeout_seconds=TIMEOUT)
+    world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
+    model = build_model(case.megabytes)
+    values = torch.ones(round(case.megabytes * 1e6 / 4 / case.fragments))
+    for _ in range(3):
+        inner_step(model, world.worker)
+        time_all_reduce(values)
+    return world, model, peak_megabytes()
+
+
+def measure_syncs(
+    case: Case,
+    world: World,
+    model: nn.Module,
+    sizes: list[int],
+    step: Callable[[], None],
+    sent: Callable[[], int] = lambda: 0,
+) -> list[Sync]:
+    """Measure a sync of each fragment in each round.
+
+    Args:
+        sizes: values in each fragment.
+        step: what follows an inner step.
+        sent: returns the bytes sent since the last call.
+    """
+    measured = []
+    values = torch.ones(max(sizes))
+    for number in range((case.rounds + 1) * case.fragments):
+        inner_step(model, world.worker)
+        floor = time_all_reduce(values[: sizes[number % case.fragments]])
+        exposed, cpu, wire = time_window(step, case)
+        sync = Sync(*floor, exposed, cpu, wire, sent())
+        if number >= case.fragments:  # the first round touches all buffers for the first time
+            measured.append(sync)
+    return measured
+
+
+def time_all_reduce(values: Tensor) -> tuple[float, float]:
+    """Return seconds and CPU seconds."""
+    dist.barrier()
+    started, cpu = time.perf_counter(), time.process_time()
+    dist.all_reduce(values)
+    return time.perf_counter() - started, time.process_time() - cpu
+
+
+def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int]:
+    """Return exposed seconds, CPU seconds and bytes on the wire of one sync."""
+    dist.barrier()
+    wire = loopback_bytes()
+    dist.barrier()
+    exposed, cpu = 0.0, time.process_time()
+    for number in range(case.delay + 1):
+        if number:
+            time.sleep(case.inner_seconds)
+        started = time.perf_counter()
+        step()
+        exposed += time.perf_counter() - started
+    cpu = time.process_time() - cpu
+    dist.barrier()
+    return exposed, cpu, loopback_bytes() - wire
+
+
+def peak_megabytes() -> float:
+    """Return the peak of this program's resident memory. getrusage would include its parent's."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024 / 1e6
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def run(case: Case, lighthouse: str = "") -> Measured:
     """Measure in new processes: memory that others have freed would hide what this needs."""
     pool = ProcessPool()
-    measured: Measured = pool.run(measured_by, WORKERS, case, *arguments, timeout=TIMEOUT)[0]
+    measured: Measured = pool.run(measure, WORKERS, case, lighthouse, timeout=TIMEOUT)[0]
     pool.close()
     return measured
 
@@ -50,8 +252,7 @@ def run(measured_by: Callable[..., Measured], case: Case, *arguments: str) -> Me
 def run_torchft(case: Case) -> Measured:
     os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every quorum
     lighthouse = torchft_loop.serve_lighthouse("127.0.0.1:0", WORKERS)
-    port = lighthouse.address().rpartition(":")[2]
-    measured = run(torchft_loop.measure, case, f"http://localhost:{port}")
+    measured = run(case, f"http://localhost:{lighthouse.address().rpartition(':')[2]}")
     lighthouse.shutdown()
     return measured
 
@@ -85,7 +286,7 @@ def build_rows(options: argparse.Namespace) -> list[list[str]]:
         cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
         for codec in options.measured:
             cases[f"{codec}, measured"] = replace(plain, codec=codec, measured=True)
-        rows += [build_row(name, case, run(measure, case)) for name, case in cases.items()]
+        rows += [build_row(name, case, run(case)) for name, case in cases.items()]
         if torchft_loop.is_installed():
             rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
         else:

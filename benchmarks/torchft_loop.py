@@ -19,14 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from benchmarks.sync_loop import (
-    TIMEOUT,
-    Case,
-    Measured,
-    measure_syncs,
-    peak_megabytes,
-    start,
-)
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
@@ -74,19 +66,21 @@ class TorchftLoop(DataParallel):
             model, world, lighthouse, address, timedelta(seconds=timeout_seconds)
         )
         # Its fragments are modules: ours become dictionaries of the same parameters.
-        self.fragments: list[nn.Module] = [
+        fragments = build_fragments(model, config.fragments)
+        self.sizes = [fragment.parameters for fragment in fragments]
+        modules: list[nn.Module] = [
             nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in one.parts})
-            for one in build_fragments(model, config.fragments)
+            for one in fragments
         ]
         outer, self._begun, self._reported = config.outer_optimizer, 0.0, 0.0
         optimizer.register_step_post_hook(self._begin)
         DiLoCo(
             self._manager,
-            self.fragments,
+            modules,
             optimizer,
             [
                 SGD(part.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
-                for part in self.fragments
+                for part in modules
             ],
             sync_every=config.sync_every,
             fragment_sync_delay=config.overlap.delay,
@@ -141,26 +135,6 @@ def _build_manager(
         connect_timeout=timedelta(seconds=60),
         init_sync=False,
     )
-
-
-def measure(case: Case, lighthouse: str) -> Measured:
-    """Measure torchft's syncs on this rank."""
-    world, model, plain = start(case)
-    inner = SGD(model.parameters(), lr=0.0)  # there are no gradients, so its step only runs hooks
-    loop = TorchftLoop(
-        model,
-        inner,
-        case.config,
-        world,
-        lighthouse=lighthouse,
-        address="localhost",
-        timeout_seconds=TIMEOUT,
-    )
-    sizes = [sum(one.numel() for one in part.parameters()) for part in loop.fragments]
-    syncs = measure_syncs(case, world, model, sizes, lambda: inner.step())
-    found = syncs, peak_megabytes() - plain
-    loop.close()
-    return found
 
 
 class TorchftTrainer(Trainer):
