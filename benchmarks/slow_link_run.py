@@ -56,16 +56,17 @@ SETTLED = 4
 """Steps of data parallelism that are not measured: the link becomes slow during the third."""
 
 
-OUTER = {
-    "diloco.overlap.delay": "5",
-    "diloco.overlap.mixing": "0.5",
-    "diloco.quantization.codec": "fp32",
+RESERVED = {
+    "run.folder",
+    "training.steps",
+    "metrics.log_every",
+    "diloco.method",
+    "diloco.workers",
+    "diloco.sync_every",
+    "diloco.overlap.delay",
+    "diloco.overlap.mixing",
+    "diloco.quantization.codec",
 }
-RESERVED = (
-    {"run.folder", "training.steps", "metrics.log_every"}
-    | OUTER.keys()
-    | {f"diloco.{name}" for name in ("method", "workers", "sync_every")}
-)
 """Settings that the tables set themselves."""
 
 
@@ -73,12 +74,14 @@ def build_settings(
     method: str, workers: int, sync_every: int, delay: int, extra: Mapping[str, str]
 ) -> core.Settings:
     """Return the settings of the trainer, without the length of the run."""
-    cycle = {
+    outer = {
         "diloco.workers": str(workers),
         "diloco.sync_every": str(sync_every),
         "diloco.overlap.delay": str(delay),
+        "diloco.overlap.mixing": "0.5",
+        "diloco.quantization.codec": "fp32",
     }
-    return MODEL | OUTER | cycle | METHODS[method] | dict(extra)
+    return MODEL | outer | METHODS[method] | dict(extra)
 
 
 def length_settings(steps: int, log_every: int) -> core.Settings:
