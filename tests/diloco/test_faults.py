@@ -1,6 +1,7 @@
 """What ends a run on all workers, and with which message."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,9 +65,7 @@ def test_a_worker_that_dies_is_named_by_the_others(
             continue
         message, seconds = result
         assert f"worker {victim} left or did not answer" in message
-        assert f"seen by worker {worker}" in message
-        assert "in the exchange of fragment" in message
-        assert "sent after step" in message
+        assert f"seen by worker {worker} in the exchange of fragment" in message
         assert seconds < 2 * TIMEOUT + 5
 
 
@@ -125,8 +124,6 @@ def test_workers_that_were_started_differently_are_refused(
     for message in processes.run(_other_settings, 2, kind):
         assert "workers were started differently" in message
         assert named.get(kind, f"{kind}: ") in message
-        assert "on worker 0" in message
-        assert "on worker 1" in message
 
 
 def _extra_step(outer: StreamingDiLoCo) -> None:
@@ -145,17 +142,16 @@ def _disagrees(event: str) -> str:
     return train(world, events[event] if world.worker == 1 else {}, delay=0)
 
 
-def test_another_schedule_is_named_with_both_sides(processes: ProcessPool) -> None:
-    for message in processes.run(_disagrees, 2, "schedule"):
-        assert "schedules differ" in message
-        assert "worker 0" in message
-        assert "worker 1" in message
-
-
-def test_shared_parameters_that_differ_name_the_fragment(processes: ProcessPool) -> None:
-    for message in processes.run(_disagrees, 2, "checksum"):
-        assert "fragment 1 differs between workers before outer round 2" in message
-        assert "checksum" in message
+@pytest.mark.parametrize(
+    ("event", "named"),
+    [
+        ("schedule", r"worker . sent fragment .* while worker .* schedules differ"),
+        ("checksum", r"fragment 1 differs between workers before outer round 2: its checksum"),
+    ],
+)
+def test_workers_that_disagree_are_named(processes: ProcessPool, event: str, named: str) -> None:
+    for message in processes.run(_disagrees, 2, event):
+        assert re.search(named, message), message
 
 
 def _two_runs_on_one_group() -> list[int]:

@@ -11,8 +11,6 @@ from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import (
     Fragment,
     build_fragments,
-    check_coverage,
-    fragment_table,
 )
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
@@ -112,15 +110,6 @@ def test_explicit_fragments_and_their_mistakes() -> None:
         build(("block.0", "embedding", "norm"))
 
 
-def test_coverage_check_sees_a_missing_run() -> None:
-    model = decoder(layers=1)
-    fragments = build_fragments(model, Fragments(pattern="balanced", layers_per_fragment=1))
-    named = [name for name, _ in model.named_parameters()]
-    check_coverage(named, fragments)
-    with pytest.raises(ValueError, match=r"in no fragment|more than one"):
-        check_coverage(named, fragments[1:])
-
-
 def test_any_module() -> None:
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"no ModuleList.*layers_per_fragment = 0"):
@@ -146,14 +135,6 @@ def test_frozen_and_tied_parameters() -> None:
     ]
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_fragments(model.requires_grad_(False), Fragments())
-
-
-def test_the_table_names_modules_bytes_and_slots() -> None:
-    fragments = build_fragments(decoder(), Fragments())
-    table = fragment_table(fragments, [0, 25, 50, 75])
-    assert "blocks.0, blocks.3, blocks.6" in table
-    assert f"{fragments[0].parameters:,}" in table
-    assert len(table.splitlines()) == 5
 
 
 def test_experts_inside_a_block_are_no_blocks() -> None:

@@ -157,34 +157,35 @@ def test_outer_optimizers(processes: ProcessPool, name: str) -> None:
     check(Case(2, config(2, 3, name=name, lr=lr)), processes)
 
 
-@pytest.mark.parametrize("pattern", ["sequential", "balanced", "explicit"])
-def test_patterns(processes: ProcessPool, pattern: str) -> None:
-    chosen = config(2, 3)
-    names = (
-        "embedding blocks.3",
-        "blocks.0 blocks.1 gain",
-        "blocks.2 blocks.5 blocks.4",
-        "blocks.6 blocks.7",
-    )
-    modules = tuple(tuple(one.split()) for one in names) if pattern == "explicit" else ()
-    layers = 4 if pattern == "balanced" else 2  # the reference cannot split a parameter by rows
-    fragments = Fragments(pattern=pattern, layers_per_fragment=layers, modules=modules)  # type: ignore[arg-type]
-    check(Case(2, replace(chosen, fragments=fragments)), processes)
+LISTED = (
+    ("embedding", "blocks.3"),
+    ("blocks.0", "blocks.1", "gain"),
+    tuple(f"blocks.{number}" for number in (2, 5, 4, 6, 7)),
+)
 
 
 @pytest.mark.parametrize(
-    ("workers", "layers", "delay", "mixing"),
-    [(2, 2, 5, 0.5), (2, 0, 0, 0.0), (1, 8, 1, 0.5), (3, 2, 5, 0.5)],
+    "fragments",
+    [
+        Fragments(pattern="sequential", layers_per_fragment=2),
+        Fragments(pattern="balanced", layers_per_fragment=4),
+        Fragments(pattern="explicit", modules=LISTED),
+    ],
+    ids=lambda fragments: fragments.pattern,
 )
-def test_with_fsdp_inside(
-    processes: ProcessPool, workers: int, layers: int, delay: int, mixing: float
+def test_patterns(processes: ProcessPool, fragments: Fragments) -> None:
+    """The reference cannot split a parameter by rows, as `balanced` does with more fragments."""
+    check(Case(2, replace(config(2, 3), fragments=fragments)), processes)
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "layers", "delay", "mixing"),
+    [(2, 2, 2, 5, 0.5), (2, 2, 0, 0, 0.0), (1, 2, 8, 1, 0.5), (3, 2, 2, 5, 0.5), (4, 1, 2, 5, 0.0)],
+)
+def test_with_fsdp_inside_and_more_workers(
+    processes: ProcessPool, workers: int, ranks: int, layers: int, delay: int, mixing: float
 ) -> None:
-    check(Case(workers, config(layers, delay, mixing), ranks=2), processes)
-
-
-@pytest.mark.parametrize(("layers", "delay", "mixing"), [(2, 5, 0.0), (0, 0, 0.5)])
-def test_four_workers(processes: ProcessPool, layers: int, delay: int, mixing: float) -> None:
-    check(Case(4, config(layers, delay, mixing)), processes)
+    check(Case(workers, config(layers, delay, mixing), ranks), processes)
 
 
 CODED = [
@@ -200,33 +201,12 @@ CODED = [
 ]
 
 
-def coded_name(chosen: Quantization) -> str:
-    feedback = "-feedback" if chosen.error_feedback else ""
-    return f"{chosen.codec}-{chosen.block_size}-{chosen.rounding}{feedback}"
-
-
-@pytest.mark.parametrize("chosen", CODED, ids=coded_name)
-def test_codecs(processes: ProcessPool, chosen: Quantization) -> None:
-    check(Case(2, replace(config(2, delay=5, mixing=0.5), quantization=chosen)), processes)
-
-
-@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.0), (0, 0.5), (5, 0.0)])
-def test_delay_and_mixing_act_with_four_bits(
-    processes: ProcessPool, delay: int, mixing: float
-) -> None:
-    check(
-        Case(2, replace(config(2, delay, mixing), quantization=Quantization(codec="fp4_e3m0"))),
-        processes,
-    )
-
-
-@pytest.mark.parametrize("chosen", CODED, ids=coded_name)
-def test_codecs_with_a_second_hop_and_odd_shards(
-    processes: ProcessPool, chosen: Quantization
-) -> None:
+@pytest.mark.parametrize("wire", CODED, ids=lambda wire: f"{wire.codec}-{wire.rounding}")
+def test_codecs(processes: ProcessPool, wire: Quantization) -> None:
     """With three workers means are encoded, too; with two ranks, shards divide nothing evenly."""
-    check(Case(3, replace(config(2, 5, 0.5), quantization=chosen)), processes)
-    check(Case(2, replace(config(2, 1, 0.5), quantization=chosen), ranks=2), processes)
+    check(Case(2, replace(config(2, delay=5, mixing=0.5), quantization=wire)), processes)
+    check(Case(3, replace(config(2, delay=5, mixing=0.5), quantization=wire)), processes)
+    check(Case(2, replace(config(2, delay=1, mixing=0.5), quantization=wire), ranks=2), processes)
 
 
 @pytest.mark.parametrize("gather", ["fp32", "bf16", "int8"])

@@ -1,7 +1,6 @@
 """Records of rounds agree with what the parameters say."""
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.distributed.world import WORKER
 
-LATE_WORKER, LATE_SECONDS = 1, 0.3
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
 """The outer step is the mean, so that each norm can be read off the parameters."""
 
@@ -91,28 +89,6 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
             record = measured(round_)
             assert record.pop("values") == expected["values"]
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
-
-
-def _slowed() -> list[dict[int, float]]:
-    world, model = join(3), Net()
-    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), PLAIN_MEAN), sgd(model)
-    for step in range(1, 13):
-        inner_step(model, optimizer, world.worker, step)
-        if world.worker == LATE_WORKER and step % 4 == 0:
-            time.sleep(LATE_SECONDS)
-        outer.step()
-    return [
-        {other: one.traffic.heard_after(other) for other in one.traffic.heard}
-        for one in outer.rounds()
-    ]
-
-
-def test_only_the_slow_worker_is_waited_for(processes: ProcessPool) -> None:
-    for worker, rounds in enumerate(processes.run(_slowed, 3)):
-        assert len(rounds) == 3
-        for heard_after in rounds:
-            late = [other for other, seconds in heard_after.items() if seconds > LATE_SECONDS / 2]
-            assert late == ([] if worker == LATE_WORKER else [LATE_WORKER])
 
 
 def test_rounds_nobody_asks_for_are_not_kept_for_ever() -> None:

@@ -49,13 +49,7 @@ def _interrupted(wire: Quantization, pattern: Fragments, stop_at: int) -> list[A
             inner_step(current, optimizer, world.worker, step)
             loop.step()
         state = loop.state_dict()
-        assert set(state.pop("exchanged")) == {
-            "diloco/exchange_seconds",
-            "diloco/coding_seconds",
-            "diloco/transfer_waiting_seconds",
-            "diloco/sent_bytes",
-            "diloco/received_bytes",
-        }
+        assert state.pop("exchanged")["diloco/sent_bytes"] > 0
         ends.append((parameters(current), state))
     return [len(saved[2]["facts"]["in_flight"]), *ends]
 

@@ -144,72 +144,45 @@ Mistakes = Iterator[tuple[str, str]]
 
 def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     """Check settings of the outer loop that depend on each other."""
+    outer, every = diloco.outer_optimizer, diloco.sync_every
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
-        yield (
-            "diloco.fragments.modules",
-            'lists the fragments of diloco.fragments.pattern = "explicit": set both, or neither',
-        )
-    if diloco.overlap.delay >= diloco.sync_every:
-        yield (
-            "diloco.overlap.delay",
-            f"must be smaller than diloco.sync_every = {diloco.sync_every}: a fragment has to be "
-            "back before it is sent again",
-        )
-    outer = diloco.outer_optimizer
+        reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
+        yield "diloco.fragments.modules", reason
+    if diloco.overlap.delay >= every:
+        yield "diloco.overlap.delay", f"must be smaller than diloco.sync_every = {every}"
     if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
-        yield (
-            "diloco.outer_optimizer.decay_rounds",
-            "must be larger than diloco.outer_optimizer.warmup_rounds = "
-            f'{outer.warmup_rounds} with decay = "{outer.decay}"',
-        )
+        limit = f"diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds}"
+        reason = f'must be larger than {limit} with decay = "{outer.decay}"'
+        yield "diloco.outer_optimizer.decay_rounds", reason
 
 
 def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
     """Check for formats that would have no effect. `workers`: how many there really are."""
-    codecs = {chosen.codec, chosen.gather_codec} - {"same"}
-    if chosen.block_size not in BLOCK_SIZES:
-        nearest = min(BLOCK_SIZES, key=lambda size: abs(size - chosen.block_size))
-        yield (
-            "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and the formats have blocks of "
-            f"{', '.join(map(str, BLOCK_SIZES))}: take {nearest}",
-        )
-    elif chosen.block_size != Quantization.block_size and codecs <= {"fp32", "bf16"}:
-        yield (
-            "diloco.quantization.block_size",
-            f"is {chosen.block_size}, and {chosen.codec} has no blocks: leave it out, or choose a "
-            "format of 8 bits or fewer",
-        )
+    codecs, size = {chosen.codec, chosen.gather_codec} - {"same"}, chosen.block_size
+    if size not in BLOCK_SIZES:
+        nearest = min(BLOCK_SIZES, key=lambda one: abs(one - size))
+        reason = f"is {size}, and must be one of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}"
+        yield "diloco.quantization.block_size", reason
+    elif size != Quantization.block_size and codecs <= {"fp32", "bf16"}:
+        reason = f"is {size}, and {chosen.codec} has no blocks: leave it out"
+        yield "diloco.quantization.block_size", reason
     if chosen.gather_codec != "same" and workers <= 2:
-        yield (
-            "diloco.quantization.gather_codec",
-            "is the format of the means that go back when there are more than two workers, and "
-            f"there are {workers}: leave it out",
-        )
+        reason = f"is only for more than two workers, and there are {workers}: leave it out"
+        yield "diloco.quantization.gather_codec", reason
     if chosen.rounding == "stochastic" and codecs == {"fp32"}:
-        yield (
-            "diloco.quantization.rounding",
-            'is "stochastic", and fp32 is not rounded: leave it out, or choose another '
-            "diloco.quantization.codec",
-        )
+        reason = 'is "stochastic", and fp32 is not rounded: leave it out'
+        yield "diloco.quantization.rounding", reason
     if chosen.error_feedback and chosen.codec == "fp32":
-        yield (
-            "diloco.quantization.error_feedback",
-            "has no effect, as fp32 loses nothing: leave it out, or choose another "
-            "diloco.quantization.codec",
-        )
+        reason = "has no effect, as fp32 loses nothing: leave it out"
+        yield "diloco.quantization.error_feedback", reason
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     """Return warnings about valid settings that are known to train badly (docs/algorithm.md)."""
     if config.method == "none":
         return []
-    found = []
-    outer, every, rounds = (
-        config.outer_optimizer,
-        config.sync_every,
-        total_steps // config.sync_every,
-    )
+    found, outer, every = list[str](), config.outer_optimizer, config.sync_every
+    rounds = total_steps // every
     if rounds == 0:
         found.append(
             f"diloco.sync_every = {every} is longer than the run of {total_steps} steps: nothing "

@@ -1,6 +1,7 @@
 """Which parameters belong to which fragment. Works on any module; needs no process group."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,11 +28,18 @@ class Part:
         return local_rows(self.name, self.parameter.detach(), self.run, self.runs)
 
     @property
+    def rows(self) -> int:
+        """Rows of the whole parameter."""
+        return self.parameter.shape[0] if self.parameter.dim() else 1
+
+    @property
     def bytes(self) -> int:
         """Size in fp32 over all ranks of the worker."""
-        rows = self.parameter.shape[0] if self.parameter.dim() else 1
-        size, larger = divmod(rows, self.runs)  # as tensor_split cuts
-        return 4 * (self.parameter.numel() // max(1, rows)) * (size + (self.run < larger))
+        size, larger = divmod(self.rows, self.runs)  # as tensor_split cuts
+        return 4 * (self.parameter.numel() // max(1, self.rows)) * (size + (self.run < larger))
+
+    def is_in(self, module: str) -> bool:
+        return self.name == module or self.name.startswith(f"{module}.")
 
     def __str__(self) -> str:
         return self.name if self.runs == 1 else f"{self.name} (rows {self.run + 1}/{self.runs})"
@@ -71,16 +79,14 @@ class Fragment:
     @property
     def bytes(self) -> int:
         """Size in fp32 over all ranks of the worker."""
-        return sum(part.bytes for part in self.parts)
+        return _bytes(self.parts)
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
     """Put every trainable parameter into exactly one fragment. Frozen ones are not exchanged."""
     trained = [Part(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trained:
-        raise ValueError(
-            "the model has no trainable parameter, so there is nothing to exchange between workers"
-        )
+        raise ValueError("the model has no trainable parameter: there is nothing to exchange")
     if config.pattern == "explicit":
         groups = _explicit(model, trained, config.modules)
     elif config.layers_per_fragment == 0:
@@ -93,29 +99,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
         else:
             groups = _whole_blocks(blocks, count, strided=config.pattern == "strided")
             groups += [(REST, rest)] if rest else []
-    fragments = tuple(
-        Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups)
-    )
-    check_coverage([part.name for part in trained], fragments)
-    return fragments
-
-
-def check_coverage(names: Iterable[str], fragments: Iterable[Fragment]) -> None:
-    """Raise unless every parameter is in exactly one fragment, with all runs of its rows."""
-    seen: dict[str, list[tuple[int, int]]] = {}
-    for fragment in fragments:
-        for part in fragment.parts:
-            seen.setdefault(part.name, []).append((part.run, part.runs))
-    for name in names:
-        runs = sorted(seen.get(name, []))
-        if not runs:
-            raise ValueError(
-                f"parameter {name} is in no fragment: add its module to diloco.fragments.modules"
-            )
-        if runs != [(run, runs[0][1]) for run in range(runs[0][1])]:
-            raise ValueError(
-                f"parameter {name} is in more than one fragment: name its module in only one"
-            )
+    return tuple(Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups))
 
 
 def check_identity(model: nn.Module, fragment: Fragment) -> None:
@@ -124,9 +108,8 @@ def check_identity(model: nn.Module, fragment: Fragment) -> None:
         owner, _, name = part.name.rpartition(".")
         if getattr(model.get_submodule(owner), name) is not part.parameter:
             raise ValueError(
-                f"the model has a new parameter in the place of {part.name} since StreamingDiLoCo "
-                "was built, and the old one is exchanged in vain: build it after the model is "
-                "final (load weights with assign=False)"
+                f"parameter {part.name} was replaced after StreamingDiLoCo was built: build it "
+                "when the model is final (load weights with assign=False)"
             )
 
 
@@ -152,26 +135,23 @@ def _merge(groups: list[Group]) -> Group:
     return ", ".join(name for name, _ in groups), [part for _, parts in groups for part in parts]
 
 
-def _inside(module: str, parts: list[Part]) -> list[Part]:
-    return [part for part in parts if part.name == module or part.name.startswith(f"{module}.")]
-
-
 def _split_blocks(
     model: nn.Module, trained: list[Part], blocks_name: str
 ) -> tuple[list[Group], list[Part]]:
     """Return the blocks that have trainable parameters, and the parameters outside of blocks."""
     container, modules = blocks_name or _longest_module_list(model), dict(model.named_modules())
     if container not in modules:
-        nearest = difflib.get_close_matches(container, modules, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(f'diloco.fragments.blocks = "{container}" is no module of the model{hint}')
+        raise ValueError(
+            f'diloco.fragments.blocks = "{container}" is no module of the model'
+            + _nearest(container, modules)
+        )
     names = [f"{container}.{child}" for child, _ in modules[container].named_children()]
-    blocks = [(name, parts) for name in names if (parts := _inside(name, trained))]
+    groups = [(name, [part for part in trained if part.is_in(name)]) for name in names]
+    blocks = [(name, parts) for name, parts in groups if parts]
     if not blocks:
         raise ValueError(
             f"the blocks of {container} have no trainable parameter: name another module in "
-            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0 to exchange "
-            "the whole model at once"
+            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0"
         )
     in_blocks = {part.name for _, parts in blocks for part in parts}
     return blocks, [part for part in trained if part.name not in in_blocks]
@@ -187,11 +167,10 @@ def _longest_module_list(model: nn.Module) -> str:
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outermost:
         raise ValueError(
-            "the model has no ModuleList whose blocks could be its fragments: name the module that "
-            "holds them in diloco.fragments.blocks, list fragments in diloco.fragments.modules, or "
-            "set diloco.fragments.layers_per_fragment = 0 to exchange the whole model at once"
+            "the model has no ModuleList of blocks: name the module that holds them in "
+            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0"
         )
-    longest: str = max(outermost, key=lambda name: lists[name])
+    longest: str = max(outermost, key=lists.__getitem__)
     return longest
 
 
@@ -213,40 +192,47 @@ def _balanced(blocks: list[Group], rest: list[Part], count: int) -> list[Group]:
     for name, parts in units:
         if _bytes(parts) <= share:
             pieces.append((name, parts))
-        else:
-            pieces += [(str(run), [run]) for part in parts for run in _split_rows(part, share)]
+            continue
+        for part in parts:
+            runs = max(1, min(part.rows, -(-part.bytes // share)))
+            split = [Part(part.name, part.parameter, run, runs) for run in range(runs)]
+            pieces += [(str(one), [one]) for one in split]
     bins: list[list[Group]] = [[] for _ in range(count)]
     for piece in sorted(pieces, key=lambda group: -_bytes(group[1])):
         min(bins, key=lambda one: sum(_bytes(parts) for _, parts in one)).append(piece)
     return [_merge(one) for one in bins if one]
 
 
-def _split_rows(part: Part, share: int) -> list[Part]:
-    rows = part.parameter.shape[0] if part.parameter.dim() else 1
-    runs = max(1, min(rows, -(-part.bytes // share)))
-    return [Part(part.name, part.parameter, run, runs) for run in range(runs)]
-
-
 def _explicit(
     model: nn.Module, trained: list[Part], modules: tuple[tuple[str, ...], ...]
 ) -> list[Group]:
-    known = {name for name, _ in model.named_modules()} | {part.name for part in trained}
+    known = [name for name, _ in model.named_modules()] + [part.name for part in trained]
     groups: list[Group] = []
     for names in modules:
         for wanted in names:
             if wanted not in known:
-                nearest = difflib.get_close_matches(wanted, known, n=1)
-                some = ", ".join(sorted(known - {""})[:8])
-                hint = f"did you mean {nearest[0]}?" if nearest else f"it has {some}, ..."
                 raise ValueError(
-                    f'diloco.fragments.modules names "{wanted}", which the model does not have; '
-                    f"{hint}"
+                    f'diloco.fragments.modules names "{wanted}", which the model does not have'
+                    + _nearest(wanted, known)
                 )
-        parts = [part for wanted in names for part in _inside(wanted, trained)]
+        parts = [part for wanted in names for part in trained if part.is_in(wanted)]
         if not parts:
             raise ValueError(
                 f"the fragment {list(names)} of diloco.fragments.modules has no trainable "
                 "parameter of its own (a tied one counts where it comes first): remove it"
             )
         groups.append((", ".join(names), parts))
+    counts = Counter(part.name for _, parts in groups for part in parts)
+    for part in trained:
+        if counts[part.name] != 1:
+            found = "more than one fragment" if counts[part.name] else "no fragment"
+            raise ValueError(
+                f"parameter {part.name} is in {found}: name its module once in "
+                "diloco.fragments.modules"
+            )
     return groups
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

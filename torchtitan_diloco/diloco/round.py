@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -113,14 +114,6 @@ InFlight = tuple[Round, "Future[None]"]
 """A round, and the completion of its exchange."""
 
 
-def resumed_round(fragment: int, outer_round: int, values: int, record: dict[str, int]) -> Round:
-    """Return a round whose result was loaded: its exchange was seen by another process."""
-    traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
-    round_ = Round(fragment, outer_round, record["sent_step"], values, NEVER, traffic=traffic)
-    round_.flags, round_.participants = record["flags"], record["participants"]
-    return round_
-
-
 def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Add up dictionaries of numbers, key by key."""
     added: dict[str, float] = {}
@@ -133,27 +126,23 @@ def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
 class Meter:
     """Totals of the outer loop since they were last taken, and its latest rounds."""
 
-    NAMES = (
-        "diloco/fragments_applied",
-        "diloco/participants",
-        "diloco/exposed_seconds",
-        "diloco/exposed_waiting_seconds",
-        "diloco/exchange_seconds",
-        "diloco/coding_seconds",
-        "diloco/transfer_waiting_seconds",
-        "diloco/sent_bytes",
-        "diloco/received_bytes",
-    )
-    ROUNDS_KEPT = 256
+    TOTALS: Final = {
+        "diloco/fragments_applied": 0.0,
+        "diloco/participants": 0.0,
+        "diloco/exposed_seconds": 0.0,
+        "diloco/exposed_waiting_seconds": 0.0,
+        "diloco/exchange_seconds": 0.0,
+        "diloco/coding_seconds": 0.0,
+        "diloco/transfer_waiting_seconds": 0.0,
+        "diloco/sent_bytes": 0.0,
+        "diloco/received_bytes": 0.0,
+    }
 
     def __init__(self) -> None:
         self.exposed_seconds = 0.0
         """Since the start of the process."""
-        self._sums = dict.fromkeys(self.NAMES, 0.0)
-        self._rounds: deque[Round] = deque(maxlen=self.ROUNDS_KEPT)
-
-    def sent(self, round_: Round) -> None:
-        self._expose(round_.taken - round_.due)
+        self._sums = self.TOTALS.copy()
+        self._rounds: deque[Round] = deque(maxlen=256)
 
     def exchanged(self, round_: Round) -> None:
         """Count an exchange, once. One whose result was loaded is in the totals of its save."""
@@ -163,14 +152,14 @@ class Meter:
 
     def applied(self, round_: Round) -> None:
         self.exchanged(round_)
-        self._expose(round_.applied - round_.asked)
+        self.expose(round_.applied - round_.asked)
         self._sums["diloco/exposed_waiting_seconds"] += round_.fetched - round_.asked
         self._sums["diloco/participants"] += round_.participants
         self._sums["diloco/fragments_applied"] += 1
         self._rounds.append(round_)
 
     def take(self) -> dict[str, float]:
-        taken, self._sums = self._sums, dict.fromkeys(self.NAMES, 0.0)
+        taken, self._sums = self._sums, self.TOTALS.copy()
         return taken
 
     def take_rounds(self) -> list[Round]:
@@ -178,6 +167,6 @@ class Meter:
         self._rounds.clear()
         return taken
 
-    def _expose(self, seconds: float) -> None:
+    def expose(self, seconds: float) -> None:
         self._sums["diloco/exposed_seconds"] += seconds
         self.exposed_seconds += seconds

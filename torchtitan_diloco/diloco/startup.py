@@ -31,8 +31,7 @@ def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None) -> Non
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
-        reason = '"none" needs no StreamingDiLoCo: leave it out, and average gradients instead'
-        mistakes.append(("diloco.method", reason))
+        mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
     if config.workers not in (1, workers):
         reason = f"is {config.workers}, but the group joins {workers}: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -120,12 +119,12 @@ def pick_state_device(
     host = link.outer_state == "cpu" or (link.outer_state == "auto" and not reaches_device)
     if host and not reaches_host:
         raise ValueError(
-            'diloco.link.outer_state = "cpu" needs a gloo group between workers, as NCCL only '
-            'reaches the GPU: set diloco.link.backend = "gloo", or outer_state = "device"'
+            'diloco.link.outer_state = "cpu" needs a gloo group between workers: set '
+            'diloco.link.backend = "gloo", or outer_state = "device"'
         )
     if not host and not reaches_device:
         raise ValueError(
-            'diloco.link.outer_state = "device" needs an NCCL group between workers, as gloo only '
-            'reaches host memory: set diloco.link.backend = "nccl", or outer_state = "cpu"'
+            'diloco.link.outer_state = "device" needs an NCCL group between workers: set '
+            'diloco.link.backend = "nccl", or outer_state = "cpu"'
         )
     return torch.device("cpu") if host else device

@@ -5,28 +5,23 @@ fragment in flight is saved with the shared copy that its exchange ends with, to
 its turn comes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.diloco.fragments import (
-    Part,
-    check_identity,
-    drop_gathered,
-    local_rows,
-)
+from torchtitan_diloco.diloco.fragments import Part, check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, total
 
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
-SHARED, NEXT, SLOT, RESIDUAL = "outer", "next", "slot-", "residual"
+KINDS = SHARED, NEXT, SLOT, RESIDUAL = "outer", "next", "slot-", "residual"
 """Kinds of tensors; their names are KIND/PARAMETER."""
 OPTIMIZER = "diloco.outer_optimizer.name"
 
@@ -68,12 +63,12 @@ class SavedState:
         parameters = dict(model.named_parameters())
 
         def zeros(names: Iterable[str]) -> Named:
-            return {
-                name: shaped_like(parameters[parameter], None, mesh)
-                for name in names
-                for kind, _, parameter in [name.partition("/")]
-                if kind in (SHARED, NEXT, RESIDUAL) or kind.startswith(SLOT)
-            }
+            found = {}
+            for name in filter(lambda name: name.startswith(KINDS), names):
+                parameter = parameters[name.partition("/")[2]]
+                size = local_rows(name, parameter.detach()).numel()
+                found[name] = shaped_like(parameter, torch.zeros(size, dtype=torch.float32), mesh)
+            return found
 
         return SavedState(facts, zeros(shared_names), zeros(own_names))
 
@@ -83,20 +78,13 @@ class SavedState:
         return {name: value for (found, _, name), value in pairs if found == kind}
 
 
-def shaped_like(
-    parameter: nn.Parameter, flat: Tensor | None, mesh: DeviceMesh | None = None
-) -> Tensor:
-    """Shape a parameter's values on this rank as the parameter is, sharded on its mesh or another.
-
-    Without values they are zeros in host memory.
-    """
+def shaped_like(parameter: nn.Parameter, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Shape values on this rank as a parameter is, sharded on the parameter's mesh or another."""
     value = parameter.detach()
-    local = value.to_local() if isinstance(value, DTensor) else value
-    flat = torch.zeros(local.numel(), dtype=torch.float32) if flat is None else flat
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
     return DTensor.from_local(
-        flat.view(local.shape).to(value.device if mesh is None else mesh.device_type),
+        flat.view(value.to_local().shape).to(value.device if mesh is None else mesh.device_type),
         mesh or value.device_mesh,
         value.placements if mesh is None else value.placements[-mesh.ndim :],
         run_check=False,
@@ -160,56 +148,46 @@ def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -
     copied = [snapshot.copy_out() for snapshot in snapshots]
     states = [snapshot.state for snapshot in snapshots]
 
-    def named(kind: str, buffers: list[Tensor | None], rest: list[Tensor] | None = None) -> Named:
-        return {f"{kind}/{name}": one for name, one in by_name(states, buffers, mesh, rest).items()}
+    def named(kind: str, buffers: Sequence[Tensor], names: set[str] | None = None) -> Named:
+        found = by_name(states, buffers, mesh, names)
+        return {f"{kind}/{name}": value for name, value in found.items()}
 
-    outer = [one.outer for one in snapshots]
-    shared = named(SHARED, [*outer]) | named(NEXT, [one.next for one in snapshots], outer)
-    for number in range(len(snapshots[0].slots)):
-        shared |= named(f"{SLOT}{number}", [one.slots[number] for one in snapshots])
-    own = named(RESIDUAL, [one.residual for one in snapshots])
+    in_flight = [one.state for one in snapshots if one.next is not None]
+    names = {part.name for state in in_flight for part in state.fragment.parts}
+    following = [one.outer if one.next is None else one.next for one in snapshots]
+    shared = named(SHARED, [one.outer for one in snapshots]) | named(NEXT, following, names)
+    for number, slots in enumerate(zip(*(one.slots for one in snapshots), strict=True)):
+        shared |= named(f"{SLOT}{number}", slots)
+    residuals = [one.residual for one in snapshots if one.residual is not None]
+    own = named(RESIDUAL, residuals) if residuals else {}
     facts = facts | {"fragments": [fragment for fragment, _ in copied]}
     return SavedState(facts, shared, own, total(sums for _, sums in copied))
 
 
 def by_name(
     states: Sequence[OuterState],
-    buffers: Sequence[Tensor | None],
+    buffers: Sequence[Tensor],
     mesh: DeviceMesh | None = None,
-    rest: Sequence[Tensor] | None = None,
+    names: Container[str] | None = None,
 ) -> Named:
     """Return flat buffers, one for each fragment, by the names and in the shape of the parameters.
 
-    Parameters of a fragment without a buffer are left out. Where a parameter's rows are in several
-    fragments, missing rows are taken from `rest`.
+    The rows of a parameter may be in several fragments. `names`: only of these parameters.
     """
     rows: dict[str, dict[int, Tensor]] = {}
-    wanted: dict[str, Part] = {}
-    for index, (state, buffer) in enumerate(zip(states, buffers, strict=True)):
-        source = buffer if buffer is not None or rest is None else rest[index]
-        if source is None:
-            continue
-        for part, view in zip(state.fragment.parts, state.views(source), strict=True):
-            rows.setdefault(part.name, {})[part.run] = view
-            if buffer is not None:
-                wanted[part.name] = part
+    parameters: dict[str, nn.Parameter] = {}
+    for state, buffer in zip(states, buffers, strict=True):
+        for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
+            if names is None or part.name in names:
+                rows.setdefault(part.name, {})[part.run] = view
+                parameters[part.name] = part.parameter
     return {
-        name: shaped_like(
-            part.parameter, torch.cat([rows[name][run] for run in range(part.runs)]), mesh
-        )
-        for name, part in wanted.items()
+        name: shaped_like(parameters[name], torch.cat([runs[run] for run in sorted(runs)]), mesh)
+        for name, runs in rows.items()
     }
 
 
 # --- load -----------------------------------------------------------------------------------------
-
-
-class Resumed(NamedTuple):
-    """What a load returns, beside the content of the buffers."""
-
-    fragments: list[Facts]
-    in_flight: list[int]
-    notes: list[str]
 
 
 def load(
@@ -217,16 +195,16 @@ def load(
     saved: SavedState,
     settings: Facts,
     mixing: Callable[[int, int], float],
-) -> Resumed:
-    """Fill the buffers of all fragments. `mixing`: local share, from flags and participants."""
+) -> tuple[list[Facts], list[int], list[str]]:
+    """Fill the buffers. Return the facts of each fragment, those in flight, and notes.
+
+    `mixing` returns the local share for flags and participants.
+    """
     facts, before, notes = saved.facts, saved.facts["settings"], list[str]()
     changed = {key for key in settings if settings[key] != before[key]}
     in_flight, fragments = list(facts["in_flight"]), fragment_facts(states, facts)
     if in_flight and (facts["layout"] != layout_of(states) or changed - {OPTIMIZER}):
-        notes.append(
-            f"{len(in_flight)} fragments were in flight and are applied now, as their turns have "
-            "changed"
-        )
+        notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")
         apply_early(states, saved, mixing)
         in_flight = []
     fill(states, [state.outer for state in states], saved.kind(SHARED))
@@ -248,7 +226,7 @@ def load(
         if index in in_flight:
             fill([state], [state.delta], saved.kind(NEXT))
         state.resume(record["rounds"], in_flight=index in in_flight)
-    return Resumed(fragments, in_flight, notes)
+    return fragments, in_flight, notes
 
 
 def fill(states: Sequence[OuterState], buffers: Sequence[Tensor], values: Named) -> None:
@@ -300,9 +278,9 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
         if mine.get(name) != theirs.get(name)
     ]
     if found:
-        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
-            f"the saved outer state is that of another model: {'; '.join(found[:3])}{more}"
+            f"the saved outer state is that of another model ({len(found)} parameters differ): "
+            + "; ".join(found[:3])
         )
 
 
@@ -312,16 +290,15 @@ def apply_early(
 ) -> None:
     """Apply saved fragments in flight to the model and to the tensors of the saved state."""
     facts, outer = saved.facts, saved.kind(SHARED)
-    records = {
-        name: facts["fragments"][index]
-        for index in facts["in_flight"]
-        for name, *_ in facts["layout"][index]
-    }
+    alphas = {}
+    for index in facts["in_flight"]:
+        record = facts["fragments"][index]
+        for name, *_ in facts["layout"][index]:
+            alphas[name] = mixing(record["flags"], record["participants"])
     parts = [part for state in states for part in state.fragment.parts]
     parameters = {part.name: part.parameter.detach() for part in parts}
     for name, arrived in saved.kind(NEXT).items():
-        alpha = mixing(records[name]["flags"], records[name]["participants"])
-        tensors = parameters[name], outer[name], arrived
+        alpha, tensors = alphas[name], (parameters[name], outer[name], arrived)
         local, shared, following = (local_rows(name, tensor) for tensor in tensors)
         mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
         # Rows of other fragments are not in flight: their shared values are the same.

@@ -40,7 +40,7 @@ from torchtitan_diloco.diloco.fragments import (
 )
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import OuterState, square
-from torchtitan_diloco.diloco.round import InFlight, Meter, Round, resumed_round
+from torchtitan_diloco.diloco.round import NEVER, InFlight, Meter, Round, Traffic
 from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.startup import (
     agree_on_run,
@@ -168,9 +168,9 @@ class StreamingDiLoCo:
         header = Header(flags, self._run, index, outer_round, step, weight, state.checksum)
         self._weights[index] = 0.0
         round_.taken = time.perf_counter()
-        self._meter.sent(round_)
-        task = partial(self._exchange, state, header, round_)
-        self._in_flight[index] = round_, self._background.submit(task)
+        self._meter.expose(round_.taken - round_.due)
+        exchanged = self._background.submit(partial(self._exchange, state, header, round_))
+        self._in_flight[index] = round_, exchanged
 
     def _apply(self, fragments: list[int]) -> None:
         for index in fragments:
@@ -317,16 +317,19 @@ class StreamingDiLoCo:
         saving.check_same_model(self._states, saved)
         self._give_up_in_flight()
         drop_gathered(self._model)
-        resumed = saving.load(self._states, saved, self._resume_settings(), self._mixing)
+        facts, in_flight, notes = saving.load(
+            self._states, saved, self._resume_settings(), self._mixing
+        )
         self.step_count = saved.facts["step"]
-        self._weights = [record["weight"] for record in resumed.fragments]
-        for index in resumed.in_flight:
-            record, values = resumed.fragments[index], self._states[index].values
-            outer_round = self.schedule.outer_round(index, record["sent_step"])
-            exchanged: Future[None] = Future()
-            exchanged.set_result(None)
-            self._in_flight[index] = resumed_round(index, outer_round, values, record), exchanged
-        return resumed.notes
+        self._weights = [record["weight"] for record in facts]
+        for index in in_flight:
+            sent_step, values = facts[index]["sent_step"], self._states[index].values
+            outer_round = self.schedule.outer_round(index, sent_step)
+            round_ = Round(index, outer_round, sent_step, values, weight=NEVER)
+            round_.participants, round_.flags = facts[index]["participants"], facts[index]["flags"]
+            round_.traffic = Traffic(NEVER, NEVER, NEVER, NEVER)  # another process has seen it
+            self._in_flight[index] = round_, self._background.submit(lambda: None)
+        return notes
 
     def restart_from_model(self, step: int) -> None:
         """Start over after so many steps; the model, equal on all workers, is the shared copy."""
@@ -338,10 +341,8 @@ class StreamingDiLoCo:
 
     def _give_up_in_flight(self) -> None:
         """Wait for what is in flight, and for a save, and forget the results."""
-        for _, exchanged in self._in_flight.values():
-            exchanged.exception()
-        self._in_flight.clear()
         self._background.submit(lambda: None).result()
+        self._in_flight.clear()
 
     def _resume_settings(self) -> dict[str, Any]:
         """Return the settings that a saved state depends on."""

@@ -3,13 +3,12 @@
 import math
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, as_completed
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,7 +72,7 @@ class Header:
         if magic != MAGIC or version != VERSION:
             raise ValueError(
                 f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
-                f"{VERSION}: some worker runs other code, or another program uses the process group"
+                f"{VERSION}: some worker runs other code"
             )
         return Header(*values)
 
@@ -84,9 +83,8 @@ def check_headers(headers: list[Header], mine: int) -> None:
     for worker, other in enumerate(headers):
         if other.run != own.run:
             raise ValueError(
-                f"worker {worker} belongs to another run or configuration ({other.run:016x}) than "
-                f"worker {mine} ({own.run:016x}): start all workers with the same settings and a "
-                "process group of their own"
+                f"worker {worker} belongs to another run ({other.run:016x}) than worker {mine} "
+                f"({own.run:016x}): start all workers with the same settings and their own group"
             )
         if (other.fragment, other.outer_round) != (own.fragment, own.outer_round):
             raise ValueError(
@@ -98,9 +96,8 @@ def check_headers(headers: list[Header], mine: int) -> None:
         if other.checksum != own.checksum:
             raise ValueError(
                 f"fragment {own.fragment} differs between workers before outer round "
-                f"{own.outer_round}: its shared parameters have checksum {other.checksum:016x} on "
-                f"worker {worker} and {own.checksum:016x} on worker {mine}; restart from the last "
-                "checkpoint, and look for faulty memory if it happens again"
+                f"{own.outer_round}: its checksum is {other.checksum:016x} on worker {worker} and "
+                f"{own.checksum:016x} on worker {mine}; restart from the last checkpoint"
             )
 
 
@@ -108,20 +105,15 @@ def check_headers(headers: list[Header], mine: int) -> None:
 
 Parts = Iterable[tuple[int, Tensor]]
 """(other worker, buffer to send to it or to receive from it)."""
-
-
-class Operation(NamedTuple):
-    is_send: bool
-    worker: int
-    buffer: Tensor
-    tag: int
+Operation = Callable[..., dist.Work | None]
+"""dist.isend or dist.irecv."""
 
 
 @dataclass
 class Messages:
     """Messages in flight between this worker and the others for one purpose."""
 
-    receives: list[Operation] = field(default_factory=list)
+    receives: list[dist.P2POp] = field(default_factory=list)
     """Receives that NCCL posts together with the sends."""
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
     """By worker. Receives come first: their time must not depend on what this worker sends."""
@@ -163,7 +155,7 @@ class Transport:
             if buffer.numel():
                 messages.sizes[worker] = buffer.numel()
                 room = self._whole_buffer(buffer)
-                messages.receives.append(Operation(False, worker, room, tag))
+                messages.receives.append(self._operation(dist.irecv, worker, room, tag))
         if not self._is_nccl:
             self._post(messages, [])
         return messages
@@ -179,7 +171,7 @@ class Transport:
         operations = []
         for worker, buffer in parts:
             if buffer.numel():
-                operations.append(Operation(True, worker, buffer, tag))
+                operations.append(self._operation(dist.isend, worker, buffer, tag))
                 self.traffic.bytes_sent += buffer.numel()
         self._post(messages, operations)
         self.traffic.bytes_received += sum(messages.sizes.values())
@@ -222,41 +214,22 @@ class Transport:
                 first = time.perf_counter()
         return first
 
-    def _post(self, messages: Messages, sends: list[Operation]) -> None:
+    def _post(self, messages: Messages, sends: list[dist.P2POp]) -> None:
         """Post one by one with gloo, so that a failure names its worker, as one batch with NCCL."""
         operations, messages.receives = messages.receives + sends, []
         batches = [operations] if self._is_nccl else [[operation] for operation in operations]
         for batch in filter(None, batches):
-            workers = [operation.worker for operation in batch]
+            workers = [operation.group_peer for operation in batch]
             try:
-                works = self._start_batch(batch) if self._is_nccl else [self._start(batch[0])]
+                works = dist.batch_isend_irecv(batch)
             except RuntimeError as error:
                 raise WorkerLostError(sorted(set(workers)), cause_of(error)) from error
             for number, worker in enumerate(workers):  # NCCL returns one work for the whole batch
                 work = works[min(number, len(works) - 1)]
                 messages.works.setdefault(worker, []).append(work)
 
-    def _start(self, one: Operation) -> dist.Work:
-        group, tag = self._group, one.tag
-        if one.is_send:
-            work = dist.isend(one.buffer, group=group, tag=tag, group_dst=one.worker)
-        else:
-            work = dist.irecv(one.buffer, group=group, tag=tag, group_src=one.worker)
-        assert work is not None, "this rank is in the group"
-        return work
-
-    def _start_batch(self, batch: list[Operation]) -> list[dist.Work]:
-        operations = [
-            dist.P2POp(
-                dist.isend if one.is_send else dist.irecv,
-                one.buffer,
-                group=self._group,
-                tag=one.tag,
-                group_peer=one.worker,
-            )
-            for one in batch
-        ]
-        return dist.batch_isend_irecv(operations)
+    def _operation(self, kind: Operation, worker: int, buffer: Tensor, tag: int) -> dist.P2POp:
+        return dist.P2POp(kind, buffer, group=self._group, tag=tag, group_peer=worker)
 
     def _whole_buffer(self, message: Tensor) -> Tensor:
         """Return all memory of the buffer, for a worker that sends more than expected.
