@@ -212,7 +212,7 @@ def _each(
 
 def _workload(config: Config) -> "Workload":
     from torchtitan_diloco.components.run_plan import vocabulary_rows
-    from torchtitan_diloco.data.loader import open_tokenizer
+    from torchtitan_diloco.data.corpus import open_tokenizer
     from torchtitan_diloco.planner.scenario import Workload
 
     rows = config.model.vocab_size

@@ -42,12 +42,8 @@ from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.data.loader import (
-    build_train_loader,
-    build_validation_batches,
-    open_split,
-    open_tokenizer,
-)
+from torchtitan_diloco.data.corpus import open_split, open_tokenizer
+from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
@@ -87,7 +83,7 @@ class Trainer:
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
-        self.loader = build_train_loader(
+        self.loader = TrainLoader(
             self.train_tokens,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
@@ -358,7 +354,7 @@ class Trainer:
         config = self.config
         batches: list[tuple[Tensor, Tensor]] = []
         if config.validation.every:
-            held_out = build_validation_batches(
+            held_out = ValidationBatches(
                 open_split(config.data, self.tokenizer, "validation"),
                 sequence_length=config.training.sequence_length,
                 batch_size=config.training.batch_size,

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from torchtitan_diloco.components.optimizer import autocast, compute_dtype
 from torchtitan_diloco.components.validation import validate
-from torchtitan_diloco.data.loader import build_validation_batches, open_split
+from torchtitan_diloco.data.corpus import open_split
+from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.distributed.world import World, pick_device
 from torchtitan_diloco.export.saved_model import (
     add_device_argument,
@@ -41,7 +42,7 @@ def _validate(options: argparse.Namespace) -> None:
     data, length = config.data, config.training.sequence_length
     if options.corpus is not None:
         data = replace(data, validation_corpus=options.corpus)
-    batches = build_validation_batches(
+    batches = ValidationBatches(
         open_split(data, saved.tokenizer, "validation"),
         sequence_length=length,
         batch_size=options.batch_size or config.training.batch_size,

@@ -9,12 +9,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import torchtitan_diloco.data.loader as loader_module
 from tests.data.conftest import MakeShards
 from torchtitan_diloco.data.loader import (
-    IGNORE_INDEX,
     TrainLoader,
-    build_train_loader,
-    build_validation_batches,
+    ValidationBatches,
 )
 from torchtitan_diloco.data.shards import TokenShards
+from torchtitan_diloco.utils import IGNORE_INDEX
 
 LENGTH = 10  # 1000 tokens: 99 sequences, which no batch size below divides
 
@@ -28,7 +27,7 @@ def shards(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> TokenSha
 def build(shards: TokenShards, **changes: Any) -> TrainLoader:
     settings = {"batch_size": 2, "accumulation": 1, "rank": 0, "ranks": 1, "seed": 0}
     settings |= {"sequence_length": LENGTH, "shuffle": True, "processes": 0}
-    return build_train_loader(shards, **(settings | changes))
+    return TrainLoader(shards, **(settings | changes))
 
 
 def take(loader: TrainLoader, batches: int) -> list[list[int]]:
@@ -68,7 +67,7 @@ def test_an_epoch_has_every_sequence_once_and_the_next_another_order(shards: Tok
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation", "batch_size"), [(4, 1, 3), (2, 2, 3), (1, 12, 1), (3, 2, 2)]
+    ("ranks", "accumulation", "batch_size"), [(4, 1, 3), (1, 12, 1), (3, 2, 2)]
 )
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_samples_of_a_step_do_not_depend_on_who_shares_it(
@@ -88,7 +87,7 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
 
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
-@pytest.mark.parametrize("steps", [0, 1, 16, 17, 33])  # 99 sequences: epochs end within steps
+@pytest.mark.parametrize("steps", [0, 17])  # 99 sequences: an epoch ends within step 17
 def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: int) -> None:
     settings = {"accumulation": 3, "ranks": 2, "rank": 1}
     whole = take(build(shards, **settings), 3 * steps + 8)
@@ -151,7 +150,7 @@ def test_corpus_shorter_than_a_sequence(make_shards: MakeShards) -> None:
     assert take(build(one), 3) == [[0, 0]] * 3
     validation = TokenShards(short.folder, "validation")
     with pytest.raises(ValueError, match=r"has 10 tokens, .*a larger data\.validation_fraction or"):
-        build_validation_batches(
+        ValidationBatches(
             validation, sequence_length=LENGTH, batch_size=1, rank=0, ranks=1, sequences=5
         )
 
@@ -164,8 +163,8 @@ def test_a_damaged_shard_is_an_error_also_from_a_reading_process(shards: TokenSh
         take(build(shards, processes=1), 50)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize(("batch_size", "sequences"), [(1, 1), (2, 7), (4, 16), (3, 29), (8, 1000)])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize(("batch_size", "sequences"), [(1, 1), (2, 7), (8, 1000)])
 def test_validation_counts_everything_once(
     make_shards: MakeShards, ranks: int, batch_size: int, sequences: int
 ) -> None:
@@ -174,7 +173,7 @@ def test_validation_counts_everything_once(
     counted: Counter[int] = Counter()
     lengths = set()
     for rank in range(ranks):
-        batches = build_validation_batches(shards, rank=rank, ranks=ranks, **layout)
+        batches = ValidationBatches(shards, rank=rank, ranks=ranks, **layout)
         assert batches.sequences == min(sequences, 29)
         lengths.add(len(list(batches)))
         assert lengths == {len(batches)}

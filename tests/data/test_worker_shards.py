@@ -14,7 +14,7 @@ from tests.processes import ProcessPool
 from tests.test_trainer import records, settings, train
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
-from torchtitan_diloco.data.loader import TrainLoader, build_train_loader
+from torchtitan_diloco.data.loader import TrainLoader
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.data.worker_shards import (
@@ -140,7 +140,7 @@ def of_worker(shards: WorkerShards, worker: int) -> list[int]:
 def loader(tokens: TokenShards, shards: WorkerShards | None, **changes: int) -> TrainLoader:
     layout: dict[str, Any] = {"batch_size": 2, "accumulation": 1, "processes": 0, "seed": 3}
     layout |= {"sequence_length": LENGTH, "shuffle": True, "worker_shards": shards}
-    return build_train_loader(tokens, **(layout | changes))
+    return TrainLoader(tokens, **(layout | changes))
 
 
 def sequences(reader: TrainLoader, batches: int) -> list[tuple[int, ...]]:

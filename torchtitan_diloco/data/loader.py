@@ -16,21 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.order import Indices, sequence_indices
 from torchtitan_diloco.data.shards import TokenArray, TokenShards
 from torchtitan_diloco.data.worker_shards import WorkerShards
 from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
-
-__all__ = [
-    "IGNORE_INDEX",
-    "TrainLoader",
-    "ValidationBatches",
-    "build_train_loader",
-    "build_validation_batches",
-    "open_split",
-    "open_tokenizer",
-]
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
@@ -93,35 +82,70 @@ class SampleStream:
             steps, within = np.divmod(numbers, self.accumulation)
             parts = (steps * self.ranks + self.rank) * self.accumulation + within
             positions = self.start + parts[:, None] * self.batch_size + np.arange(self.batch_size)
-            indices = sequence_indices(
-                positions.ravel(),
-                sequences=self.sequences,
-                seed=self.seed,
-                shuffle=self.shuffle,
-            )
-            yield from indices.reshape(positions.shape)
+            yield from sequence_indices(
+                positions.ravel(), sequences=self.sequences, seed=self.seed, shuffle=self.shuffle
+            ).reshape(positions.shape)
 
 
 class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
-    """StatefulDataLoader whose state is one integer: the position in the order of samples.
+    """Endless stream of this rank's micro-batches, epoch after epoch.
 
-    torchdata's own state describes its reading processes and fits no other number of them, of ranks
-    or of samples in a batch. The order is a pure function of the position, which fits all of them.
+    A step takes the next ranks * accumulation * batch_size samples of one global order, so its
+    samples do not depend on how many ranks share it. Workers with shards of their own each have an
+    order of their own, which their ranks share in the same way.
+
+    The state is one integer, the position in the order of samples. torchdata's own state describes
+    its reading processes and fits no other number of them, of ranks or of samples in a batch.
     """
 
     def __init__(
-        self, reader: SequenceReader, stream: SampleStream, streams: int, **options: Any
+        self,
+        shards: TokenShards,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        accumulation: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        shuffle: bool,
+        processes: int,
+        start: int = 0,
+        worker_shards: WorkerShards | None = None,
+        pin_memory: bool = False,
     ) -> None:
-        self._stream, self._streams = stream, streams
+        """Begin at the global position `start`."""
+        if processes > available_cores():
+            raise ValueError(
+                f"data.loader_processes = {processes} is more than the {available_cores()} cores "
+                f"of this machine; 0 or 1 is enough for memory-mapped tokens"
+            )
+        sources: list[TokenArray] = [*(worker_shards.parts if worker_shards else ())] or [shards]
+        # Readers for all workers, so that every rank sees if the shard of one is too short.
+        readers = [SequenceReader(source, sequence_length) for source in sources]
+        self._streams = len(readers)
+        ranks //= self._streams
+        worker, rank = divmod(rank, ranks)
+        self._stream = SampleStream(
+            sequences=readers[worker].sequences,
+            seed=seed,
+            shuffle=shuffle,
+            rank=rank,
+            ranks=ranks,
+            accumulation=accumulation,
+            batch_size=batch_size,
+            start=start // self._streams,
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
             super().__init__(
-                reader,
+                readers[worker],
                 batch_size=None,  # the reader makes whole batches
-                sampler=stream,
+                sampler=self._stream,
+                num_workers=processes,
+                pin_memory=pin_memory,
                 generator=torch.Generator(),  # draws nothing from the random numbers of the run
                 snapshot_every_n_steps=None,
-                **options,
             )
 
     @property
@@ -144,91 +168,37 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
         self._stream.start, self._stream.taken = state_dict["position"] // self._streams, 0
 
 
-def build_train_loader(
-    shards: TokenShards,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    accumulation: int,
-    rank: int,
-    ranks: int,
-    seed: int,
-    shuffle: bool,
-    processes: int,
-    start: int = 0,
-    worker_shards: WorkerShards | None = None,
-    pin_memory: bool = False,
-) -> TrainLoader:
-    """Build an endless stream of this rank's micro-batches, epoch after epoch.
-
-    A step takes the next ranks * accumulation * batch_size samples of one global order, so its
-    samples do not depend on how many ranks share it. Workers with shards of their own each have an
-    order of their own, which their ranks share in the same way. `start` is the global position of
-    the first step.
-    """
-    assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
-    assert start >= 0, start
-    if processes > available_cores():
-        raise ValueError(
-            f"data.loader_processes = {processes} is more than the {available_cores()} cores of "
-            f"this machine; 0 or 1 is enough for memory-mapped tokens"
-        )
-    sources: list[TokenArray] = [*(worker_shards.parts if worker_shards else ())] or [shards]
-    # Readers for all workers, so that every rank sees if the shard of one is too short.
-    readers = [SequenceReader(source, sequence_length) for source in sources]
-    streams = len(readers)
-    worker, rank = divmod(rank, ranks // streams)
-    stream = SampleStream(
-        sequences=readers[worker].sequences,
-        seed=seed,
-        shuffle=shuffle,
-        rank=rank,
-        ranks=ranks // streams,
-        accumulation=accumulation,
-        batch_size=batch_size,
-        start=start // streams,
-    )
-    return TrainLoader(
-        readers[worker], stream, streams, num_workers=processes, pin_memory=pin_memory
-    )
-
-
-@dataclass(frozen=True)
 class ValidationBatches:
-    """First sequences of a split, shared out over the ranks, the same each time it is iterated."""
+    """First sequences of a split, the same each time they are iterated.
 
-    reader: SequenceReader
-    batch_size: int
-    rank: int
-    ranks: int
-    sequences: int
-    """Sequences that all ranks together read."""
+    Every rank has equally many batches of equal shape, as collectives need it. Where sequences are
+    missing, the targets are IGNORE_INDEX.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        sequences: int,
+    ) -> None:
+        self._reader = SequenceReader(shards, sequence_length)
+        self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
+        self.sequences = min(sequences, self._reader.sequences)
+        """Sequences that all ranks together read."""
 
     def __len__(self) -> int:
         """Return the number of batches of each rank."""
-        return -(-self.sequences // (self.batch_size * self.ranks))
+        return -(-self.sequences // (self._batch_size * self._ranks))
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(len(self)):
-            first = (number * self.ranks + self.rank) * self.batch_size
-            wanted = np.arange(first, first + self.batch_size)
+            first = (number * self._ranks + self._rank) * self._batch_size
+            wanted = np.arange(first, first + self._batch_size)
             # Past the end any sequence fills the shape; its targets do not count.
-            inputs, targets = self.reader[np.minimum(wanted, self.sequences - 1)]
+            inputs, targets = self._reader[np.minimum(wanted, self.sequences - 1)]
             targets[torch.from_numpy(wanted >= self.sequences)] = IGNORE_INDEX
             yield inputs, targets
-
-
-def build_validation_batches(
-    shards: TokenShards,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    rank: int,
-    ranks: int,
-    sequences: int,
-) -> ValidationBatches:
-    """Build batches of the first `sequences` sequences: equally many of equal shape on every rank,
-    as collectives need it. Where sequences are missing, the targets are IGNORE_INDEX."""
-    assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
-    reader = SequenceReader(shards, sequence_length)
-    return ValidationBatches(reader, batch_size, rank, ranks, min(sequences, reader.sequences))
