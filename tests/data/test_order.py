@@ -13,14 +13,9 @@ def epoch_order(sequences: int, epoch: int, seed: int = 0) -> Indices:
     return sequence_indices(positions, sequences=sequences, seed=seed, shuffle=True)
 
 
-@given(st.integers(1, 5000), st.integers(0, 10**6), st.integers(0, 2**70))
+@given(st.integers(1, 140) | st.integers(1, 5000), st.integers(0, 10**6), st.integers(0, 2**70))
 def test_every_epoch_has_every_sequence_once(sequences: int, epoch: int, seed: int) -> None:
     assert np.array_equal(np.sort(epoch_order(sequences, epoch, seed)), np.arange(sequences))
-
-
-def test_every_small_size_is_a_permutation() -> None:
-    for sequences in range(1, 140):  # around every power of two up to 128
-        assert np.array_equal(np.sort(epoch_order(sequences, 3)), np.arange(sequences))
 
 
 @given(st.integers(1, 2**62), st.integers(0, 2**62), st.integers(0, 100))
@@ -64,13 +59,3 @@ def test_all_orders_are_equally_likely(sequences: int, possible: int, limit: flo
     assert len(counts) == possible
     chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
     assert chi_square < limit, "exceeded once in a thousand if they are equally likely"
-
-
-def test_looks_random() -> None:
-    order = epoch_order(10_007, 0).astype(np.float64)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05, "neighbours"
-    assert abs(np.corrcoef(np.arange(10_007), order)[0, 1]) < 0.05, "trend"
-    assert np.sum(order == np.arange(10_007)) < 8, "fixed points: one on average"
-    steps = np.diff(order)
-    assert Counter(steps.tolist()).most_common(1)[0][1] < 12, "no step is preferred"
-    assert abs((steps > 0).mean() - 0.5) < 0.02

@@ -42,9 +42,7 @@ def test_any_range_across_shards(make_shards: MakeShards) -> None:
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
 
     check()
-    around = [end + by for end in (0, 212, 424, 848, 1000) for by in (-1, 0, 1)]
-    borders = [number for number in around if 0 <= number <= 1000]
-    for start, stop in itertools.combinations(borders, 2):
+    for start, stop in itertools.combinations([0, 1, 211, 212, 213, 424, 999, 1000], 2):
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
 
 
@@ -87,14 +85,6 @@ def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
     write_index(tmp_path / "corpus.json", index)
     assert np.array_equal(TokenShards(tmp_path, "train").read(0, 70_000), tokens)
     assert token_type(2**16).itemsize == 2
-
-
-def test_more_shards_than_maps_at_once(make_shards: MakeShards) -> None:
-    assert shards_module._map_shard.cache_parameters()["maxsize"] < 1024
-    shards = TokenShards(make_shards(train=53 * 300, shard_tokens=1), "train")
-    for start in (0, 5300, 0, 53 * 280, 100):
-        expected = [token % 251 for token in range(start, start + 900)]
-        assert shards.read(start, start + 900).tolist() == expected
 
 
 def test_fingerprint_depends_on_the_tokens_only(make_shards: MakeShards) -> None:
@@ -158,7 +148,7 @@ def test_blocks_are_checked_one_by_one_and_once(
 
 def test_damaged_checksums_are_found(make_shards: MakeShards) -> None:
     flip_bit((folder := make_shards()) / SECOND, 425)
-    with pytest.raises(ValueError, match=rf"{SECOND} is damaged: its checksums are not those that"):
+    with pytest.raises(ValueError, match=rf"{SECOND} is damaged: corpus.json lists other"):
         TokenShards(folder, "train").read(212, 213)
 
 
@@ -168,7 +158,7 @@ def test_token_beyond_the_vocabulary(make_shards: MakeShards) -> None:
     index = json.loads((folder / "corpus.json").read_text())
     index["settings"]["vocab_size"] = 100
     (folder / "corpus.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"00000\.tokens has token 211, .* vocabulary has 100"):
+    with pytest.raises(ValueError, match=r"00000\.tokens has token 211 of a vocabulary of 100"):
         TokenShards(folder, "train").read(0, 1)
 
 
@@ -192,7 +182,7 @@ def test_empty_splits(make_shards: MakeShards) -> None:
     message = r"holds out nothing of .* for validation: raise data\.validation_fraction"
     with pytest.raises(ValueError, match=message):
         TokenShards(make_shards("a", validation=0), "validation")
-    with pytest.raises(ValueError, match=r"no tokens to train on; its source is 'made by a test'"):
+    with pytest.raises(ValueError, match=r"no tokens to train on, from 'made by a test'"):
         TokenShards(make_shards("b", train=0), "train")
 
 

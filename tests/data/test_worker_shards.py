@@ -1,7 +1,6 @@
 import dataclasses
 import itertools
 import json
-import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,9 +38,7 @@ SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
 # --- clusters ---
 
 
-@pytest.mark.parametrize(
-    "alphabets", [["abcdef", "uvwxyz"], ["abcd", "cdef", "ghij"], ["ab", "bc", "cd", "de"]]
-)
+@pytest.mark.parametrize("alphabets", [["abcdef", "uvwxyz"], ["ab", "bc", "cd", "de"]])
 def test_alike_texts_come_together(alphabets: list[str]) -> None:
     random, count = np.random.default_rng(0), len(alphabets)
     letters = [np.frombuffer(alphabet.encode(), np.uint8) for alphabet in alphabets]
@@ -153,7 +150,7 @@ def sequences(reader: TrainLoader, batches: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("shard_by", ["random", "clusters"])
-@pytest.mark.parametrize("workers", [2, 3, 7])
+@pytest.mark.parametrize("workers", [3, 7])
 def test_shards_partition_the_documents(
     data: Data, tokens: TokenShards, shard_by: ShardBy, workers: int
 ) -> None:
@@ -166,14 +163,6 @@ def test_shards_partition_the_documents(
     if (shard_by, workers) == ("clusters", 3):
         alphabets = [set(of_worker(shards, worker)) - {END} for worker in range(workers)]
         assert [len(alphabet) for alphabet in alphabets] == [8, 8, 8], "one alphabet each"
-
-
-def test_any_range_across_documents(data: Data, tokens: TokenShards) -> None:
-    part = share_out(replace(data, shard_by="random"), tokens, BYTES, 2).parts[1]
-    whole = part.read(0, len(part)).tolist()
-    for start, stop in [(0, 1), (99, 104), (0, 500), (101, 102), (len(part) - 300, len(part))]:
-        assert part.read(start, stop).tolist() == whole[start:stop]
-    assert pickle.loads(pickle.dumps(part)).read(0, len(part)).tolist() == whole
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -80,6 +80,7 @@ def open_split(data: Data, tokenizer: Tokenizer, split: Split) -> TokenShards:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
         return _open(data, "data.corpus", corpus, tokenizer, fraction, split)
+    split = "train"
     if _is_shard_folder(own):
         # Validate on what the folder holds out; on all of it if that is nothing.
         index = Path(own).expanduser() / INDEX_NAME
@@ -87,11 +88,9 @@ def open_split(data: Data, tokenizer: Tokenizer, split: Split) -> TokenShards:
         split = "validation" if held_out or own == corpus else "train"
     elif own == corpus:
         raise ValueError(
-            f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on. Leave '
-            f"it empty to hold out data.validation_fraction of the corpus."
+            f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on; leave '
+            f"it empty to hold out data.validation_fraction of the corpus"
         )
-    else:
-        split = "train"
     return _open(data, "data.validation_corpus", own, tokenizer, 0.0, split)
 
 
@@ -145,8 +144,7 @@ def _is_finished(spec: str) -> bool:
 
 
 def _tokenise_once(data: Data, key: str, spec: str, tokenizer: Tokenizer, fraction: float) -> Path:
-    """Return the folder with the tokens of a text corpus. Of all processes that need it at once,
-    one does the work and the others wait. If it is killed, the next one continues."""
+    """Return the folder with the tokens of a text corpus, which one of several processes makes."""
     try:
         corpus = open_corpus(spec)
     except ValueError as error:
@@ -204,8 +202,7 @@ def prepare(
         "max_tokens": max_tokens,
         "piece_characters": PIECE_CHARACTERS,
     }
-    start, new_tokens = time.monotonic(), 0
-    finished, started = folder / INDEX_NAME, folder / STARTED_NAME
+    start, new_tokens, finished = time.monotonic(), 0, folder / INDEX_NAME
     with only_writer(folder, wait=wait):
         if finished.exists():
             index = read_index(finished)
@@ -221,7 +218,7 @@ def prepare(
                 for writer in writers.values():
                     writer.discard_partial()
             write_index(finished, index)
-        started.unlink(missing_ok=True)
+        (folder / STARTED_NAME).unlink(missing_ok=True)
     return Prepared(index.splits, new_tokens, time.monotonic() - start)
 
 
@@ -267,7 +264,16 @@ def _encode_all(
     """Yield the pieces in order, encoded by threads: tiktoken releases the interpreter's lock."""
 
     def encode(job: list[tuple[int, Piece]]) -> list[Encoded]:
-        return [_encode(number, piece, tokenizer, fraction) for number, piece in job]
+        result = []
+        for number, piece in job:
+            # Where the next piece goes to the other split, the document ends for this one.
+            next_is_apart = _split_of(number, fraction) != _split_of(number + 1, fraction)
+            ends_text = piece.ends_document or next_is_apart
+            tokens = tokenizer.encode(piece.text)
+            if ends_text:
+                tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
+            result.append((number, tokens, ends_text, piece.bytes_read))
+        return result
 
     pool = ThreadPoolExecutor(threads)
     jobs: deque[Future[list[Encoded]]] = deque()
@@ -280,16 +286,6 @@ def _encode_all(
             yield from jobs.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _encode(number: int, piece: Piece, tokenizer: Tokenizer, fraction: float) -> Encoded:
-    # Where the next piece goes to the other split, the document ends for this one.
-    next_is_apart = _split_of(number, fraction) != _split_of(number + 1, fraction)
-    ends_text = piece.ends_document or next_is_apart
-    tokens = tokenizer.encode(piece.text)
-    if ends_text:
-        tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
-    return number, tokens, ends_text, piece.bytes_read
 
 
 def _start_or_continue(folder: Path, settings: dict[str, Any]) -> Index:
@@ -317,5 +313,5 @@ def _refuse_other_settings(folder: Path, before: dict[str, Any], now: dict[str, 
         changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
         raise ValueError(
             f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the same ones "
-            f"to continue, or another folder, or delete this one."
+            f"to continue, or another folder."
         )

@@ -188,14 +188,25 @@ class TokenShards(TokenArray):
         self.settings: dict[str, Any] = index.settings
         self._shards, self.documents = index.splits[split].shards, index.splits[split].documents
         self._version, self.vocab_size = index.format_version, index.settings["vocab_size"]
+        made_with, source = self.settings["tokenizer_fingerprint"], self.settings.get("source")
+        if not self._shards and split == "train":
+            raise ValueError(f"{folder} has no tokens to train on, from {source!r}")
         if not self._shards:
-            raise ValueError(self._explain_empty())
-        if tokenizer:
-            self._check_tokenizer(tokenizer)
+            raise ValueError(
+                f"{folder} holds out nothing of {source!r} for validation: raise "
+                f"data.validation_fraction (for a shard folder: prepare it with a larger "
+                f"--validation-fraction), or set data.validation_corpus"
+            )
+        if tokenizer and tokenizer.fingerprint != made_with:
+            raise ValueError(
+                f'data.tokenizer = "{tokenizer.name}" (fingerprint {tokenizer.fingerprint}) is not '
+                f'what {folder} was prepared with: "{self.settings["tokenizer"]}" ({made_with}); '
+                f"set data.tokenizer to that one, or prepare the corpus again in another folder"
+            )
         for shard in self._shards:
             self._check_size(shard)
         self.ends = np.cumsum([shard.tokens for shard in self._shards])
-        facts = self.vocab_size, self.settings["tokenizer_fingerprint"]
+        facts = self.vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
@@ -220,25 +231,6 @@ class TokenShards(TokenArray):
         if size != expected:
             raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
 
-    def _check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        ours = self.settings["tokenizer_fingerprint"]
-        if tokenizer.fingerprint != ours:
-            raise ValueError(
-                f'data.tokenizer = "{tokenizer.name}" (fingerprint {tokenizer.fingerprint}) is not '
-                f'what {self.folder} was prepared with: "{self.settings["tokenizer"]}" ({ours}). '
-                f"Set data.tokenizer to that one, or prepare the corpus again in another folder."
-            )
-
-    def _explain_empty(self) -> str:
-        source = repr(self.settings["source"])
-        if self.split == "train":
-            return f"{self.folder} has no tokens to train on; its source is {source}"
-        return (
-            f"{self.folder} holds out nothing of {source} for validation: raise "
-            f"data.validation_fraction (for a shard folder: prepare it with a larger "
-            f"--validation-fraction), or set data.validation_corpus"
-        )
-
 
 class _MappedShard:
     """Tokens of one shard, mapped. A block is compared with its checksum when it is first read: no
@@ -256,8 +248,7 @@ class _MappedShard:
             self._block_tokens = BLOCK_BYTES // dtype.itemsize
             self._checksums = content[end:].view("<u4").tolist()
             if zlib.crc32(content[end:].data) != shard.checksum:
-                how = f"its checksums are not those that {INDEX_NAME} lists"
-                raise ValueError(_damaged(path, how))
+                raise ValueError(_damaged(path, f"{INDEX_NAME} lists other checksums"))
         self._checked = np.zeros(len(self._checksums), dtype=np.bool_)
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -270,12 +261,11 @@ class _MappedShard:
         first = block * self._block_tokens
         tokens = self._tokens[first : first + self._block_tokens]
         if zlib.crc32(tokens.view(np.uint8).data) != self._checksums[block]:
-            where = f"tokens {first} to {first + len(tokens) - 1}"
-            raise ValueError(_damaged(self._path, f"the checksum of {where} is wrong"))
-        if tokens.max() >= self._vocab_size:  # written by another program
-            raise ValueError(
-                f"{self._path} has token {tokens.max()}, but the vocabulary has {self._vocab_size}"
-            )
+            last = first + len(tokens) - 1
+            how = f"the checksum of tokens {first} to {last} is wrong"
+            raise ValueError(_damaged(self._path, how))
+        if (most := tokens.max()) >= self._vocab_size:  # written by another program
+            raise ValueError(f"{self._path} has token {most} of a vocabulary of {self._vocab_size}")
         self._checked[block] = True
 
 
