@@ -283,10 +283,10 @@ def _table(options: argparse.Namespace, config: Config) -> str:
     load = _workload(config)
     steps, origin = _step_times(options, load)
     assert steps is not None
-    facts, seconds = load.facts, format_duration(max(steps))
-    name = f"{config.run.name}, {facts.layers} layers, {seconds} a step"
-    model = PaperModel(name, facts.layers, float(facts.parameters), max(steps))
-    size = f"{facts.parameters:,} parameters, steps of {seconds} ({origin})"
+    seconds = format_duration(max(steps))
+    name = f"{config.run.name}, {load.layers} layers, {seconds} a step"
+    model = PaperModel(name, load.layers, float(load.parameters), max(steps))
+    size = f"{load.parameters:,} parameters, steps of {seconds} ({origin})"
     table = paper_table([model], config.diloco.sync_every, WIDE_GRID)
     return f"{_paper_line(size, config.diloco.sync_every)}\n\n{table}"
 
@@ -299,7 +299,7 @@ def _plot(path: Path, name: str, scenario: "Scenario", plan: "Plan") -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    from torchtitan_diloco.diloco.config import Fragments, Quantization
+    from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
 
     present = plan.present.diloco
     settings = {
@@ -316,15 +316,20 @@ def _plot(path: Path, name: str, scenario: "Scenario", plan: "Plan") -> None:
         settings["present"] = present
     if plan.best is not plan.present:
         settings["recommended"] = plan.best.diloco
+
+    def curve(diloco: DiLoCoConfig, bits_per_second: Sequence[float]) -> list[float]:
+        slowest = scenario.conditions.links.slowest
+        return [scenario.predict(diloco, rate / slowest).utilisation for rate in bits_per_second]
+
     # Whole powers of ten, from where all curves are near zero to where all have reached their top.
     grid = [10.0**exponent for exponent in range(4, 15)]
-    curves = [scenario.curve(diloco, grid) for diloco in settings.values()]
+    curves = [curve(diloco, grid) for diloco in settings.values()]
     low = [i for i in range(len(grid)) if all(curve[i] <= 0.02 for curve in curves)]
     tops = [next(i for i, y in enumerate(one) if y >= 0.995 * one[-1]) for one in curves]
     rates = np.geomspace(grid[max(low, default=0)], grid[max(tops)], 49)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for label, diloco in settings.items():
-        axes.plot(rates / 1e9, 100 * np.array(scenario.curve(diloco, rates.tolist())), label=label)
+        axes.plot(rates / 1e9, 100 * np.array(curve(diloco, rates.tolist())), label=label)
     axes.set(xscale="log", ylim=(0, 102), title=f"{name}: compute utilisation")
     axes.set(xlabel="bandwidth of a worker, Gbit/s", ylabel="% of the time computing")
     axes.grid(alpha=0.3)

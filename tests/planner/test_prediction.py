@@ -14,7 +14,6 @@ from torchtitan_diloco.planner.prediction import (
     Links,
     all_reduce_bytes,
     even_links,
-    least_bandwidth_factor,
     predict_data_parallel,
 )
 from torchtitan_diloco.planner.scenario import payloads_of, predict_diloco
@@ -221,25 +220,6 @@ def test_data_parallelism_hides_all_but_the_last_bucket_at_best() -> None:
     link = Conditions(even_links(2, 8e9), (0.3, 0.3))
     found = predict_data_parallel([500_000] * 10, link)  # 1 MB of bf16 a bucket: a millisecond
     assert found.exposed_seconds_per_step == pytest.approx(0.001)
-
-
-def test_the_least_bandwidth_is_just_enough() -> None:
-    diloco, fragments = DiLoCoConfig(sync_every=10), [1_000_000] * 3
-    link = Conditions(even_links(2, 1e9), (0.1, 0.1))
-
-    def at(factor: float) -> float:
-        return predict_diloco(fragments, diloco, link.with_bandwidth(factor)).utilisation
-
-    factor = least_bandwidth_factor(at, 0.9)
-    assert factor is not None
-    assert at(factor) >= 0.9 > at(0.99 * factor)
-    far = replace(link, links=even_links(2, 1e9, latency_seconds=10.0))
-    assert (
-        least_bandwidth_factor(
-            lambda one: predict_diloco(fragments, diloco, far.with_bandwidth(one)).utilisation, 0.9
-        )
-        is None
-    )
 
 
 def test_impossible_conditions_are_refused() -> None:

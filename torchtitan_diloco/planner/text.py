@@ -106,11 +106,11 @@ def plan_text(name: str, scenario: Scenario, plan: Plan, step_time_origin: str) 
 
 def _assumptions(name: str, scenario: Scenario, step_time_origin: str) -> list[str]:
     load, conditions = scenario.workload, scenario.conditions
-    links, facts = conditions.links, load.facts
+    links = conditions.links
     ranks = "processes" if scenario.on_cpu else "accelerators"
     lines = {
-        "model": f"{name}: {facts.parameters:,} parameters, {facts.embedding_parameters:,} of them "
-        f"embedding, {facts.layers} layers",
+        "model": f"{name}: {load.parameters:,} parameters, {load.embedding_parameters:,} of them "
+        f"embedding, {load.layers} layers",
         "run": f"{load.total_steps:,} steps of {load.tokens_per_step:,} tokens, {load.workers} "
         f"workers x {load.ranks} {ranks}",
         "links": f"sending {_each(links.up, format_bandwidth)}, receiving "
@@ -155,7 +155,11 @@ def _table(plan: Plan) -> list[str]:
         ("on the wire", "bits/param.", lambda one: _codec(one)[1]),
         # rounded down: 94.99 % must not look like 95 %
         ("utilisation", "%", lambda one: f"{_floor(100 * one.prediction.utilisation):.1f}"),
-        ("training waits", "ms/step", lambda one: _ms(one.prediction.exposed_seconds_per_step)),
+        (
+            "training waits",
+            "ms/step",
+            lambda one: _number(1e3 * one.prediction.exposed_seconds_per_step),
+        ),
         ("sent by a worker", "MB/step", lambda one: _mega(one.prediction.sent_bytes_per_step)),
         ("mean rate", "Mbit/s", lambda one: _mega(one.prediction.mean_bits_per_second)),
         ("peak rate", "Mbit/s", lambda one: _mega(one.prediction.peak_bits_per_second)),
@@ -164,8 +168,8 @@ def _table(plan: Plan) -> list[str]:
             "Mbit/s",
             lambda one: _mega(one.needed_bits_per_second),
         ),
-        ("memory of the device, a rank", "GiB", lambda one: _number(one.memory.device_bytes / GIB)),
-        ("memory of the host, a rank", "GiB", lambda one: _number(one.memory.host_bytes / GIB)),
+        ("memory of the device, a rank", "GiB", lambda one: _number(one.device_bytes / GIB)),
+        ("memory of the host, a rank", "GiB", lambda one: _number(one.host_bytes / GIB)),
         ("whole run", "hours", lambda one: _number(one.hours)),
         ("risk to the loss, for ranking", "%", lambda one: f"{one.risk.percent:.2f}"),
     ]
@@ -226,10 +230,6 @@ def _number(value: float) -> str:
 
 def _mega(value: float | None) -> str:
     return "out of reach" if value is None else _number(value / 1e6)
-
-
-def _ms(seconds: float) -> str:
-    return _number(1e3 * seconds)
 
 
 def _floor(percent: float) -> float:
