@@ -1,6 +1,7 @@
 """Units: parse, format, refuse."""
 
 import math
+from argparse import ArgumentTypeError
 
 import pytest
 from hypothesis import given
@@ -15,38 +16,30 @@ from torchtitan_diloco.planner.text import (
     parse_share,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [
-        ("2Gbit", 2e9),
-        ("2 Gbit/s", 2e9),
-        ("2gbps", 2e9),
-        ("2Gb/s", 2e9),
-        ("200Mbit/s", 200e6),
-        ("200Mbps", 200e6),
-        ("25MB/s", 200e6),
-        ("25MBps", 200e6),
-        ("25 megabytes".replace("megabytes", "Mbytes"), 200e6),
-        ("1.5e3kbit", 1.5e6),
-        ("1_000Mbit", 1e9),
-        ("1MiB/s", 8 * 2**20),
-        ("1Mibit", 2**20),
-        (".5Gbit", 0.5e9),
-    ],
-)
-def test_bits_and_bytes(text: str, bits: float) -> None:
-    assert parse_bandwidth(text) == pytest.approx(bits)
+BANDWIDTHS = {
+    "2 Gbit/s": 2e9,
+    "2gbps": 2e9,
+    "2Gb/s": 2e9,
+    "200Mbps": 200e6,
+    "25MB/s": 200e6,
+    "25 Mbytes": 200e6,
+    "1.5e3kbit": 1.5e6,
+    "1_000Mbit": 1e9,
+    "1MiB/s": 8 * 2**20,
+    "1Mibit": 2**20,
+    ".5Gbit": 0.5e9,
+}
 
 
-@given(st.floats(1e3, 9e13))
-def test_bandwidths_come_back(bits: float) -> None:
-    assert parse_bandwidth(format_bandwidth(bits)) == pytest.approx(bits, rel=1e-3)
+@pytest.mark.parametrize("text", BANDWIDTHS)
+def test_bits_and_bytes(text: str) -> None:
+    assert parse_bandwidth(text) == pytest.approx(BANDWIDTHS[text])
 
 
 @given(st.floats(1e3, 1e13))
-def test_byte_rates_come_back(count: float) -> None:
-    assert parse_bandwidth(f"{format_bytes(count)}/s") / 8 == pytest.approx(count, rel=1e-3)
+def test_rates_come_back(rate: float) -> None:
+    assert parse_bandwidth(format_bandwidth(rate)) == pytest.approx(rate, rel=1e-3)
+    assert parse_bandwidth(f"{format_bytes(rate)}/s") / 8 == pytest.approx(rate, rel=1e-3)
 
 
 @given(st.floats(1e-9, 7000.0))
@@ -54,48 +47,29 @@ def test_durations_come_back(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=1e-3)
 
 
-def test_long_times() -> None:
-    assert format_duration(86400 * 3) == "3 days"
-    assert format_duration(10 * 3600) == "10 h"
-    assert format_duration(math.inf) == "inf s"
-
-
 def test_durations_and_shares() -> None:
-    assert parse_duration("30ms") == pytest.approx(0.03)
+    long = [format_duration(seconds) for seconds in (86400 * 3, 10 * 3600, math.inf)]
+    assert long == ["3 days", "10 h", "inf s"]
     assert parse_duration("250 us") == parse_duration("250µs") == pytest.approx(250e-6)
     assert parse_duration("0") == 0
-    assert parse_share("95%", "x") == parse_share("0.95", "x") == 0.95
+    assert parse_share("95%") == parse_share("0.95") == 0.95
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "200",
-        "2Gfoo",
-        "2",
-        "Gbit",
-        "",
-        "-2Gbit",
-        "2 Gbit per hour",
-        "fast",
-        "1bit",
-        "0Gbit",
-        "1e30Gbit",
-    ],
+    "text", ["2", "2Gfoo", "Gbit", "", "-2Gbit", "2 Gbit per hour", "1bit", "0Gbit", "1e30Gbit"]
 )
 def test_unclear_bandwidths_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="200Mbit") as refused:
-        parse_bandwidth(text, "--bandwidth")
-    assert f'--bandwidth "{text}"' in str(refused.value)
+    with pytest.raises(ArgumentTypeError, match=f'"{text}".*200Mbit'):
+        parse_bandwidth(text)
 
 
 @pytest.mark.parametrize("text", ["30", "30mbit", "ms", "", "-30ms", "1e999s"])
 def test_unclear_times_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="30ms"):
-        parse_duration(text, "--latency")
+    with pytest.raises(ArgumentTypeError, match="30ms"):
+        parse_duration(text)
 
 
-@pytest.mark.parametrize("text", ["90 percent", "x", "5ms"])
+@pytest.mark.parametrize("text", ["90 percent", "x", "5ms", "300%"])
 def test_unclear_shares_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="90%"):
-        parse_share(text, "--jitter")
+    with pytest.raises(ArgumentTypeError, match="90%"):
+        parse_share(text)

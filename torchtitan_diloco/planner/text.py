@@ -2,6 +2,7 @@
 
 import math
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
@@ -10,64 +11,54 @@ from torchtitan_diloco.planner.scenario import Scenario
 from torchtitan_diloco.utils import GIB
 
 _NUMBER = re.compile(r"\s*([\d_,]*\.?\d+(?:e[+-]?\d+)?)\s*([A-Za-zµμ/%]*)\s*", re.IGNORECASE)
-_RATE = re.compile(r"([kmgt]i?)?(bits?|bytes?|b)(ps|/s|/sec|/second)?", re.IGNORECASE)
-_PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
-_SECONDS = {
-    **dict.fromkeys(("us", "µs", "μs"), 1e-6),
-    **dict.fromkeys(("s", "sec", "seconds"), 1.0),
-    "ns": 1e-9,
-    "ms": 1e-3,
-    "min": 60.0,
-    "h": 3600.0,
-}
+_RATE = re.compile(r"([kmgt]?)(i?)(bits?|bytes?|b)(ps|/s)?", re.IGNORECASE)
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 BANDWIDTHS, DURATIONS = "2Gbit, 200Mbit/s, 25MB/s", "30ms, 0.5s, 250us"
-SLOWEST, FASTEST = 1e3, 1e14
-"""Bits a second outside of which a bandwidth is taken for a typing error."""
 
 
-def parse_bandwidth(text: str, name: str = "bandwidth") -> float:
+def parse_bandwidth(text: str) -> float:
     """Return bits a second. A bit is `b` or `bit`, a byte `B` or `byte`; a unit is required."""
-    number, unit = _split(text, name, BANDWIDTHS)
+    number, unit = _split(text, BANDWIDTHS)
     match = _RATE.fullmatch(unit)
     if match is None:
         problem = f'the unit "{unit}" is no bandwidth' if unit else "a bandwidth needs a unit"
-        raise ValueError(f'{name} "{text}": {problem}; write bits or bytes, as in {BANDWIDTHS}')
-    prefix, kind = (match[1] or "").lower(), match[2]
-    base = 1024.0 if prefix.endswith("i") else 1000.0
-    bits = number * base ** _PREFIXES.get(prefix[:1], 0)
-    bits *= 8 if kind == "B" or kind.lower().startswith("byte") else 1
-    if not SLOWEST <= bits <= FASTEST:
-        raise ValueError(
-            f'{name} "{text}" is {bits:g} bits a second, and links have 1 kbit/s to 100 Tbit/s: '
-            f"check number and unit ({BANDWIDTHS})"
+        raise ArgumentTypeError(f'"{text}": {problem}; write bits or bytes, as in {BANDWIDTHS}')
+    prefix, binary, kind, _ = match.groups()
+    is_bytes = kind == "B" or kind.lower().startswith("byte")
+    scale = (1024.0 if binary else 1000.0) ** " kmgt".index(prefix.lower() or " ")
+    bits = number * scale * (8 if is_bytes else 1)
+    if not 1e3 <= bits <= 1e14:
+        raise ArgumentTypeError(
+            f'"{text}" is not from 1 kbit/s to 100 Tbit/s: check number and unit ({BANDWIDTHS})'
         )
     return bits
 
 
-def parse_duration(text: str, name: str = "time") -> float:
+def parse_duration(text: str) -> float:
     """Return seconds. A unit is required except for 0."""
-    number, unit = _split(text, name, DURATIONS)
+    number, unit = _split(text, DURATIONS)
     if number == 0 and not unit:
         return 0.0
     if unit.lower() not in _SECONDS:
         problem = f'the unit "{unit}" is no time' if unit else "a time needs a unit"
-        raise ValueError(f'{name} "{text}": {problem}; write {DURATIONS}')
+        raise ArgumentTypeError(f'"{text}": {problem}; write {DURATIONS}')
     return number * _SECONDS[unit.lower()]
 
 
-def parse_share(text: str, name: str) -> float:
+def parse_share(text: str) -> float:
     """Return a share of one, from "0.9" or "90%"."""
-    number, unit = _split(text, name, "0.9, 90%")
-    if unit not in ("", "%"):
-        raise ValueError(f'{name} "{text}": the unit "{unit}" is no share; write 0.9 or 90%')
-    return number / 100 if unit else number
+    number, unit = _split(text, "0.9, 90%")
+    share = number / 100 if unit else number
+    if unit not in ("", "%") or share > 1:
+        raise ArgumentTypeError(f'"{text}" is no share of one: write 0.9 or 90%')
+    return share
 
 
-def _split(text: str, name: str, examples: str) -> tuple[float, str]:
+def _split(text: str, examples: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     number = float(match[1].replace("_", "").replace(",", "")) if match else math.inf
     if match is None or not math.isfinite(number):
-        raise ValueError(f'{name} "{text}": not a number with a unit; write {examples}')
+        raise ArgumentTypeError(f'"{text}" is not a number with a unit: write {examples}')
     return number, match[2]
 
 
@@ -81,11 +72,12 @@ def format_bytes(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Return four digits with the unit that fits."""
-    units = (("days", 86400.0, 2.0), ("h", 3600.0, 2.0), ("s", 1.0, 1.0), ("ms", 1e-3, 1.0))
-    for unit, size, least in (*units, ("us", 1e-6, 1.0), ("ns", 1e-9, 0.0)):
-        if seconds >= least * size and 0 < seconds < math.inf:
+    units = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+    for unit, size in units.items():
+        least = 2 * size if size > 1 else size
+        if least <= seconds < math.inf:
             return f"{seconds / size:.4g} {unit}"
-    return f"{seconds:g} s"
+    return f"{seconds / 1e-9:.4g} ns" if 0 < seconds < math.inf else f"{seconds:g} s"
 
 
 def _with_prefix(value: float) -> str:
@@ -154,7 +146,11 @@ def _table(plan: Plan) -> list[str]:
         ("format on the wire", "", lambda one: _codec(one)[0]),
         ("on the wire", "bits/param.", lambda one: _codec(one)[1]),
         # rounded down: 94.99 % must not look like 95 %
-        ("utilisation", "%", lambda one: f"{_floor(100 * one.prediction.utilisation):.1f}"),
+        (
+            "utilisation",
+            "%",
+            lambda one: f"{math.floor(1e3 * one.prediction.utilisation + 1e-8) / 10:.1f}",
+        ),
         (
             "training waits",
             "ms/step",
@@ -177,14 +173,8 @@ def _table(plan: Plan) -> list[str]:
     lines = [["", "", *names]]
     lines += [[what, unit, *(show(one) for one in plan.options)] for what, unit, show in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    ]
-    return ["  ".join(line).rstrip() for line in aligned]
+    sides = "<<" + ">" * len(names)
+    return ["  ".join(map("{:{}{}}".format, line, sides, widths)).rstrip() for line in lines]
 
 
 def _reasons(plan: Plan) -> list[str]:
@@ -230,7 +220,3 @@ def _number(value: float) -> str:
 
 def _mega(value: float | None) -> str:
     return "out of reach" if value is None else _number(value / 1e6)
-
-
-def _floor(percent: float) -> float:
-    return math.floor(10 * percent + 1e-8) / 10
