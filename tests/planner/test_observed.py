@@ -36,16 +36,8 @@ def test_conditions_survive_the_way_through_a_record(
     up: tuple[float, float], down: tuple[float, float], step: float, coding: float
 ) -> None:
     links = Links(up, down, latency_seconds=0.01)
-    known = Conditions(
-        links,
-        (step, 2 * step),
-        0.1,
-        coding_bytes_per_second=coding,
-        outer_bytes_per_second=math.inf,
-        codec="int8",
-    )
-    record = json.loads(as_json(known))
-    assert conditions_from(record) == known
+    known = Conditions(links, (step, 2 * step), 0.1, coding, math.inf, codec="int8")
+    assert conditions_from(json.loads(as_json(known))) == known
 
 
 def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
@@ -60,10 +52,6 @@ def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
     [
         (None, "no metrics.jsonl"),
         (['{"step": 1}', '{"kind": "summ'], "has not ended"),
-        (
-            ['{"kind": "summary", "step": 1, "observed": {}}', '{"step": 2}', "[1, 2]"],
-            "has not ended",
-        ),
         (['{"kind": "summary", "step": 1, "observed": {"links": 3}}'], "cannot be read"),
         (['{"kind": "summary", "step": 1, "observed": null}'], "measured no links"),
     ],

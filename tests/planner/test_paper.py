@@ -48,32 +48,12 @@ def test_every_cell_of_the_papers_table() -> None:
                 TARGETS, PRINTED[model.name][method.name], bandwidths(model, method), strict=True
             ):
                 assert ours is not None
-                distance = min(
-                    abs(place - list(GRID).index(ours))
-                    for place, cell in enumerate(on_grid)
-                    if cell == printed
-                )
+                places = [place for place, cell in enumerate(on_grid) if cell == printed]
+                distance = min(abs(place - list(GRID).index(ours)) for place in places)
                 assert distance <= 1, f"{model.name}, {method.name}, {target}: {ours} for {printed}"
                 if as_printed(ours) != printed:
                     off.append((model.name, method.name, target))
     assert len(off) <= 2, off
-
-
-def test_the_table_prints_its_cells() -> None:
-    text = paper_table()
-    assert (
-        "| 1B, 24 layers, 0.1 s a step | data parallel | 86.8 | 152.6 | 184.2 | 222.3 | 569.0 |"
-        in text
-    )
-    assert len(text.splitlines()) == 2 + 10
-
-
-def test_data_parallelism_is_an_exchange_of_everything_at_every_step() -> None:
-    data_parallel = paper_methods()[0]
-    every_step = PaperMethod("DiLoCo with H = 1", sync_every=1, bits=16)
-    assert (
-        utilisation(SMALL, data_parallel, GRID * 1e9) == utilisation(SMALL, every_step, GRID * 1e9)
-    ).all()
 
 
 @pytest.mark.parametrize("method", paper_methods(), ids=lambda method: method.name)

@@ -1,6 +1,7 @@
 """Properties of predictions."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +15,6 @@ from torchtitan_diloco.planner.prediction import (
     Links,
     all_reduce_bytes,
     even_links,
-    least_bandwidth_factor,
     predict_data_parallel,
 )
 from torchtitan_diloco.planner.scenario import payloads_of, predict_diloco
@@ -49,6 +49,7 @@ def settings(draw: st.DrawFn) -> DiLoCoConfig:
 
 
 STEPS = st.one_of(st.none(), st.integers(1, 400))
+BLOCKING = DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0))
 
 
 @given(FRAGMENTS, settings(), conditions(), STEPS)
@@ -92,15 +93,9 @@ def test_fewer_bits_never_hurt(
     fragments: list[int], diloco: DiLoCoConfig, given_: Conditions, steps: int | None
 ) -> None:
     large = [values + 10_000 for values in fragments]
-    plain = replace(
-        given_, coding_bytes_per_second=math.inf
-    )  # formats with few bits take longer to encode
-    reached = [
-        predict_diloco(
-            large, replace(diloco, quantization=Quantization(codec=codec)), plain, steps=steps
-        )
-        for codec in BY_BITS
-    ]
+    plain = replace(given_, coding_bytes_per_second=math.inf)  # few bits take longer to encode
+    settings_ = [replace(diloco, quantization=Quantization(codec=codec)) for codec in BY_BITS]
+    reached = [predict_diloco(large, one, plain, steps=steps) for one in settings_]
     for more, fewer in pairwise(reached):
         assert fewer.utilisation >= more.utilisation - 1e-9
         assert fewer.sent_bytes_per_step <= more.sent_bytes_per_step
@@ -116,20 +111,14 @@ def test_links_without_limits_and_latency_hide_all(
 
 def test_latency_is_hidden_by_a_delay_that_is_long_enough() -> None:
     far = Conditions(even_links(2, math.inf, latency_seconds=0.25), (0.1, 0.1))
-    waits = [
-        predict_diloco(
-            [1000], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=delay)), far
-        ).exposed_seconds_per_step
-        for delay in (0, 1, 2, 3)
-    ]
+    settings_ = [replace(BLOCKING, overlap=Overlap(delay=delay)) for delay in range(4)]
+    waits = [predict_diloco([1000], one, far).exposed_seconds_per_step for one in settings_]
     assert waits == pytest.approx([0.025, 0.015, 0.005, 0.0])
 
 
 def test_a_blocking_exchange_waits_for_all_of_it() -> None:
     link = Conditions(even_links(2, 8e6), (0.1, 0.1))
-    found = predict_diloco(
-        [250_000 - 16], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0)), link
-    )
+    found = predict_diloco([250_000 - 16], BLOCKING, link)
     assert found.utilisation == pytest.approx(0.5)
     assert found.sent_bytes_per_step == pytest.approx(100_000)
     assert found.mean_bits_per_second == pytest.approx(4e6)
@@ -137,21 +126,16 @@ def test_a_blocking_exchange_waits_for_all_of_it() -> None:
 
 
 def test_the_slower_end_of_a_link_decides() -> None:
-    values, diloco = [1_000_000], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0))
-    step_seconds = (0.1, 0.1)
-    even = predict_diloco(values, diloco, Conditions(even_links(2, 1e8), step_seconds))
-    for links in (
-        Links((1e8, 1e9), (1e9, 1e9)),
-        Links((1e9, 1e9), (1e9, 1e8)),
-        Links((1e8, 1e9), (1e9, 1e8)),
-    ):
-        found = predict_diloco(values, diloco, Conditions(links, step_seconds))
+    values, step_seconds = [1_000_000], (0.1, 0.1)
+    even = predict_diloco(values, BLOCKING, Conditions(even_links(2, 1e8), step_seconds))
+    for links in (Links((1e8, 1e9), (1e9, 1e9)), Links((1e9, 1e9), (1e9, 1e8))):
+        found = predict_diloco(values, BLOCKING, Conditions(links, step_seconds))
         assert found.utilisation == pytest.approx(even.utilisation)
 
 
 def test_everybody_waits_for_the_slowest_worker() -> None:
     uneven = Conditions(even_links(2, math.inf), (0.1, 0.2))
-    found = predict_diloco([1000], DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0)), uneven)
+    found = predict_diloco([1000], BLOCKING, uneven)
     assert found.step_seconds == pytest.approx(0.2)
     assert found.utilisation == pytest.approx(0.75)
 
@@ -159,29 +143,19 @@ def test_everybody_waits_for_the_slowest_worker() -> None:
 def test_jitter_costs_and_is_the_same_every_time() -> None:
     even = Conditions(even_links(4, math.inf), (0.1,) * 4)
     uneven = replace(even, jitter=0.2)
-    diloco = DiLoCoConfig(sync_every=10, overlap=Overlap(delay=0))
-    assert (
-        predict_diloco([1000], diloco, uneven).utilisation
-        < predict_diloco([1000], diloco, even).utilisation
-        == 1
-    )
-    assert predict_diloco([1000], diloco, uneven) == predict_diloco([1000], diloco, uneven)
-    rarely = predict_diloco([1000], replace(diloco, sync_every=100), uneven)
-    assert rarely.utilisation > predict_diloco([1000], diloco, uneven).utilisation, (
-        "chance evens out over more steps"
-    )
-    assert (
-        predict_data_parallel([1000], uneven).utilisation
-        < predict_diloco([1000], diloco, uneven).utilisation
-    )
+    often = predict_diloco([1000], BLOCKING, uneven)
+    assert often == predict_diloco([1000], BLOCKING, uneven)
+    rarely = predict_diloco([1000], replace(BLOCKING, sync_every=100), uneven)
+    every_step = predict_data_parallel([1000], uneven)
+    assert every_step.utilisation < often.utilisation < rarely.utilisation < 1, "chance evens out"
+    assert predict_diloco([1000], BLOCKING, even).utilisation == 1
 
 
 def test_several_fragments_are_in_flight_with_a_long_delay() -> None:
     link = Conditions(even_links(2, 1e9), (0.1, 0.1))
     for delay, expected in ((1, 1), (2, 1), (3, 2), (9, 5)):
-        found = predict_diloco(
-            [1000] * 5, DiLoCoConfig(sync_every=10, overlap=Overlap(delay=delay)), link
-        )
+        diloco = replace(BLOCKING, overlap=Overlap(delay=delay))
+        found = predict_diloco([1000] * 5, diloco, link)
         assert found.in_flight == expected, delay
 
 
@@ -207,14 +181,11 @@ def test_data_parallelism_sends_what_the_summary_says(
     buckets: list[int], given_: Conditions
 ) -> None:
     found = predict_data_parallel(buckets, given_)
-    assert found.sent_bytes_per_step == pytest.approx(
-        all_reduce_bytes(sum(buckets), given_.workers)
-    )
+    expected = all_reduce_bytes(sum(buckets), given_.workers)
+    assert found.sent_bytes_per_step == pytest.approx(expected)
     assert 0 < found.utilisation <= 1
-    assert (
-        predict_data_parallel(buckets, given_.with_bandwidth(3.0)).utilisation
-        >= found.utilisation - 1e-12
-    )
+    faster = predict_data_parallel(buckets, given_.with_bandwidth(3.0))
+    assert faster.utilisation >= found.utilisation - 1e-12
 
 
 def test_data_parallelism_hides_all_but_the_last_bucket_at_best() -> None:
@@ -223,34 +194,17 @@ def test_data_parallelism_hides_all_but_the_last_bucket_at_best() -> None:
     assert found.exposed_seconds_per_step == pytest.approx(0.001)
 
 
-def test_the_least_bandwidth_is_just_enough() -> None:
-    diloco, fragments = DiLoCoConfig(sync_every=10), [1_000_000] * 3
-    link = Conditions(even_links(2, 1e9), (0.1, 0.1))
-
-    def at(factor: float) -> float:
-        return predict_diloco(fragments, diloco, link.with_bandwidth(factor)).utilisation
-
-    factor = least_bandwidth_factor(at, 0.9)
-    assert factor is not None
-    assert at(factor) >= 0.9 > at(0.99 * factor)
-    far = replace(link, links=even_links(2, 1e9, latency_seconds=10.0))
-    assert (
-        least_bandwidth_factor(
-            lambda one: predict_diloco(fragments, diloco, far.with_bandwidth(one)).utilisation, 0.9
-        )
-        is None
-    )
-
-
 def test_impossible_conditions_are_refused() -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        even_links(2, 0.0)
-    with pytest.raises(ValueError, match="latency"):
-        even_links(2, 1e9, -1.0)
-    with pytest.raises(ValueError, match="step time"):
-        Conditions(even_links(2, 1e9), (0.1, 0.0))
-    with pytest.raises(ValueError, match="jitter"):
-        Conditions(even_links(2, 1e9), (0.1, 0.1), jitter=-0.1)
+    links, steps = even_links(2, 1e9), (0.1, 0.1)
+    attempts: dict[str, Callable[[], object]] = {
+        "above 0": lambda: even_links(2, 0.0),
+        "latency": lambda: even_links(2, 1e9, -1.0),
+        "step time": lambda: Conditions(links, (0.1, 0.0)),
+        "jitter": lambda: Conditions(links, steps, jitter=-0.1),
+    }
+    for message, attempt in attempts.items():
+        with pytest.raises(ValueError, match=message):
+            attempt()
 
 
 def test_ranks_share_a_fragment_and_the_link() -> None:

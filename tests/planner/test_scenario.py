@@ -55,26 +55,10 @@ def test_bytes_are_those_of_a_real_exchange(
 def test_two_workers_send_all_they_have(codec: CodecName, values: int) -> None:
     wire = Quantization(codec=codec)
     (payload,) = payloads_of([values], wire, workers=2)
-    assert (
-        payload.sent
-        == payload.received
-        == (build_codec(wire).wire_bytes(values) + HEADER_BYTES,) * 2
-    )
-    assert payload.hops == 1
-
-
-@pytest.mark.parametrize("workers", [3, 4, 8])
-def test_more_workers_send_slices_and_means(workers: int) -> None:
-    values = workers * 1024 * 100
-    wire = Quantization(codec="fp4_e3m0", gather_codec="bf16")
-    (payload,) = payloads_of([values], wire, workers)
-    once = build_codec(wire).wire_bytes(values) + build_gather_codec(wire).wire_bytes(values)
-    headers = workers * (workers - 1) * HEADER_BYTES
-    assert sum(payload.sent) == sum(payload.received) == (workers - 1) * once + headers
-    assert payload.hops == 2
+    sent = build_codec(wire).wire_bytes(values) + HEADER_BYTES
+    assert (payload.sent, payload.received, payload.hops) == ((sent, sent), (sent, sent), 1)
 
 
 def test_a_single_worker_sends_nothing() -> None:
     (payload,) = payloads_of([1000], Quantization(), workers=1)
-    assert payload.sent == payload.received == (0,)
-    assert payload.hops == 0
+    assert (payload.sent, payload.received, payload.hops) == ((0,), (0,), 0)

@@ -7,7 +7,7 @@ other sizes. They rank settings; they do not predict a loss.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 
 from torchtitan_diloco.diloco.config import (
     FEW_ROUNDS,
@@ -17,7 +17,7 @@ from torchtitan_diloco.diloco.config import (
     Quantization,
 )
 from torchtitan_diloco.planner.prediction import Prediction
-from torchtitan_diloco.planner.scenario import Memory, Scenario
+from torchtitan_diloco.planner.scenario import Scenario
 
 PAPER_LAYERS = 3
 SYNC_EVERY = (10, 20, 30, 50, 70, 100, 150, 200, 300, 500)
@@ -32,8 +32,6 @@ MIXING = 0.5
 LOW_MIXING, LOW_MIXING_COST = 0.25, 0.5
 WORTH_A_CHANGE = 0.05
 """Percent of risk that justifies changing one more setting."""
-SYNC_COSTS = ((1, 0.0), (30, 0.6), (100, 1.4))
-"""H and percent of loss against data parallelism (arXiv 2501.18512), linear in log H between."""
 RETUNING_COST = 0.2
 """Percent for every factor of two between H and the H that the outer lr was tuned for."""
 UNTRIED_FRAGMENTS_COST = 0.05
@@ -63,7 +61,8 @@ class Option:
     diloco: DiLoCoConfig
     fragments: int
     prediction: Prediction
-    memory: Memory
+    device_bytes: float
+    host_bytes: float
     hours: float
     needed_bits_per_second: float | None
     """Rate of the slowest link for the wanted utilisation; None if no rate is enough."""
@@ -118,10 +117,24 @@ def choose(scenario: Scenario, present: DiLoCoConfig, wanted: float) -> Plan:
     found = sorted(by_codec.values(), key=rank) or [closest]
 
     def option(name: str, diloco: DiLoCoConfig) -> Option:
-        return _option(name, scenario, diloco, present.sync_every, wanted)
+        prediction, load = scenario.predict(diloco), scenario.workload
+        streaming = diloco.method != "none"
+        device_bytes, host_bytes = scenario.memory(diloco, prediction.in_flight)
+        return Option(
+            name=name,
+            diloco=diloco,
+            fragments=len(load.fragments(diloco.fragments)) if streaming else 0,
+            prediction=prediction,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            hours=total_steps * prediction.step_seconds / 3600,
+            needed_bits_per_second=scenario.needed_bits_per_second(diloco, wanted),
+            risk=risk_of(diloco, total_steps, present.sync_every),
+        )
 
-    shown = option("present", present)
-    control = option("data parallel", replace(present, method="none"))
+    shown, control = option("present", present), replace(present, method="none")
+    links = replace(scenario.conditions.links, latency_seconds=0.0)
+    near = replace(scenario, conditions=replace(scenario.conditions, links=links))
     return Plan(
         wanted=wanted,
         present=shown,
@@ -129,10 +142,8 @@ def choose(scenario: Scenario, present: DiLoCoConfig, wanted: float) -> Plan:
         alternatives=tuple(
             option(f"with {one.quantization.codec}", one) for one in found[1:] if one != present
         ),
-        data_parallel=control,
-        data_parallel_without_latency=scenario.without_latency().needed_bits_per_second(
-            control.diloco, wanted
-        ),
+        data_parallel=option("data parallel", control),
+        data_parallel_without_latency=near.needed_bits_per_second(control, wanted),
     )
 
 
@@ -145,8 +156,14 @@ def candidates(present: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig
     mixing = present.overlap.mixing if present.overlap.mixing >= LOW_MIXING else MIXING
     periods = sorted({present.sync_every, *SYNC_EVERY})
     delays = sorted({present.overlap.delay, *DELAYS})
-    codecs = dict.fromkeys((present.quantization.codec, *CODECS))
-    for sync_every, delay, cut, codec in product(periods, delays, fragments, codecs):
+    wire = present.quantization
+    quantizations = [wire]
+    for codec in CODECS:  # without what only makes sense with the present codec
+        if codec != wire.codec:
+            block_size = Quantization.block_size if codec == "bf16" else wire.block_size
+            other = replace(wire, codec=codec, gather_codec="same", error_feedback=False)
+            quantizations.append(replace(other, block_size=block_size))
+    for sync_every, delay, cut, quantization in product(periods, delays, fragments, quantizations):
         if delay < sync_every <= total_steps:
             yield replace(
                 present,
@@ -154,42 +171,15 @@ def candidates(present: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig
                 sync_every=sync_every,
                 fragments=cut,
                 overlap=replace(present.overlap, delay=delay, mixing=mixing),
-                quantization=_with_codec(present.quantization, codec),
+                quantization=quantization,
             )
-
-
-def _with_codec(present: Quantization, codec: CodecName) -> Quantization:
-    """Change the codec, and drop what only makes sense with the present one."""
-    if codec == present.codec:
-        return present
-    block_size = Quantization.block_size if codec == "bf16" else present.block_size
-    return replace(
-        present, codec=codec, gather_codec="same", error_feedback=False, block_size=block_size
-    )
-
-
-def _option(
-    name: str, scenario: Scenario, diloco: DiLoCoConfig, tuned_sync_every: int, wanted: float
-) -> Option:
-    prediction, load = scenario.predict(diloco), scenario.workload
-    streaming = diloco.method != "none"
-    return Option(
-        name=name,
-        diloco=diloco,
-        fragments=len(load.fragments(diloco.fragments)) if streaming else 0,
-        prediction=prediction,
-        memory=scenario.memory(diloco, prediction),
-        hours=load.total_steps * prediction.step_seconds / 3600,
-        needed_bits_per_second=scenario.needed_bits_per_second(diloco, wanted),
-        risk=risk_of(diloco, load.total_steps, tuned_sync_every),
-    )
 
 
 def risk_of(diloco: DiLoCoConfig, total_steps: int, tuned_sync_every: int) -> Risk:
     """Return the risk of settings whose outer lr was tuned for `tuned_sync_every`."""
     if diloco.method == "none":
         return Risk(0.0, ("the control that all others are compared with",))
-    sync_every, delay, codec = diloco.sync_every, diloco.overlap.delay, diloco.quantization.codec
+    sync_every, codec = diloco.sync_every, diloco.quantization.codec
     rounds, fragments = total_steps // sync_every, diloco.fragments
     cost = _sync_cost(sync_every)
     parts = [(cost, f"H = {sync_every}: {cost:+.1f} %")]
@@ -201,28 +191,25 @@ def risk_of(diloco: DiLoCoConfig, total_steps: int, tuned_sync_every: int) -> Ri
     else:
         cost = math.log2(FEW_ROUNDS / max(1, rounds))
         parts.append((cost, f"{rounds} rounds are fewer than {FEW_ROUNDS}: {cost:+.1f} %"))
-    parts.append(_delay_risk(delay))
+    parts.append(_delay_risk(diloco.overlap.delay))
     cost = CODEC_COSTS[codec]
-    parts.append(
-        (cost, f"{codec}: " + (f"{cost:+.1f} % at most" if cost >= 0.1 else "no cost seen"))
-    )
+    text = f"{cost:+.1f} % at most" if cost >= 0.1 else "no cost seen"
+    parts.append((cost, f"{codec}: {text}"))
     if diloco.overlap.mixing < LOW_MIXING:
         text = f"alpha = {diloco.overlap.mixing:g} is worse than 0.5: {LOW_MIXING_COST:+.1f} %"
         parts.append((LOW_MIXING_COST, text))
-    if fragments.pattern not in ("strided", "sequential") or (
-        fragments.layers_per_fragment not in (0, PAPER_LAYERS)
-    ):
+    common = fragments.layers_per_fragment in (0, PAPER_LAYERS)
+    if fragments.pattern not in ("strided", "sequential") or not common:
         text = f"not the papers' fragments of {PAPER_LAYERS} layers: no cost known"
         parts.append((UNTRIED_FRAGMENTS_COST, text))
     return Risk(math.fsum(cost for cost, _ in parts), tuple(reason for _, reason in parts))
 
 
 def _sync_cost(sync_every: int) -> float:
-    for (low, low_cost), (high, high_cost) in pairwise(SYNC_COSTS):
-        if sync_every <= high or high == SYNC_COSTS[-1][0]:
-            share = math.log(sync_every / low) / math.log(high / low)
-            return low_cost + share * (high_cost - low_cost)
-    raise AssertionError
+    """Return percent of loss against data parallelism (arXiv 2501.18512), linear in log H."""
+    if sync_every <= 30:
+        return 0.6 * math.log(sync_every) / math.log(30)
+    return 0.6 + 0.8 * math.log(sync_every / 30) / math.log(100 / 30)
 
 
 def _delay_risk(delay: int) -> tuple[float, str]:

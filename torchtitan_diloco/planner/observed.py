@@ -5,10 +5,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from torchtitan_diloco.components.round_records import RoundRecord
 from torchtitan_diloco.components.run_plan import RunPlan
@@ -56,23 +58,19 @@ def run_summary(
 ) -> dict[str, Any]:
     """Return the record that ends metrics.jsonl. Values that are not known are None.
 
-    Args:
-        totals: sums of the outer loop's metrics over all ranks and the steps after `totals_after`.
-        rounds: the last round records.
+    `totals` are sums of the outer loop's metrics over all ranks and the steps after `totals_after`.
     """
-    workers, steps = config.workers, step - totals_after
+    workers, per_worker, steps = config.workers, ranks // config.workers, step - totals_after
     streaming = workers > 1 and "diloco/sent_bytes" in totals
     exchange = totals.get("diloco/exchange_seconds", 0.0) / ranks
+    sent = totals.get("diloco/sent_bytes", 0.0) / workers
     waited = totals.get("diloco/exposed_waiting_seconds", 0.0) / ranks
     measured = measured_utilisation(totals) if streaming else None
-    conditions = (
-        observed_conditions(config, totals, rounds, ranks // workers) if streaming else None
-    )
+    conditions = observed_conditions(config, totals, rounds, per_worker) if streaming else None
     predicted = None
     sizes = {record["fragment"]: record["parameters"] for record in rounds}
     if conditions is not None and sorted(sizes) == list(range(len(sizes))):
         fragments = [sizes[fragment] for fragment in sorted(sizes)]
-        per_worker = ranks // workers
         found = predict_diloco(fragments, config, conditions, ranks=per_worker, steps=steps)
         predicted = found.utilisation
     expected = all_reduce_bytes(plan.parameters, workers) * steps
@@ -81,9 +79,7 @@ def run_summary(
         "counted_after_step": totals_after,
         "validation/step": None if validated is None else validated[0],
         "validation/loss_nats_per_token_global": None if validated is None else validated[1],
-        "sent_bytes_mean_over_workers": totals["diloco/sent_bytes"] / workers
-        if streaming
-        else None,
+        "sent_bytes_mean_over_workers": sent if streaming else None,
         "data_parallel_bytes_per_worker": expected if workers > 1 else None,
         "exchange_seconds_mean_over_ranks": exchange if streaming else None,
         "exposed_waiting_seconds_mean_over_ranks": waited if streaming else None,
@@ -96,41 +92,34 @@ def run_summary(
 
 def log_summary(record: Mapping[str, Any]) -> None:
     """Log the table at the end of a run."""
-    for name, text in _summary_rows(record):
-        logger.info(f"{name:<28} {text}")
-
-
-def _summary_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    loss = record["validation/loss_nats_per_token_global"]
-    sent, expected = (
-        record["sent_bytes_mean_over_workers"],
-        record["data_parallel_bytes_per_worker"],
-    )
-    hidden, measured = record["hidden_percent"], record["measured_utilisation_percent"]
+    rows = {}
+    sent = record["sent_bytes_mean_over_workers"]
+    expected = record["data_parallel_bytes_per_worker"]
     after = record["counted_after_step"]
     since = f" after step {after}" if after else ""
-    if loss is not None:
-        step = record["validation/step"]
-        yield "loss of the shared model", f"{loss:.4f} nats per held-out token, after step {step}"
-    if sent is not None and expected is not None:
-        yield "sent between workers", f"{sent / 1e6:,.1f} MB by each worker{since}, as counted"
+    if (loss := record["validation/loss_nats_per_token_global"]) is not None:
+        text = f"{loss:.4f} nats per held-out token, after step {record['validation/step']}"
+        rows["loss of the shared model"] = text
+    if sent is not None:
+        rows["sent between workers"] = f"{sent / 1e6:,.1f} MB by each worker{since}, as counted"
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         text = f"{expected / 1e6:,.1f} MB (bf16 gradients, every step){ratio}"
-        yield "data parallelism would send", text
+        rows["data parallelism would send"] = text
     elif expected is not None:
         text = f"about {expected / 1e6:,.1f} MB by each worker{since} (bf16 gradients, every step)"
-        yield "sent between workers", text
-    if hidden is not None:
+        rows["sent between workers"] = text
+    if (hidden := record["hidden_percent"]) is not None:
         exchange = record["exchange_seconds_mean_over_ranks"]
         waited = record["exposed_waiting_seconds_mean_over_ranks"]
         times = f"exchanges took {exchange:.2f} s, training waited {waited:.2f} s, mean over ranks"
-        yield "communication hidden", f"{hidden:.1f} % ({times})"
-    if measured is not None:
+        rows["communication hidden"] = f"{hidden:.1f} % ({times})"
+    if (measured := record["measured_utilisation_percent"]) is not None:
         predicted = record["predicted_utilisation_percent"]
-        text = (
-            "" if predicted is None else f"; the planner predicts {predicted:.1f} % for these links"
-        )
-        yield "time spent computing", f"{measured:.1f} % of the training steps{text}"
+        known = predicted is not None
+        text = f"; the planner predicts {predicted:.1f} % for these links" if known else ""
+        rows["time spent computing"] = f"{measured:.1f} % of the training steps{text}"
+    for name, text in rows.items():
+        logger.info(f"{name:<28} {text}")
 
 
 def measured_utilisation(totals: Mapping[str, float]) -> float | None:
@@ -160,9 +149,9 @@ def observed_conditions(
         if seconds is not None
     ]
     steps = [_step_time(totals, worker) for worker in range(workers)]
-    if workers < 2 or not latencies or None in steps:
-        return None
     known = [step for step in steps if step is not None]
+    if not latencies or len(known) < workers:
+        return None
     coding, outer = _coding_speeds(config, rounds, ranks_per_worker)
     return Conditions(
         _links(rounds, workers, min(latencies)),
@@ -233,27 +222,15 @@ def conditions_of_run(run: Path) -> Conditions:
         )
     try:
         return conditions_from(observed)
-    except (KeyError, TypeError, AttributeError) as error:
+    except msgspec.ValidationError as error:
         raise ValueError(
-            f"{path}: its summary cannot be read ({error!r}): give another run"
+            f"{path}: its summary cannot be read ({error}): give another run"
         ) from None
 
 
 def conditions_from(observed: Mapping[str, Any]) -> Conditions:
     """Read the `observed` record of a summary, in which infinity is text."""
-    links = observed["links"]
-    return Conditions(
-        Links(
-            tuple(map(float, links["up"])),
-            tuple(map(float, links["down"])),
-            float(links["latency_seconds"]),
-        ),
-        tuple(map(float, observed["step_seconds"])),
-        jitter=float(observed["jitter"]),
-        coding_bytes_per_second=float(observed["coding_bytes_per_second"]),
-        outer_bytes_per_second=float(observed["outer_bytes_per_second"]),
-        codec=observed["codec"],
-    )
+    return msgspec.convert(observed, Conditions, strict=False)
 
 
 def probe(arguments: Sequence[str], delay: int) -> Conditions | None:

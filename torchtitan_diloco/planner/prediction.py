@@ -10,7 +10,7 @@ on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,8 @@ from torchtitan_diloco.diloco.schedule import Schedule
 
 Array = npt.NDArray[np.float64]
 
+APPLY, SEND, APPLY_AT_ONCE = range(3)
+"""Order of events after the same step. With no delay and at the end a send is applied at once."""
 STEADY_ROUNDS = 30
 """Rounds of every fragment that are simulated for the steady state."""
 MAX_ROUNDS = 300
@@ -52,10 +54,6 @@ class Links:
     @property
     def slowest(self) -> float:
         return min(*self.up, *self.down)
-
-    def scaled(self, factor: float) -> "Links":
-        up = tuple(factor * rate for rate in self.up)
-        return replace(self, up=up, down=tuple(factor * rate for rate in self.down))
 
 
 def even_links(workers: int, bits_per_second: float, latency_seconds: float = 0.0) -> Links:
@@ -95,7 +93,10 @@ class Conditions:
         return math.fsum(self.step_seconds) / self.workers
 
     def with_bandwidth(self, factor: float) -> "Conditions":
-        return replace(self, links=self.links.scaled(factor))
+        up, down = (
+            tuple(factor * rate for rate in one) for one in (self.links.up, self.links.down)
+        )
+        return replace(self, links=replace(self.links, up=up, down=down))
 
     def draw_steps(self, steps: int) -> Array:
         """Return seconds of compute, [workers, steps], the same numbers at every call."""
@@ -128,10 +129,7 @@ class Payload:
     def link_seconds(self, conditions: Conditions) -> float:
         """Return seconds on the wire without latency. With a small window, a long link idles."""
         links = conditions.links
-        ends = [
-            *zip(self.sent, links.up, strict=True),
-            *zip(self.received, links.down, strict=True),
-        ]
+        ends = zip(self.sent + self.received, links.up + links.down, strict=True)
         serial = max(8 * count / rate for count, rate in ends)
         return max(serial, max(0.0, self.chunks / self.window - 1) * links.latency_seconds)
 
@@ -144,9 +142,6 @@ class Payload:
         coding = self.coded_bytes / conditions.coding_bytes_per_second
         pipelined = max(transfer, coding) + min(transfer, coding) / self.chunks
         return self.hops * conditions.links.latency_seconds + pipelined + outer
-
-    def peak_bits_per_second(self, conditions: Conditions) -> float:
-        return _rate(8 * max(self.sent), self.link_seconds(conditions))
 
 
 @dataclass(frozen=True)
@@ -175,17 +170,15 @@ def predict(
     conditions: Conditions,
     steps: int | None = None,
 ) -> Prediction:
-    """Predict a run of `steps` steps, or (None) the steady state of a long one.
+    """Predict a run of `steps` steps, which drains at its end, or (None) the steady state.
 
-    Args:
-        payloads: the exchange of each fragment, in the order of their turns.
-        steps: length of the run, which drains what is in flight at its end.
+    `payloads` are the exchanges of the fragments in the order of their turns.
     """
     assert len(payloads) == schedule.fragments
     period = schedule.sync_every
     horizon = STEADY_ROUNDS * period if steps is None else min(steps, MAX_ROUNDS * period)
     events = _events(schedule, None if steps is None else horizon)
-    sends = [fragment for _, is_send, fragment in events if is_send]
+    sends = [fragment for _, kind, fragment in events if kind == SEND]
     waited, in_flight = _simulate(payloads, events, conditions)
     total_steps, scale = horizon, 1.0
     if steps is not None and sends:
@@ -200,7 +193,9 @@ def predict(
         step_seconds=compute + exposed,
         exposed_seconds_per_step=exposed,
         sent_bytes_per_step=float(sent.max()) * scale / total_steps,
-        peak_bits_per_second=max(one.peak_bits_per_second(conditions) for one in payloads),
+        peak_bits_per_second=max(
+            _rate(8 * max(one.sent), one.link_seconds(conditions)) for one in payloads
+        ),
         in_flight=in_flight,
     )
 
@@ -213,9 +208,8 @@ def all_reduce_bytes(parameters: float, workers: int) -> float:
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
     """Predict the control, a ring all-reduce of all gradients at every step.
 
-    Args:
-        buckets: parameters of each bucket in the order of the backward pass, which is spread
-            evenly over the last two thirds of the step. The optimizer waits for all of them.
+    The backward pass is spread evenly over the last two thirds of the step and yields the buckets
+    (in parameters) in this order. The optimizer waits for all of them.
     """
     workers, links = conditions.workers, conditions.links
     sent = all_reduce_bytes(sum(buckets), workers)
@@ -240,43 +234,22 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     )
 
 
-def least_bandwidth_factor(utilisation_at: Callable[[float], float], wanted: float) -> float | None:
-    """Return the factor on all bandwidths that reaches `wanted`, within half a percent.
-
-    Return None where no bandwidth is enough because of latency, coding or uneven steps.
-    """
-    low, high = 1e-6, 1e6
-    if utilisation_at(high) < wanted:
-        return None
-    if utilisation_at(low) >= wanted:
-        return low
-    while high / low > 1.005:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if utilisation_at(middle) >= wanted else (middle, high)
-    return high
-
-
-Event = tuple[int, bool, int]
-"""(inner step, is a send and not an apply, fragment)"""
-
-
-def _events(schedule: Schedule, steps: int | None) -> list[Event]:
-    """Return sends and applies in a worker's order: applies first, except of the same step."""
-    found: list[tuple[int, int, Event]] = []
+def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]:
+    """Return (inner step, kind, fragment) of all sends and applies in a worker's order."""
+    found = []
     for fragment in range(schedule.fragments):
         first = schedule.first_send(fragment)
         last = first + STEADY_ROUNDS * schedule.sync_every - 1 if steps is None else steps
         for sent in range(first, last + 1, schedule.sync_every):
             due = sent + schedule.delay
             applied = due if steps is None else min(due, steps)
-            after_sends = applied < due or not schedule.delay
-            found.append((sent, 1, (sent, True, fragment)))
-            found.append((applied, 2 if after_sends else 0, (applied, False, fragment)))
-    return [event for _, _, event in sorted(found, key=lambda one: one[:2])]
+            kind = APPLY if schedule.delay and applied == due else APPLY_AT_ONCE
+            found += [(sent, SEND, fragment), (applied, kind, fragment)]
+    return sorted(found)
 
 
 def _simulate(
-    payloads: Sequence[Payload], events: Sequence[Event], conditions: Conditions
+    payloads: Sequence[Payload], events: Sequence[tuple[int, int, int]], conditions: Conditions
 ) -> tuple[float, int]:
     """Return the mean seconds that training waits in all events, and the most in flight."""
     lengths = [payload.seconds(conditions) for payload in payloads]
@@ -285,9 +258,9 @@ def _simulate(
     waited = np.zeros(conditions.workers)
     thread_free, most = 0.0, 0
     ready: dict[int, float] = {}
-    for step, is_send, fragment in events:
+    for step, kind, fragment in events:
         now = computed[:, step] + waited
-        if is_send:
+        if kind == SEND:
             thread_free = max(thread_free, float(now.max())) + lengths[fragment]
             ready[fragment] = thread_free
             most = max(most, len(ready))

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import nn
 
 from torchtitan_diloco.components.run_plan import INNER_BYTES, plan_run
-from torchtitan_diloco.config.schema import Config, Model
+from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.chunks import chunk_and_window, slice_bounds, slice_size
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
@@ -25,7 +28,6 @@ from torchtitan_diloco.planner.prediction import (
     Conditions,
     Payload,
     Prediction,
-    least_bandwidth_factor,
     predict,
     predict_data_parallel,
 )
@@ -49,9 +51,13 @@ HOST_OUTER_STEP = 2.0e9
 class Workload:
     """Model and length of a run."""
 
-    model: Model
-    vocabulary: int
-    sequence_length: int
+    model: nn.Module
+    """On the meta device."""
+    parameters: int
+    embedding_parameters: int
+    layers: int
+    flops_per_step: float
+    """FLOPs of one worker."""
     tokens_per_step: int
     """Tokens of all workers together."""
     total_steps: int
@@ -63,26 +69,25 @@ class Workload:
     def of(config: Config, vocabulary: int) -> "Workload":
         length, workers = config.training.sequence_length, config.diloco.workers
         ranks = max(1, config.parallel.fsdp)
-        facts = model_facts(config.model, vocabulary, length)
-        plan = plan_run(
-            config.training, workers * ranks, facts.parameters, facts.embedding_parameters
-        )
+        with torch.device("meta"):
+            model = MODELS[config.model.name].build(config.model, vocabulary, length)
+        counts = model.parameter_counts()
+        plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
         return Workload(
-            config.model, vocabulary, length, plan.tokens_per_step, plan.total_steps, workers, ranks
+            model,
+            plan.parameters,
+            plan.embedding_parameters,
+            model.shape.layers,
+            model.flops_per_token(length) * plan.tokens_per_step / workers,
+            plan.tokens_per_step,
+            plan.total_steps,
+            workers,
+            ranks,
         )
-
-    @property
-    def facts(self) -> "ModelFacts":
-        return model_facts(self.model, self.vocabulary, self.sequence_length)
-
-    @property
-    def flops_per_step(self) -> float:
-        """FLOPs of one worker."""
-        return self.facts.flops_per_token * self.tokens_per_step / self.workers
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
         """Return the parameters of each fragment in the order of their turns."""
-        return _fragment_sizes(self.model, self.vocabulary, self.sequence_length, config)
+        return _fragment_sizes(self.model, config)
 
     def gradient_buckets(self) -> tuple[int, ...]:
         """Return the parameters of each bucket of data parallelism, the last block first."""
@@ -90,30 +95,9 @@ class Workload:
         return (*reversed(blocks), rest)
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    parameters: int
-    embedding_parameters: int
-    layers: int
-    flops_per_token: int
-
-
 @cache
-def model_facts(model: Model, vocabulary: int, sequence_length: int) -> ModelFacts:
-    with torch.device("meta"):
-        built = MODELS[model.name].build(model, vocabulary, sequence_length)
-    counts = built.parameter_counts()
-    flops = built.flops_per_token(sequence_length)
-    return ModelFacts(counts["total"], counts["embedding"], built.shape.layers, flops)
-
-
-@cache
-def _fragment_sizes(
-    model: Model, vocabulary: int, sequence_length: int, config: Fragments
-) -> tuple[int, ...]:
-    with torch.device("meta"):
-        built = MODELS[model.name].build(model, vocabulary, sequence_length)
-    return tuple(fragment.parameters for fragment in build_fragments(built, config))
+def _fragment_sizes(model: nn.Module, config: Fragments) -> tuple[int, ...]:
+    return tuple(fragment.parameters for fragment in build_fragments(model, config))
 
 
 # --- bytes of an exchange ------------------------------------------------------------------------
@@ -150,25 +134,20 @@ def _payload(
     values: int, quantization: Quantization, workers: int, ranks: int, chunk: int, window: int
 ) -> Payload:
     """Return the payload of a fragment. The ranks of a worker share its one link."""
-    if workers == 1:
-        return Payload(
-            (0,), (0,), hops=0, chunks=1, window=1, coded_bytes=0, state_bytes=4 * values
-        )
     share = -(-values // ranks)
-    sent, received = [0] * workers, [0] * workers
+    traffic = np.zeros((2, workers), dtype=np.int64)
     for part, count in ((share, values // share), (values % share, 1)):
-        for worker, (out, back) in enumerate(_traffic(part, quantization, workers, chunk)):
-            sent[worker] += count * out
-            received[worker] += count * back
+        traffic += count * _traffic(part, quantization, workers, chunk)
+    sent, received = (tuple(map(int, row)) for row in traffic)
     # Two workers encode their own delta and decode both. More encode their own and the mean of
     # their slice, and decode all parts of that slice and all means.
-    passes = 3.0 if workers == 2 else 3.0 + 1 / workers
+    passes = {1: 0.0, 2: 3.0}.get(workers, 3.0 + 1 / workers)
     return Payload(
-        tuple(sent),
-        tuple(received),
-        hops=1 if workers == 2 else 2,
+        sent,
+        received,
+        hops=min(workers - 1, 2),
         chunks=max(1, -(-share // chunk)),
-        window=window if workers == 2 else max(1, window // 2),
+        window=window if workers <= 2 else max(1, window // 2),
         coded_bytes=round(4 * values * passes),
         state_bytes=4 * values,
     )
@@ -176,70 +155,18 @@ def _payload(
 
 def _traffic(
     values: int, quantization: Quantization, workers: int, chunk: int
-) -> list[tuple[int, int]]:
-    """Return the bytes that one rank of each worker sends and receives, with headers."""
-    if not values:
-        return [(0, 0)] * workers
+) -> npt.NDArray[np.int64]:
+    """Return the bytes that one rank of each worker sends, and receives, with headers."""
     codec, gather = _codecs(quantization)
-    sent, received = ([(workers - 1) * HEADER_BYTES] * workers for _ in range(2))
+    traffic = np.full((2, workers), (workers - 1) * HEADER_BYTES if values else 0)
     for part, count in ((chunk, values // chunk), (values % chunk, 1)):
         bounds = [slice_bounds(part, workers, worker) for worker in range(workers)]
-        own = [count * codec.wire_bytes(end - start) for start, end in bounds]
-        means = [0] * workers
+        own = count * np.array([codec.wire_bytes(end - start) for start, end in bounds])
+        traffic += [own.sum() - own, (workers - 1) * own]
         if workers > 2:
-            means = [count * gather.wire_bytes(end - start) for start, end in bounds]
-        for worker in range(workers):
-            sent[worker] += sum(own) - own[worker] + (workers - 1) * means[worker]
-            received[worker] += (workers - 1) * own[worker] + sum(means) - means[worker]
-    return list(zip(sent, received, strict=True))
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank, without activations."""
-
-    device_bytes: float
-    host_bytes: float
-
-
-def memory_of(workload: Workload, diloco: DiLoCoConfig, *, on_host: bool, in_flight: int) -> Memory:
-    """Return the memory of one rank.
-
-    With the outer state in (pinned) host memory, the device holds a copy of what is in flight only.
-    """
-    ranks, inner = workload.ranks, INNER_BYTES * workload.facts.parameters / workload.ranks
-    if diloco.method == "none":
-        return Memory(inner, 0.0)
-    sizes = sorted(workload.fragments(diloco.fragments), reverse=True)
-    exchange = _exchange_buffers(-(-sizes[0] // ranks), diloco.quantization, workload.workers)
-    per_parameter = outer_bytes_per_parameter(diloco)
-    if not on_host:
-        return Memory(inner + per_parameter * sum(sizes) / ranks + exchange, 0.0)
-    pinned = per_parameter // 4 * sum(pinned_bytes(4 * -(-size // ranks)) for size in sizes)
-    return Memory(inner + 4 * sum(sizes[:in_flight]) / ranks, pinned + exchange)
-
-
-def outer_bytes_per_parameter(diloco: DiLoCoConfig) -> int:
-    """Return the bytes of outer parameters, delta, outer optimizer and error feedback."""
-    buffers = 2 + STATE_BUFFERS[diloco.outer_optimizer.name]
-    return 4 * (buffers + diloco.quantization.error_feedback)
-
-
-def _exchange_buffers(largest: int, quantization: Quantization, workers: int) -> int:
-    """Return the bytes that one rank keeps for chunks in flight."""
-    if workers == 1:
-        return 0
-    codec, gather = _codecs(quantization)
-    chunk, window = chunk_and_window(largest, codec)
-    values = min(chunk, slice_size(chunk, workers))
-    buffers = (workers - 1) * codec.wire_bytes(values)
-    buffers += 0 if codec.is_fp32 else codec.wire_bytes(chunk)
-    if workers == 2:
-        return window * buffers
-    return window * (buffers + workers * gather.wire_bytes(values)) + 4 * values
+            means = count * np.array([gather.wire_bytes(end - start) for start, end in bounds])
+            traffic += [(workers - 1) * means, means.sum() - means]
+    return traffic
 
 
 # --- one model on one set of links ---------------------------------------------------------------
@@ -272,20 +199,21 @@ class Scenario:
         compute = diloco.sync_every * conditions.mean_step_seconds
         return compute / max(compute, sum(payload.seconds(conditions) for payload in payloads))
 
-    def memory(self, diloco: DiLoCoConfig, prediction: Prediction) -> Memory:
-        on_host = self._state_is_on_host(diloco) and not self.on_cpu
-        return memory_of(self.workload, diloco, on_host=on_host, in_flight=prediction.in_flight)
-
     def needed_bits_per_second(self, diloco: DiLoCoConfig, utilisation: float) -> float | None:
-        """Return the rate of the slowest link that is needed if all links scale alike."""
-        factor = least_bandwidth_factor(
-            lambda factor: self.predict(diloco, factor).utilisation, utilisation
-        )
-        return None if factor is None else factor * self.conditions.links.slowest
+        """Return the rate of the slowest link, within half a percent, if all links scale alike.
 
-    def without_latency(self) -> "Scenario":
-        links = replace(self.conditions.links, latency_seconds=0.0)
-        return replace(self, conditions=replace(self.conditions, links=links))
+        Return None where no rate is enough because of latency, coding or uneven steps.
+        """
+        low, high = 1e-6, 1e6
+        if self.predict(diloco, high).utilisation < utilisation:
+            return None
+        while high / low > 1.005:
+            middle = math.sqrt(low * high)
+            if self.predict(diloco, middle).utilisation >= utilisation:
+                high = middle
+            else:
+                low = middle
+        return high * self.conditions.links.slowest
 
     def conditions_for(self, diloco: DiLoCoConfig) -> Conditions:
         """Return the conditions with the speeds of coding and outer step under these settings."""
@@ -304,10 +232,40 @@ class Scenario:
             outer = measured.outer_bytes_per_second
         return replace(measured, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
 
-    def curve(self, diloco: DiLoCoConfig, bits_per_second: Sequence[float]) -> list[float]:
-        """Return the utilisation at each rate of the slowest link."""
-        slowest = self.conditions.links.slowest
-        return [self.predict(diloco, rate / slowest).utilisation for rate in bits_per_second]
+    def memory(self, diloco: DiLoCoConfig, in_flight: int) -> tuple[float, float]:
+        """Return the bytes of one rank on the device and on the host, without activations.
+
+        With the outer state in (pinned) host memory, the device holds a copy of what is in flight.
+        """
+        load, ranks = self.workload, self.workload.ranks
+        inner = INNER_BYTES * load.parameters / ranks
+        if diloco.method == "none":
+            return inner, 0.0
+        sizes = sorted(load.fragments(diloco.fragments), reverse=True)
+        exchange = _exchange_buffers(-(-sizes[0] // ranks), diloco.quantization, load.workers)
+        per_parameter = outer_bytes_per_parameter(diloco)
+        if self.on_cpu or not self._state_is_on_host(diloco):
+            return inner + per_parameter * sum(sizes) / ranks + exchange, 0.0
+        pinned = per_parameter // 4 * sum(pinned_bytes(4 * -(-size // ranks)) for size in sizes)
+        return inner + 4 * sum(sizes[:in_flight]) / ranks, pinned + exchange
 
     def _state_is_on_host(self, diloco: DiLoCoConfig) -> bool:
         return self.on_cpu or diloco.link.backend == "gloo" or diloco.link.outer_state == "cpu"
+
+
+def outer_bytes_per_parameter(diloco: DiLoCoConfig) -> int:
+    """Return the bytes of outer parameters, delta, outer optimizer and error feedback."""
+    buffers = 2 + STATE_BUFFERS[diloco.outer_optimizer.name]
+    return 4 * (buffers + diloco.quantization.error_feedback)
+
+
+def _exchange_buffers(largest: int, quantization: Quantization, workers: int) -> int:
+    """Return the bytes that one rank keeps for chunks in flight."""
+    codec, gather = _codecs(quantization)
+    chunk, window = chunk_and_window(largest, codec)
+    values = min(chunk, slice_size(chunk, workers))
+    buffers = (workers - 1) * codec.wire_bytes(values)
+    buffers += 0 if codec.is_fp32 else codec.wire_bytes(chunk)
+    if workers == 2:
+        return window * buffers
+    return window * (buffers + workers * gather.wire_bytes(values)) + 4 * values

@@ -1,101 +1,13 @@
-"""Units as people write them ("2Gbit", "25MB/s", "30ms"), and a plan as text."""
+"""A plan as text: assumptions, a table with a column for each option, and reasons."""
 
 import math
-import re
 from collections.abc import Callable
 
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.planner.choice import Option, Plan
 from torchtitan_diloco.planner.scenario import Scenario
+from torchtitan_diloco.planner.units import format_bandwidth, format_bytes, format_duration
 from torchtitan_diloco.utils import GIB
-
-_NUMBER = re.compile(r"\s*([\d_,]*\.?\d+(?:e[+-]?\d+)?)\s*([A-Za-zµμ/%]*)\s*", re.IGNORECASE)
-_RATE = re.compile(r"([kmgt]i?)?(bits?|bytes?|b)(ps|/s|/sec|/second)?", re.IGNORECASE)
-_PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
-_SECONDS = {
-    **dict.fromkeys(("us", "µs", "μs"), 1e-6),
-    **dict.fromkeys(("s", "sec", "seconds"), 1.0),
-    "ns": 1e-9,
-    "ms": 1e-3,
-    "min": 60.0,
-    "h": 3600.0,
-}
-BANDWIDTHS, DURATIONS = "2Gbit, 200Mbit/s, 25MB/s", "30ms, 0.5s, 250us"
-SLOWEST, FASTEST = 1e3, 1e14
-"""Bits a second outside of which a bandwidth is taken for a typing error."""
-
-
-def parse_bandwidth(text: str, name: str = "bandwidth") -> float:
-    """Return bits a second. A bit is `b` or `bit`, a byte `B` or `byte`; a unit is required."""
-    number, unit = _split(text, name, BANDWIDTHS)
-    match = _RATE.fullmatch(unit)
-    if match is None:
-        problem = f'the unit "{unit}" is no bandwidth' if unit else "a bandwidth needs a unit"
-        raise ValueError(f'{name} "{text}": {problem}; write bits or bytes, as in {BANDWIDTHS}')
-    prefix, kind = (match[1] or "").lower(), match[2]
-    base = 1024.0 if prefix.endswith("i") else 1000.0
-    bits = number * base ** _PREFIXES.get(prefix[:1], 0)
-    bits *= 8 if kind == "B" or kind.lower().startswith("byte") else 1
-    if not SLOWEST <= bits <= FASTEST:
-        raise ValueError(
-            f'{name} "{text}" is {bits:g} bits a second, and links have 1 kbit/s to 100 Tbit/s: '
-            f"check number and unit ({BANDWIDTHS})"
-        )
-    return bits
-
-
-def parse_duration(text: str, name: str = "time") -> float:
-    """Return seconds. A unit is required except for 0."""
-    number, unit = _split(text, name, DURATIONS)
-    if number == 0 and not unit:
-        return 0.0
-    if unit.lower() not in _SECONDS:
-        problem = f'the unit "{unit}" is no time' if unit else "a time needs a unit"
-        raise ValueError(f'{name} "{text}": {problem}; write {DURATIONS}')
-    return number * _SECONDS[unit.lower()]
-
-
-def parse_share(text: str, name: str) -> float:
-    """Return a share of one, from "0.9" or "90%"."""
-    number, unit = _split(text, name, "0.9, 90%")
-    if unit not in ("", "%"):
-        raise ValueError(f'{name} "{text}": the unit "{unit}" is no share; write 0.9 or 90%')
-    return number / 100 if unit else number
-
-
-def _split(text: str, name: str, examples: str) -> tuple[float, str]:
-    match = _NUMBER.fullmatch(text)
-    number = float(match[1].replace("_", "").replace(",", "")) if match else math.inf
-    if match is None or not math.isfinite(number):
-        raise ValueError(f'{name} "{text}": not a number with a unit; write {examples}')
-    return number, match[2]
-
-
-def format_bandwidth(bits_per_second: float) -> str:
-    return f"{_with_prefix(bits_per_second)}bit/s"
-
-
-def format_bytes(count: float) -> str:
-    return f"{_with_prefix(count)}B"
-
-
-def format_duration(seconds: float) -> str:
-    """Return four digits with the unit that fits."""
-    units = (("days", 86400.0, 2.0), ("h", 3600.0, 2.0), ("s", 1.0, 1.0), ("ms", 1e-3, 1.0))
-    for unit, size, least in (*units, ("us", 1e-6, 1.0), ("ns", 1e-9, 0.0)):
-        if seconds >= least * size and 0 < seconds < math.inf:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds:g} s"
-
-
-def _with_prefix(value: float) -> str:
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if 0.99995 * size <= value < math.inf:  # four digits would round up
-            return f"{value / size:.4g} {prefix}"
-    return f"{value:.4g} "
-
-
-# --- a plan --------------------------------------------------------------------------------------
 
 
 def plan_text(name: str, scenario: Scenario, plan: Plan, step_time_origin: str) -> str:
@@ -106,11 +18,11 @@ def plan_text(name: str, scenario: Scenario, plan: Plan, step_time_origin: str) 
 
 def _assumptions(name: str, scenario: Scenario, step_time_origin: str) -> list[str]:
     load, conditions = scenario.workload, scenario.conditions
-    links, facts = conditions.links, load.facts
+    links = conditions.links
     ranks = "processes" if scenario.on_cpu else "accelerators"
     lines = {
-        "model": f"{name}: {facts.parameters:,} parameters, {facts.embedding_parameters:,} of them "
-        f"embedding, {facts.layers} layers",
+        "model": f"{name}: {load.parameters:,} parameters, {load.embedding_parameters:,} of them "
+        f"embedding, {load.layers} layers",
         "run": f"{load.total_steps:,} steps of {load.tokens_per_step:,} tokens, {load.workers} "
         f"workers x {load.ranks} {ranks}",
         "links": f"sending {_each(links.up, format_bandwidth)}, receiving "
@@ -154,8 +66,16 @@ def _table(plan: Plan) -> list[str]:
         ("format on the wire", "", lambda one: _codec(one)[0]),
         ("on the wire", "bits/param.", lambda one: _codec(one)[1]),
         # rounded down: 94.99 % must not look like 95 %
-        ("utilisation", "%", lambda one: f"{_floor(100 * one.prediction.utilisation):.1f}"),
-        ("training waits", "ms/step", lambda one: _ms(one.prediction.exposed_seconds_per_step)),
+        (
+            "utilisation",
+            "%",
+            lambda one: f"{math.floor(1e3 * one.prediction.utilisation + 1e-8) / 10:.1f}",
+        ),
+        (
+            "training waits",
+            "ms/step",
+            lambda one: _number(1e3 * one.prediction.exposed_seconds_per_step),
+        ),
         ("sent by a worker", "MB/step", lambda one: _mega(one.prediction.sent_bytes_per_step)),
         ("mean rate", "Mbit/s", lambda one: _mega(one.prediction.mean_bits_per_second)),
         ("peak rate", "Mbit/s", lambda one: _mega(one.prediction.peak_bits_per_second)),
@@ -164,8 +84,8 @@ def _table(plan: Plan) -> list[str]:
             "Mbit/s",
             lambda one: _mega(one.needed_bits_per_second),
         ),
-        ("memory of the device, a rank", "GiB", lambda one: _number(one.memory.device_bytes / GIB)),
-        ("memory of the host, a rank", "GiB", lambda one: _number(one.memory.host_bytes / GIB)),
+        ("memory of the device, a rank", "GiB", lambda one: _number(one.device_bytes / GIB)),
+        ("memory of the host, a rank", "GiB", lambda one: _number(one.host_bytes / GIB)),
         ("whole run", "hours", lambda one: _number(one.hours)),
         ("risk to the loss, for ranking", "%", lambda one: f"{one.risk.percent:.2f}"),
     ]
@@ -173,14 +93,8 @@ def _table(plan: Plan) -> list[str]:
     lines = [["", "", *names]]
     lines += [[what, unit, *(show(one) for one in plan.options)] for what, unit, show in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    ]
-    return ["  ".join(line).rstrip() for line in aligned]
+    sides = "<<" + ">" * len(names)
+    return ["  ".join(map("{:{}{}}".format, line, sides, widths)).rstrip() for line in lines]
 
 
 def _reasons(plan: Plan) -> list[str]:
@@ -226,11 +140,3 @@ def _number(value: float) -> str:
 
 def _mega(value: float | None) -> str:
     return "out of reach" if value is None else _number(value / 1e6)
-
-
-def _ms(seconds: float) -> str:
-    return _number(1e3 * seconds)
-
-
-def _floor(percent: float) -> float:
-    return math.floor(10 * percent + 1e-8) / 10
