@@ -62,12 +62,8 @@ def next_logits(model: Decoder, context: Sequence[int]) -> Tensor:
     They are on the CPU, where every device draws the same random numbers.
     """
     inputs = torch.tensor([context], dtype=torch.int64, device=model.embedding.weight.device)
-    logits: Tensor = model(inputs, head=_last_position)
+    logits: Tensor = model(inputs, head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix))
     return logits.float().cpu()
-
-
-def _last_position(hidden: Tensor, matrix: Tensor) -> Tensor:
-    return F.linear(hidden[0, -1], matrix)
 
 
 def draw(

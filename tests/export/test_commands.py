@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.components.test_resume import run, tensors
 from tests.conftest import WORDS
@@ -22,7 +20,6 @@ from tests.test_trainer import curve, join, records, settings
 from torchtitan_diloco import generate, validate
 from torchtitan_diloco.components.checkpoint_schema import (
     checkpoint_path,
-    fingerprint,
     read_manifest,
 )
 from torchtitan_diloco.config import load_config
@@ -141,46 +138,22 @@ def test_data_parallelism_has_one_set_of_parameters(corpus: Path) -> None:
         assert torch.equal(value, saved[f"worker-0/model/{name}"])
 
 
-def test_parameters_that_the_outer_loop_does_not_hold_are_those_of_a_worker(
-    trained: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "step-00000024"
-    shutil.copytree(checkpoint_path(trained, 24), path)
-    parameters = shared_parameters(trained, 24)
-    del parameters["norm.weight"]
-    changed = {shared_parameter_name(name): value + 1 for name, value in parameters.items()}
-    shutil.rmtree(path / "shared")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(changed, checkpoint_id=path / "shared", no_dist=True)
-    manifest = read_manifest(path)
-    files = {name: known for name, known in manifest.files.items() if "shared/" not in name}
-    files |= {f"shared/{file.name}": fingerprint(file) for file in (path / "shared").iterdir()}
-    (path / "manifest.json").write_text(replace(manifest, files=files).to_json())
-    found = open_saved(path).tensors
-    assert torch.equal(found["norm.weight"], tensors(path)["worker-0/model/norm.weight"])
-    assert all(torch.equal(found[name], value + 1) for name, value in parameters.items())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_gives_the_logits_of_the_shared_parameters(
-    sharded: Path, tmp_path: Path, dtype: str
+    sharded: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = ["--step", "16", "--format", "hf", "--dtype", dtype, "--out", str(tmp_path)]
+    options = ["--step", "16", "--format", "hf", "--out", str(tmp_path)]
     assert export.main([str(sharded), *options]) == 0
     saved = open_saved(sharded, 16)
-    options_of_load = {"trust_remote_code": True, "torch_dtype": "auto"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options_of_load)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     text = "the stone sings over the lake"
     tokens = saved.tokenizer.encode(text).tolist()
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokens
     ids = torch.tensor([tokens])
     with torch.no_grad():
-        found, expected = model(ids).logits, saved.model.to(getattr(torch, dtype))(ids)
-    bound = 1e-5 if dtype == "float32" else 1e-2
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+        found, expected = model(ids).logits, saved.model(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_are_not_overwritten(trained: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -279,13 +252,8 @@ def test_a_mistake_is_one_line(
     ("command", "flag", "value"),
     [
         ("validate", "--sequences", "0"),
-        ("validate", "--batch-size", "-1"),
-        ("generate", "--tokens", "-1"),
-        ("generate", "--temperature", "-1"),
         ("generate", "--temperature", "nan"),
         ("generate", "--top-p", "1.1"),
-        ("generate", "--top-k", "-1"),
-        ("generate", "--count", "0"),
         ("generate", "--seed", "-1"),
     ],
 )

@@ -1,6 +1,5 @@
 """An exported folder, loaded by the real transformers library, is our model."""
 
-import itertools
 import json
 import os
 import shutil
@@ -27,17 +26,14 @@ from torchtitan_diloco.models.chinchilla.model import Decoder
 ROWS, LENGTH, VOCABULARY = 320, 24, 257
 TINY: dict[str, Any] = {"layers": 2, "width": 24, "heads": 3, "head_dim": 10, "feed_forward": 40}
 TINY |= {"rotary_base": 300.0}
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "norm": ("rmsnorm", "layernorm"),
-    "qk_norm": (True, False),
-    "activation": ("gelu", "swiglu"),
-    "positions": ("rotary", "learned"),
-}
 VARIANTS = [
-    Model(**TINY, **dict(zip(CHOICES, values, strict=True)))
-    for values in itertools.product(*CHOICES.values())
+    Model(**TINY),
+    Model(**TINY, norm="layernorm", activation="swiglu"),
+    Model(**TINY, qk_norm=False, positions="learned"),
+    Model(**TINY, norm="layernorm", qk_norm=False),
+    Model(**{**TINY, "head_dim": 7}, activation="swiglu", positions="learned"),
+    Model(layers=1),
 ]
-VARIANTS += [Model(layers=1), Model(**{**TINY, "head_dim": 7}, positions="learned")]
 Pair = tuple[Decoder, Any, Path]
 
 
@@ -80,11 +76,7 @@ def greedy(decoder: Decoder, prompt: list[int], count: int, stop: int | None = N
     return list(generate(decoder, prompt, temperature=0, **options))
 
 
-@pytest.fixture(
-    scope="module",
-    params=VARIANTS,
-    ids=lambda model: "-".join(str(getattr(model, key)) for key in CHOICES),
-)
+@pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return saved_and_loaded(request.param, tmp_path_factory.mktemp("exported"))
 
@@ -240,18 +232,14 @@ def test_rows_beyond_the_vocabulary_are_kept_and_never_drawn(tmp_path: Path) -> 
     assert model.generate(tokens, **options, do_sample=True).max() < VOCABULARY
 
 
-def test_a_folder_has_these_files_and_is_never_overwritten(plain: Pair) -> None:
-    decoder, _, folder = plain
+def test_a_folder_has_these_files(plain: Pair) -> None:
+    folder = plain[2]
     names = "modeling_chinchilla.py config.json generation_config.json tokenizer.json"
     names += " tokenizer_config.json model.safetensors"
     assert {path.name for path in folder.iterdir()} == set(names.split())
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert file.metadata()["producer"].startswith("torchtitan_diloco ")
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
-    before = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"model\.safetensors exists; choose another folder"):
-        save(build(decoder.config), folder)
-    assert (folder / "model.safetensors").read_bytes() == before
 
 
 WITHOUT_OUR_PACKAGE = """

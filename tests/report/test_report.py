@@ -3,7 +3,6 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, write_run
@@ -16,10 +15,9 @@ from torchtitan_diloco.report.facts import (
     facts_table,
     hidden_percent,
     quantity,
-    sent_bytes_per_worker,
 )
 from torchtitan_diloco.report.figures import Figure, figures
-from torchtitan_diloco.report.page import html_page, markdown, sparkline
+from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
 
 LOSS = "train/loss_nats_per_token_global"
@@ -121,7 +119,7 @@ def test_facts_of_a_run(streaming: Path) -> None:
     assert run.parameters == sum(FRAGMENTS.values())
     expected = 600 * all_reduce_bytes(run.parameters, 3)
     assert data_parallel_bytes(run) == pytest.approx(expected)
-    ratio = expected / sent_bytes_per_worker(run)
+    ratio = expected / (60 * 1.5e6)
     assert f"{ratio:,.1f} times" in found["data parallelism would send"][1]
     workers, links = detail_tables([run])
     assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
@@ -178,19 +176,6 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         assert "nan" not in page.partition("</style>")[2]
 
 
-def test_records_are_ordered_by_step(streaming: Path, tmp_path: Path) -> None:
-    (tmp_path / "shuffled").mkdir()
-    steps = [line for line in lines(streaming) if '"kind"' not in line]
-    (tmp_path / "shuffled" / "metrics.jsonl").write_text("\n".join(reversed(steps)))
-    assert opened(tmp_path / "shuffled").steps == opened(streaming).steps
-
-
-def test_interpolation_between_records(streaming: Path) -> None:
-    run = opened(streaming)
-    steps = np.array([0.0, 105.0, 10_000.0])
-    assert run.interpolate("time/elapsed_seconds", steps) == pytest.approx([0, 52.5, 300])
-
-
 def test_runs_side_by_side(streaming: Path, running: Path, data_parallel: Path) -> None:
     runs = open_runs([streaming, running, data_parallel])
     assert facts_table(runs).columns == ["", "streaming", "running", "data-parallel"]
@@ -214,8 +199,9 @@ def test_runs_side_by_side(streaming: Path, running: Path, data_parallel: Path) 
 
 def test_runs_of_the_same_name(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
-    assert [run.name for run in open_runs(folders)] == ["here/run", "there/run"]
-    assert [run.name for run in open_runs([folders[0]] * 2)] == ["run (1)", "run (2)"]
+    names = [str(folder / "metrics.jsonl") for folder in folders]
+    assert [run.name for run in open_runs(folders)] == names
+    assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
 
 
 def test_markdown(
@@ -229,7 +215,6 @@ def test_markdown(
         assert len({line.replace(r"\|", "").count("|") for line in block.splitlines()}) == 1
     assert "| utilisation" in text
     assert '| diloco.quantization.codec | "fp4\\_e3m0"' in text
-    assert "Training loss of streaming: `█" in text
     assert main([*command, "--out", str(tmp_path / "report.md")]) == 0
     assert (tmp_path / "report.md").read_text() == text
 
@@ -247,10 +232,9 @@ def test_timeline_file(streaming: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["streming"], "is not a folder: give the folder of a run"),
-        (["streming"], "nearest: streaming"),
         (["streaming", "--timeline", "timeline.jpg"], "must end in .svg or .png"),
         (["streaming", "data-parallel", "--timeline", "timeline.svg"], "but 2 are given"),
-        (["data-parallel", "--timeline", "timeline.svg"], "has no exchanges to draw"),
+        (["data-parallel", "--timeline", "timeline.svg"], "has no exchanges: give one with"),
         (["streaming", "--out", "nowhere/a.html"], "a.html cannot be written: No such file"),
         (["streaming", "--timeline", "nowhere/a.svg"], "a.svg cannot be written: No such file"),
     ],
@@ -311,13 +295,6 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<b>run|*", step_records(100) + rounds, settings)
     assert "".join(PageChecker(html_page([opened(folder)])).text).count("<script>") > 3
     assert r"\<b\>run\|\*" in markdown([opened(folder)])
-
-
-def test_number_texts() -> None:
-    texts = [quantity(value, "B") for value in (0, 1234, 56_700_000, 890e9)]
-    assert texts == ["0.00 B", "1.23 kB", "56.7 MB", "890 GB"]
-    assert sparkline(np.array([1.0, 2.0, 3.0]), 3) == "▁▅█"
-    assert sparkline(np.array([1.0, np.nan])) == ""
 
 
 def test_synthetic_records_have_documented_keys() -> None:

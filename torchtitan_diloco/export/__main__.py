@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config import Config, to_toml
+from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.saved_model import (
@@ -76,7 +76,14 @@ def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
 def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
     """Write the weights under our names, and the settings and tokenizer that belong to them."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, tokenizer = _settings_for_another_run(saved.config), saved.tokenizer
+    config, tokenizer = saved.config, saved.tokenizer
+    config = replace(  # without the settings that belong to one run
+        config,
+        run=replace(config.run, folder=""),
+        training=replace(config.training, stop_after=0),
+        model=replace(config.model, weights=""),
+        checkpoint=replace(config.checkpoint, resume="auto"),
+    )
     spec = config.data.tokenizer
     is_file = spec.endswith(".tiktoken")
     if is_file:
@@ -99,17 +106,6 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         "weights": saved.weights,
     }
     write_weights(folder, tensors, metadata)
-
-
-def _settings_for_another_run(config: Config) -> Config:
-    """Return the settings without those that belong to one run."""
-    return replace(
-        config,
-        run=replace(config.run, folder=""),
-        training=replace(config.training, stop_after=0),
-        model=replace(config.model, weights=""),
-        checkpoint=replace(config.checkpoint, resume="auto"),
-    )
 
 
 if __name__ == "__main__":

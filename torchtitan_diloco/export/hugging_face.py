@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.data.files import write_whole
@@ -32,6 +31,8 @@ def save_hugging_face(
     assert tokenizer.vocab_size <= model.vocab_size
     check_has_no_weights(folder)
     converted = convert_tokenizer(tokenizer)
+    from huggingface_hub import save_torch_state_dict  # transformers requires it
+
     folder.mkdir(parents=True, exist_ok=True)
     _fast_tokenizer(converted, model.sequence_length).save_pretrained(folder)
     remote_code = importlib.resources.files("torchtitan_diloco.export") / "remote_code"
@@ -49,13 +50,7 @@ def save_hugging_face(
         write_whole(folder / name, (json.dumps(content, indent=2) + "\n").encode())
     tensors = {name: value.to(dtype) for name, value in model.state_dict().items()}
     metadata = {"producer": f"torchtitan_diloco {__version__}"}
-    write_weights(folder, tensors, metadata, save=_save_sharded)
-
-
-def _save_sharded(tensors: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
-    from huggingface_hub import save_torch_state_dict
-
-    save_torch_state_dict(tensors, folder, metadata=metadata)
+    write_weights(folder, tensors, metadata, save=save_torch_state_dict)
 
 
 def _model_config(model: Decoder, dtype: torch.dtype) -> dict[str, Any]:

@@ -91,9 +91,7 @@ def in_range(
     def parse(text: str) -> float:
         value = kind(text)
         if not low <= value <= high:
-            wanted = (
-                f"{low:g} or more" if high == math.inf else f"a number from {low:g} to {high:g}"
-            )
+            wanted = f"a number from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
         return value
 
@@ -115,12 +113,7 @@ def run_command(
 
 
 def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
-    """Open a checkpoint, given the folder of a run or of a checkpoint.
-
-    Arguments:
-        step: Which checkpoint of a run; None for the latest.
-        weights: `shared` or `worker-K`.
-    """
+    """Open the checkpoint of a run at `step` (default: the latest), or a checkpoint's folder."""
     path = find_checkpoint(run, step)
     manifest = read_manifest(path)
     workers = [worker_folder(worker) for worker in range(manifest.workers)]
@@ -158,17 +151,14 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 
 
 def _load(model: Decoder, path: Path, manifest: Manifest, weights: str) -> None:
-    """Read the parameters from the folders of a checkpoint.
-
-    Parameters that the outer loop does not hold, because they are frozen or because there is no
-    outer loop, are the same in all workers.
-    """
-    own = (worker_folder(0) if weights == SHARED else weights, lambda name: MODEL + name)
-    folders: list[tuple[str, Callable[[str], str]]] = [own]
+    """Read the parameters from the folders of a checkpoint."""
+    folders: dict[str, Callable[[str], str]] = {}
     if weights == SHARED and manifest.outer:
-        folders.insert(0, (SHARED, shared_parameter_name))
+        folders[SHARED] = shared_parameter_name
+    # Parameters that are frozen or have no outer loop are the same in all workers.
+    folders[worker_folder(0) if weights == SHARED else weights] = lambda name: MODEL + name
     missing = {name: value.detach() for name, value in model.named_parameters()}
-    for folder, key in folders:
+    for folder, key in folders.items():
         if not missing:
             break
         files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]

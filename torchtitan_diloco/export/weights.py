@@ -16,8 +16,8 @@ from torchtitan_diloco.data.files import force_to_disk
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-Save = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
-"""Save tensors with metadata in a folder, as files that `read_weights` reads."""
+Save = Callable[..., None]
+"""Save tensors in a folder, with `metadata`, as files that `read_weights` reads."""
 
 
 def save_one_file(tensors: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
@@ -36,7 +36,7 @@ def write_weights(
     incomplete = folder / ".incomplete"
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    save(tensors, incomplete, metadata)
+    save(tensors, incomplete, metadata=metadata)
     # An index makes its files a model, so it comes last.
     for path in sorted(incomplete.iterdir(), key=lambda path: (path.name == INDEX_NAME, path.name)):
         descriptor = os.open(path, os.O_RDONLY)
@@ -75,10 +75,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_initial_weights(model: nn.Module, path: str) -> None:
-    """Fill the parameters of a new run from `model.weights`.
-
-    Every rank reads the files and keeps its own shard.
-    """
+    """Fill the parameters of a new run from `model.weights`. Every rank keeps its own shard."""
     try:
         weights = read_weights(Path(path).expanduser())
     except ValueError as error:

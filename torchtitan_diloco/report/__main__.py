@@ -56,10 +56,8 @@ def _save_timeline(runs: Sequence[Run], path: Path) -> None:
         raise ValueError(f"--timeline shows one run, but {len(runs)} are given: name one RUN")
     shown = phases(runs[0].rounds[-8:])
     if not any(phase.seconds > 0 for phase in shown):
-        raise ValueError(
-            f"RUN = {runs[0].folder} has no exchanges to draw: give a run of several workers with "
-            "diloco.method streaming"
-        )
+        folder = runs[0].folder
+        raise ValueError(f"RUN = {folder} has no exchanges: give one with diloco.method streaming")
     save_timeline("The last exchanges", shown, path)
 
 

@@ -74,9 +74,7 @@ HOVER_STRIPS = 48
 MAX_DOTS = 80
 LARGEST = 1e100
 """Values beyond are not drawn: an axis cannot be computed for all floating-point numbers."""
-TIMELINE_WIDTH = 980.0
-LEFT, RIGHT, BELOW = 86.0, 12.0, 46.0
-"""Margins of a timeline."""
+TIMELINE_WIDTH, MARGINS = 980.0, 98.0
 LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
 MAX_WORKERS = 8
 
@@ -120,18 +118,17 @@ def line_chart(
     *,
     x_label: str,
     log: bool = False,
-    bottom: float | None = None,
     top: float | None = None,
 ) -> str:
     """Return curves over a common axis as SVG, without title and legend.
 
-    `log`: with a logarithmic y axis; `bottom` and `top`: ends of the y axis.
+    `log`: with a logarithmic y axis; `top`: end of the y axis.
     """
     figure = Figure(_inches(*LINE_CHART_SIZE), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, yscale="log" if log else "linear")
     for curve in curves:
         _plot(axes, curve, log)
-    axes.set_ylim(bottom, top)
+    axes.set_ylim(top=top)
     low, high = axes.get_ylim()
     few = (1, 2, 5) if high < 1000 * low else (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=few) if log else MaxNLocator(5, steps=STEPS))
@@ -217,20 +214,14 @@ def _draw_timeline(
     start = min(phase.start_seconds for phase in phases)
     end = max(phase.end_seconds for phase in phases) - start
     lanes = WORKER_STEP * len(rows) / len(LANES)
-    height, plot_width = lanes + BELOW + (62 if title else 4), width - LEFT - RIGHT
-    figure = Figure(_inches(width, height))
-    axes = figure.add_axes(
-        (LEFT / width, BELOW / height, plot_width / width, lanes / height),
-        xlabel=f"seconds, from {start:,.2f} s on worker 0's clock"
-        + (f"; {hidden} more workers are not shown" if hidden > 0 else ""),
-        xlim=(0, end),
-        ylim=(lanes, 0),
-    )
+    figure = Figure(_inches(width, lanes + (112 if title else 54)), layout="constrained")
+    more = f"; {hidden} more workers are not shown" if hidden > 0 else ""
+    x_label = f"seconds, from {start:,.2f} s on worker 0's clock{more}"
+    axes = figure.add_subplot(xlabel=x_label, xlim=(0, end), ylim=(lanes, 0))
     axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=STEPS))
     axes.xaxis.set_major_formatter(_short)
     names = [f"worker {worker}" if lane == "training" else lane for worker, lane in rows]
-    axes.set_yticks([top + LANE / 2 for top in rows.values()], names, ha="left")
-    axes.tick_params(axis="y", pad=LEFT - 2)
+    axes.set_yticks([top + LANE / 2 for top in rows.values()], names)
     for (_, lane), top, label in zip(rows, rows.values(), axes.get_yticklabels(), strict=True):
         if lane == "training":
             axes.add_patch(Rectangle((0, top), end, LANE, color=LIGHT["band"], linewidth=0))
@@ -240,17 +231,12 @@ def _draw_timeline(
     shown = [phase for phase in phases if (phase.worker, phase.lane) in rows]
     for number, phase in enumerate(shown):
         corner = (phase.start_seconds - start, rows[phase.worker, phase.lane])
-        _draw_bar(axes, phase, corner, end / plot_width, f"tip-{number}")
+        _draw_bar(axes, phase, corner, end / (width - MARGINS), f"tip-{number}")
     if title:
-        present = {"computing", *(phase.name for phase in shown)}
-        handles = [
-            Patch(color=LIGHT[colour], label=name)
-            for name, colour in PHASE_COLOURS.items()
-            if name in present
-        ]
-        figure.text(2 / width, 1 - 18 / height, title, fontsize=14, fontweight="bold")
-        legend = figure.legend(handles=handles, ncols=8, frameon=False, handlelength=0.8)
-        legend.set(loc="upper left", bbox_to_anchor=(0, 1 - 18 / height))
+        keys = [Patch(color=LIGHT[colour], label=name) for name, colour in PHASE_COLOURS.items()]
+        style: Any = {"ncols": 8, "frameon": False, "handlelength": 0.8, "alignment": "left"}
+        style["title_fontproperties"] = {"size": 14, "weight": "bold"}
+        figure.legend(handles=keys, title=title, loc="outside upper left", **style)
     return figure, [_bar_tooltip(phase) for phase in shown]
 
 

@@ -34,6 +34,7 @@ PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
 """Settings that name a run without changing it."""
 MAX_LINKS = 12
+_loss, _count, _percent = "{:.4f}".format, "{:,.0f}".format, "{:.1f} %".format
 
 
 class Cell(NamedTuple):
@@ -83,18 +84,13 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
 def _facts(run: Run) -> dict[str, Cell]:
     validated, shared_loss = run.last(VALIDATION_LOSS)
     trained, loss = run.last(TRAINING_LOSS)
-    shared_note, loss_note = (
-        f"nats per held-out token, step {validated:,}",
-        f"nats per token, all workers, step {trained:,}",
-    )
+    validation_note = f"nats per held-out token, step {validated:,}"
     tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
     rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
     exposed = mean_share(run, SHARES["exposed communication"])
     return {
-        "loss of the shared model": Cell(f"{shared_loss:.4f}", shared_note)
-        if validated
-        else Cell(note="no validation yet"),
-        "training loss": Cell(f"{loss:.4f}", loss_note) if trained else Cell(),
+        "loss of the shared model": _cell(shared_loss, _loss, validation_note),
+        "training loss": _cell(loss, _loss, f"nats per token, all workers, step {trained:,}"),
         "tokens, all workers": _cell(tokens, _count, f"{run.last_step:,} steps"),
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
         "tokens/s, all workers": _cell(rate, _count, "median"),
@@ -108,7 +104,8 @@ def _facts(run: Run) -> dict[str, Cell]:
 
 
 def _bytes(run: Run) -> dict[str, Cell]:
-    sent, expected = sent_bytes_per_worker(run), data_parallel_bytes(run)
+    sent = run.total(SENT_BYTES) / (run.workers or math.nan)
+    expected = data_parallel_bytes(run)
     in_bytes = partial(quantity, unit="B")
     counted = _cell(sent, in_bytes, "counted in the buffers")
     if run.settings.get("diloco.method") == "none":
@@ -123,12 +120,9 @@ def _bytes(run: Run) -> dict[str, Cell]:
 def _utilisation(run: Run) -> Cell:
     if not run.summary:
         return Cell(note="not recorded: the run has not ended")
-    measured, predicted = (
-        number(run.summary.get(f"{kind}_utilisation_percent")) for kind in ("measured", "predicted")
-    )
-    known = math.isfinite(predicted)
-    beside = f"{_percent(predicted)} predicted" if known else "no prediction recorded"
-    return _cell(measured, _percent, f"measured; {beside}")
+    measured = number(run.summary.get("measured_utilisation_percent"))
+    predicted = _cell(number(run.summary.get("predicted_utilisation_percent")), _percent)
+    return _cell(measured, _percent, f"measured; {predicted.text} predicted")
 
 
 def _last_to_arrive(run: Run) -> Cell:
@@ -157,11 +151,7 @@ def workers_table(run: Run) -> Table:
             Cell(f"worker {worker}"),
             Cell(f"{(last == worker).sum():,} of {np.isfinite(last).sum():,}", "rounds"),
             _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
-            _cell(
-                of_known(np.median, ahead[last != worker, worker]),
-                brief,
-                "median, where it was not",
-            ),
+            _cell(of_known(np.median, ahead[last != worker, worker]), brief, "median, otherwise"),
             # The median would mostly be zero.
             _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
         ]
@@ -202,10 +192,6 @@ def differences_table(runs: Sequence[Run]) -> Table:
     return Table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
 
 
-def sent_bytes_per_worker(run: Run) -> float:
-    return run.total(SENT_BYTES) / (run.workers or math.nan)
-
-
 def data_parallel_bytes(run: Run, step: float | None = None) -> float:
     """Return the bytes that a worker would have sent up to `step` (default: the last step) with a
     ring all-reduce of all gradients at every step."""
@@ -226,25 +212,15 @@ def hidden_percent(run: Run) -> float:
 
 def mean_share(run: Run, key: str) -> float:
     """Return the mean of a logged share, weighted by the time of each interval."""
-    pairs = [
-        (number(record.get(key)), number(record.get("time/wall_seconds_mean_over_ranks")))
-        for record in run.steps
-    ]
-    known = [(share, seconds) for share, seconds in pairs if math.isfinite(share * seconds)]
-    total = sum(seconds for _, seconds in known)
-    return sum(share * seconds for share, seconds in known) / total if total else math.nan
+    keys = (key, "time/wall_seconds_mean_over_ranks")
+    rows = [[number(record.get(name)) for name in keys] for record in run.steps]
+    known = [row for row in rows if np.isfinite(row).all() and row[1] > 0]
+    shares, seconds = np.reshape(known, (-1, 2)).T
+    return float(np.average(shares, weights=seconds)) if known else math.nan
 
 
 def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
     return Cell(form(value), note) if math.isfinite(value) else Cell()
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1f} %"
 
 
 def quantity(value: float, unit: str) -> str:

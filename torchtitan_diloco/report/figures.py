@@ -36,8 +36,6 @@ BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
 BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
 SHARE_COLOURS = dict(zip(SHARES, ("series-1", "series-3", "series-2", "series-8"), strict=True))
 MAX_FRAGMENTS = 16
-LOG_RATIO = 30.0
-"""Rates that differ by more are drawn on a logarithmic axis."""
 NARROW = 430.0
 TIMELINE_CAPTION = (
     "Upper lane: a worker's training thread, which computes where it does not take, wait or merge. "
@@ -93,12 +91,7 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _line_figure(
-    runs: Sequence[Run],
-    title: str,
-    caption: str,
-    unit: str,
-    curves: Sequence[Curve],
-    **axes: Any,
+    runs: Sequence[Run], title: str, caption: str, unit: str, curves: Sequence[Curve], **axes: Any
 ) -> Figure | None:
     """Draw the curves that have a value. The legend names the curves, or several runs."""
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
@@ -110,10 +103,8 @@ def _line_figure(
             name, kind = runs[curve.series].name, "line"
             curves[place] = replace(curve, name=f"{name}, {curve.name}")
         legend.setdefault(name, Key(name, series_colour(curve.series), kind))
-    if not curves:
-        return None
-    svg = line_chart(title, curves, **axes)
-    return Figure(title, caption, list(legend.values()), unit, svg)
+    svg = line_chart(title, curves, **axes) if curves else ""
+    return Figure(title, caption, list(legend.values()), unit, svg) if svg else None
 
 
 def _loss(runs: Sequence[Run], title: str, x: str, x_label: str, size: float) -> Figure | None:
@@ -160,10 +151,8 @@ def _sent(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
         "Bytes that one worker has sent so far, counted in the buffers, mean over workers. Dashed: "
         "what data parallelism sends in as many steps (bf16 gradients, ring). Logarithmic axis."
     )
-    title = "Bytes sent by each worker"
-    return _line_figure(
-        runs, title, caption, "bytes since the start", curves, x_label=unit, log=True
-    )
+    title, label = "Bytes sent by each worker", "bytes since the start"
+    return _line_figure(runs, title, caption, label, curves, x_label=unit, log=True)
 
 
 def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
@@ -173,15 +162,12 @@ def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
             steps, rates = run.curve(key)
             times = run.interpolate(ELAPSED_SECONDS, steps) / size
             curves.append(Curve(name, times, rates, series, dashed=name == "peak"))
-    rates = np.concatenate([curve.y for curve in curves])
-    rates = rates[np.isfinite(rates) & (rates > 0)]
-    log = bool(rates.size) and bool(rates.max() > LOG_RATIO * np.quantile(rates, 0.25))
     caption = (
         "Bytes sent in an interval over its length, mean over workers: the load on a link. Dashed: "
-        f"the highest rate of one worker during a transfer.{' Logarithmic axis.' if log else ''}"
+        "the highest rate of one worker during a transfer. Logarithmic axis."
     )
-    axes = {"x_label": unit, "log": log, "bottom": None if log else 0.0}
-    return _line_figure(runs, "Bandwidth", caption, "Mbit/s sent by a worker", curves, **axes)
+    label = "Mbit/s sent by a worker"
+    return _line_figure(runs, "Bandwidth", caption, label, curves, x_label=unit, log=True)
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
@@ -213,8 +199,7 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
             )
             if not fewer:
                 continue
-            names = {"computing", *(phase.name for phase in shown)}
-            legend = [Key(*entry) for entry in PHASE_COLOURS.items() if entry[0] in names]
+            legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
             svg = timeline_svg(title, shown, TIMELINE_WIDTH)
             narrow_svg = timeline_svg(title, fewer, NARROW)
             found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
@@ -253,6 +238,5 @@ def _drift(record: Record) -> float:
 
 
 def _mean_over_workers(record: Record, key: str) -> float:
-    return of_known(
-        np.mean, np.array([number(worker.get(key)) for worker in round_workers(record)])
-    )
+    values = np.array([number(worker.get(key)) for worker in round_workers(record)])
+    return of_known(np.mean, values)

@@ -4,20 +4,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from torchtitan_diloco.report.facts import (
-    Table,
-    detail_tables,
-    facts_table,
-    notes,
-    setting_text,
-)
-from torchtitan_diloco.report.run_records import TRAINING_LOSS, Array, Run
+from torchtitan_diloco.report.facts import Table, detail_tables, facts_table, notes, setting_text
+from torchtitan_diloco.report.run_records import Run
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def html_page(runs: Sequence[Run]) -> str:
@@ -56,23 +48,10 @@ def describe(run: Run) -> str:
 def markdown(runs: Sequence[Run]) -> str:
     """Return the report without figures, for a terminal or an issue."""
     parts = [_markdown_table(facts_table(runs))]
-    for run in runs:
-        curve = sparkline(run.curve(TRAINING_LOSS)[1])
-        parts += [f"Training loss of {_markdown_text(run.name)}: `{curve}`"] if curve else []
     parts += [_markdown_text(note) for note in notes(runs)]
     for table in detail_tables(runs):
         parts += [f"## {_markdown_text(table.heading)}", _markdown_table(table)]
     return "\n\n".join(parts) + "\n"
-
-
-def sparkline(values: Array, width: int = 24) -> str:
-    """Return a curve as one line of text."""
-    known = values[np.isfinite(values)]
-    if known.size < 2:
-        return ""
-    chosen = known[np.linspace(0, known.size - 1, width).round().astype(int)]
-    heights = (chosen - chosen.min()) / (np.ptp(chosen) or 1.0) * (len(SPARKS) - 1)
-    return "".join(SPARKS[height] for height in heights.round().astype(int))
 
 
 def _markdown_table(table: Table) -> str:

@@ -3,7 +3,6 @@
 docs/report.md defines the records. A run may still be going on, so the last line may be incomplete.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +108,13 @@ def round_workers(record: Record) -> list[Record]:
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the runs in these folders or metrics files. Raise ValueError for what is not a run."""
-    files = [_metrics_file(path) for path in paths]
-    return [_read_run(file, name) for file, name in zip(files, _unique_names(files), strict=True)]
+    files = list(dict.fromkeys(map(_metrics_file, paths)))
+    folders = [file.resolve().parent.name for file in files]
+    return [
+        # A path is unique where the name of the folder is not.
+        _read_run(file, folder if folders.count(folder) == 1 else str(file))
+        for file, folder in zip(files, folders, strict=True)
+    ]
 
 
 def _metrics_file(path: Path) -> Path:
@@ -118,28 +122,7 @@ def _metrics_file(path: Path) -> Path:
     if file.is_file():
         return file
     problem = f"has no {METRICS}" if path.is_dir() else "is not a folder"
-    places = (Path("outputs"), path.parent)
-    runs = {file.parent.name: file.parent for at in places for file in at.glob(f"*/{METRICS}")}
-    nearest = difflib.get_close_matches(path.name, runs, n=3, cutoff=0.2)
-    hint = f"; nearest: {', '.join(str(runs[name]) for name in nearest)}" if nearest else ""
-    raise ValueError(
-        f"RUN = {path} {problem}: give the folder of a run, such as outputs/NAME-DATE-TIME{hint}"
-    )
-
-
-def _unique_names(files: Sequence[Path]) -> list[str]:
-    """Name each run by its folder, with the parent folder or a number where that is ambiguous."""
-    folders = [file.resolve().parent for file in files]
-    names = []
-    for file, folder in zip(files, folders, strict=True):
-        name = folder.name if file.name == METRICS else f"{folder.name}/{file.stem}"
-        if any(other.name == folder.name and other != folder for other in folders):
-            name = f"{folder.parent.name}/{name}"
-        names.append(name)
-    return [
-        name if names.count(name) == 1 else f"{name} ({place})"
-        for place, name in enumerate(names, start=1)
-    ]
+    raise ValueError(f"RUN = {path} {problem}: give the folder of a run (outputs/NAME-DATE-TIME)")
 
 
 def _read_run(file: Path, name: str) -> Run:
@@ -163,16 +146,12 @@ def _read_run(file: Path, name: str) -> Run:
     if steps and not number(summary.get("step")) >= max(steps):
         summary = {}
     ordered = [steps[step] for step in sorted(steps)]
-    settings = _read_settings(file.parent / "config.toml")
-    return Run(name, file.parent, ordered, rounds, summary, settings, unreadable)
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Read settings as they are written, so that those of another version are no error."""
-    try:
-        return _flatten(tomli.loads(path.read_text(encoding="utf-8")))
+    try:  # as they are written, so that settings of another version are no error
+        text = (file.parent / "config.toml").read_text(encoding="utf-8")
+        settings = _flatten(tomli.loads(text))
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
-        return {}
+        settings = {}
+    return Run(name, file.parent, ordered, rounds, summary, settings, unreadable)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -66,10 +66,9 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 def build_mask(
     attention_mask: Tensor | None, past: int, length: int, device: torch.device
 ) -> Tensor | None:
-    """Return which keys each query attends to, [batch or 1, 1, length, past + length].
+    """Return the keys that each query attends to, [batch or 1, 1, length, past + length].
 
-    Returns None where plain causal attention, or a single query that attends to everything, is the
-    same.
+    Returns None where plain causal attention or attention to everything is the same.
     """
     padded = attention_mask is not None and not bool(attention_mask.all())
     if not padded and (past == 0 or length == 1):
@@ -114,9 +113,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ChinchillaConfig) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate: nn.Linear | None = None
-        if config.activation == "swiglu":
-            self.gate = nn.Linear(width, inner, bias=False)
+        gated = config.activation == "swiglu"
+        self.gate = nn.Linear(width, inner, bias=False) if gated else None
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
