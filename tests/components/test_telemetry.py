@@ -4,9 +4,8 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_diloco.components import telemetry as module
+from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import (
     StepResult,
@@ -25,23 +25,16 @@ from torchtitan_diloco.components.telemetry import (
     worker_key,
 )
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import World
 
 LOSS, SENT = "train/loss_nats_per_token_global", "diloco/sent_bytes_sum_over_ranks"
 SHARES = ("compute", "data", "exposed_communication", "other")
 PLAN = RunPlan(1000, 100, accumulation=1, tokens_per_step=64, total_steps=20)
-
-
+CPU = torch.device("cpu")
 TRAINED = StepResult(64.0, 1.0, skipped=False)
 SKIPPED = StepResult(math.nan, math.inf, skipped=True)
-
-
-@dataclass
-class State:
-    step: int = 0
-    totals: dict[str, float] = field(default_factory=dict)
-    elapsed_seconds: float = 0.0
 
 
 class Clock:
@@ -86,22 +79,19 @@ class DataParallel(Outer):
 
 def telemetry(
     folder: Path | None,
-    outer: Any = None,
+    outer: Outer | None = None,
     *,
     tensorboard: bool = False,
+    rank: int = 0,
     workers: int = 1,
     lag: int = 1,
-    state: State | None = None,
+    state: RunState | None = None,
 ) -> Telemetry:
     """Without process groups: the sums over ranks are this rank's own numbers."""
-    config, world = (
-        Metrics(tensorboard=tensorboard),
-        World(0, workers, workers, torch.device("cpu")),
-    )
-    outer = Outer() if outer is None else outer
-    return Telemetry(
-        config, world, folder, PLAN, outer, state or State(), flops_per_token=1, lag=lag
-    )
+    config, world = Metrics(tensorboard=tensorboard), World(rank, workers, workers, CPU)
+    loop = cast(OuterLoop, outer or Outer())
+    state = state or RunState()
+    return Telemetry(config, world, folder, PLAN, loop, state, flops_per_token=1, lag=lag)
 
 
 def train(
@@ -125,7 +115,8 @@ def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
-    with telemetry(tmp_path, lag=2) as own:
+    outer = Outer()
+    with telemetry(tmp_path, outer, lag=2) as own:
         train(own, range(1, 5), StepResult(128.0, 3.0, False))
         assert [record["step"] for record in records(tmp_path)] == [2], "the next is in flight"
         own.publish(4, all=True)
@@ -136,7 +127,7 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     assert own.totals[worker_key(0, "steps")] == 4
     assert own.totals["diloco/sent_bytes"] == first[SENT] + second[SENT] == 20 + 40
     assert not [key for key in second if key.startswith("worker_")]
-    assert len(records(tmp_path, "round")) == len(own.round_records) == own._outer.steps
+    assert len(records(tmp_path, "round")) == len(own.round_records) == outer.steps
 
 
 def test_skipped_steps_count_in_no_loss(tmp_path: Path) -> None:
@@ -154,7 +145,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    state = State(10, {"diloco/sent_bytes": 5.0}, elapsed_seconds=1000.0)
+    state = RunState(10, totals={"diloco/sent_bytes": 5.0}, elapsed_seconds=1000.0)
     with telemetry(tmp_path, state=state) as own:
         clock.now += 7
         own.pause(7)
@@ -229,9 +220,7 @@ def test_only_the_first_rank_writes_and_only_with_a_folder(tmp_path: Path) -> No
         train(own, [1, 2, 3])
         own.draw(3)
         own.write_summary({})
-    world = World(1, 2, 2, torch.device("cpu"))
-    args = Metrics(), world, tmp_path, PLAN, Outer(), State()
-    with Telemetry(*args, flops_per_token=1, lag=1) as own:
+    with telemetry(tmp_path, rank=1, workers=2) as own:
         train(own, [1, 2, 3])
     assert own.round_records, "known on every rank"
     assert not list(tmp_path.iterdir())

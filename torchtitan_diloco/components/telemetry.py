@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TextIO, TypeVar
 
+from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.round_records import (
     OVERVIEW,
     PendingRounds,
@@ -24,6 +25,7 @@ from torchtitan_diloco.components.round_records import (
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.timeline import timeline_figure, write_trace
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.distributed.collectives import PendingReduction, start_max, start_sum
 from torchtitan_diloco.distributed.world import World
@@ -38,9 +40,6 @@ from torchtitan_diloco.utils import (
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from torchtitan_diloco.components.checkpoint_schema import RunState
-    from torchtitan_diloco.diloco.outer_loop import OuterLoop
 
 Item = TypeVar("Item")
 Record = dict[str, float | None]
@@ -111,8 +110,8 @@ class Telemetry:
         world: World,
         folder: Path | None,
         plan: RunPlan,
-        outer: "OuterLoop",
-        state: "RunState",
+        outer: OuterLoop,
+        state: RunState,
         *,
         flops_per_token: int,
         lag: int,
