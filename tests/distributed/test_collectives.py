@@ -10,14 +10,13 @@ import torch.distributed as dist
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.distributed.collectives import (
+    PendingReduction,
     RanksLostError,
     assert_agreement,
     find_lost,
     gather_objects,
     naming_lost_ranks,
     on_first_rank,
-    start_max,
-    start_sum,
 )
 from torchtitan_diloco.utils import cause_of
 
@@ -25,7 +24,8 @@ from torchtitan_diloco.utils import cause_of
 def _combine() -> tuple[Any, ...]:
     world = join(1)
     values = [1.0 + world.rank, 2.0**40 + world.rank]
-    total, largest = start_sum(world, values), start_max(world, values)  # both in the background
+    total = PendingReduction(world, values, "in the test")
+    largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
     gathered = gather_objects({"rank": world.rank}, world.control)
     first = on_first_rank(world, lambda: f"from rank {world.rank}")
     return total.result(), largest.result(), gathered, first
