@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO, TypeVar
 
 from torch.distributed import ReduceOp
 
@@ -65,14 +65,11 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-class TimedIterator(Generic[Item]):
+class TimedIterator(Iterator[Item]):
     """Iterator that measures how long its user waits for items."""
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items, self._seconds = items, 0.0
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
 
     def __next__(self) -> Item:
         started = time.perf_counter()
