@@ -56,17 +56,21 @@ def test_the_latest_and_every_nth_are_kept(text: Path, tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "run") == [10, 14, 16]
 
 
+def finish_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Checkpointer._finish
+
+    def after_a_while(self: Checkpointer, *given: Any) -> None:
+        time.sleep(0.3)
+        finish(self, *given)
+
+    monkeypatch.setattr(Checkpointer, "_finish", after_a_while)
+
+
 def test_totals_are_those_of_the_saved_step(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is written later, when the run has gone on counting."""
-    finish = Checkpointer._finish
-
-    def finish_late(self: Checkpointer, *given: Any) -> None:
-        time.sleep(0.3)
-        finish(self, *given)
-
-    monkeypatch.setattr(Checkpointer, "_finish", finish_late)
+    finish_late(monkeypatch)
     run(chosen(text, tmp_path / "run"))
     for path in complete_checkpoints(tmp_path / "run"):
         assert read_manifest(path).state.totals["worker_0/steps"] == step_of(path)
@@ -75,21 +79,15 @@ def test_totals_are_those_of_the_saved_step(
 def test_a_save_under_way_is_finished_although_the_run_fails(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, finish, failed = Trainer.train_step, Checkpointer._finish, threading.Event()
+    original = Trainer.train_step
 
     def train_step(self: Trainer, batches: Any) -> Any:
         if self.step == 4:  # a save has begun after it
-            failed.set()
             raise ValueError("no further")
         return original(self, batches)
 
-    def finish_late(self: Checkpointer, *given: Any) -> None:
-        assert failed.wait(60)
-        time.sleep(0.2)
-        finish(self, *given)
-
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(Checkpointer, "_finish", finish_late)
+    finish_late(monkeypatch)
     with pytest.raises(ValueError, match="no further"):
         run(chosen(text, tmp_path / "run"))
     assert saved_steps(tmp_path / "run") == [4]

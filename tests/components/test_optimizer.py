@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan_diloco.components.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    lr_factor,
-    set_lr,
-)
+from torchtitan_diloco.components.optimizer import build_optimizer, clip_gradients, lr_factor
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 
 schedules = st.builds(
@@ -50,8 +45,7 @@ def test_lr_at_the_marks(decay: str) -> None:
 def test_only_matrices_decay() -> None:
     linear, norm = nn.Linear(4, 4), nn.LayerNorm(4)
     model = nn.Sequential(linear, norm)
-    optimizer = build_optimizer(model, Optimizer(weight_decay=0.5), total_steps=10)
-    set_lr(optimizer, 0.1)
+    optimizer = build_optimizer(model, Optimizer(lr=0.1, weight_decay=0.5), total_steps=10)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
@@ -68,19 +62,10 @@ def test_weight_decay_of_one_over_the_steps() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 100.0])
 def test_clipping(max_norm: float) -> None:
-    parameters = [
-        nn.Parameter(torch.zeros(3)),
-        nn.Parameter(torch.zeros(2, 2)),
-        nn.Parameter(torch.zeros(1)),
-    ]
-    parameters[0].grad, parameters[1].grad = (
-        torch.full((3,), 2.0),
-        torch.full((2, 2), 1.0),
-    )  # the third has none
-    norm = clip_gradients(parameters, max_norm, group=None)
-    assert norm == pytest.approx(4.0)
-    expected = 2.0 / 4.0 if max_norm == 1.0 else 2.0
-    assert torch.allclose(parameters[0].grad, torch.full((3,), expected))
+    vector, matrix, without = (nn.Parameter(torch.zeros(shape)) for shape in (3, (2, 2), 1))
+    vector.grad, matrix.grad = torch.full((3,), 2.0), torch.ones(2, 2)
+    assert clip_gradients([vector, matrix, without], max_norm, group=None) == pytest.approx(4.0)
+    assert vector.grad.tolist() == pytest.approx([0.5 if max_norm == 1.0 else 2.0] * 3)
 
 
 def test_a_norm_that_is_not_finite_leaves_the_gradients_alone() -> None:

@@ -120,13 +120,11 @@ def test_links_are_not_known_from_a_batch_of_messages_or_from_small_ones() -> No
     assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
     assert math.isnan(together.heard_after(1))
     assert math.isnan(together.link_seconds(1))
-    small = measured_round(World(0, 1, 1, torch.device("cpu")), 0.0)
-    small.traffic = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: 16_383})
-    large = replace(small, traffic=replace(small.traffic, link_bytes={0: 16_384}))
-    rates = [
-        record["workers"][0]["received_bits_per_second_from"] for record in alone([small, large])
-    ]
-    assert rates == [[None], [8 * 16_384]]
+    found = measured_round(World(0, 1, 1, torch.device("cpu")), 0.0)
+    for size, rate in ((16_383, None), (16_384, 8 * 16_384)):
+        link = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
+        (record,) = alone([replace(found, traffic=link)])
+        assert record["workers"][0]["received_bits_per_second_from"] == [rate]
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.distributed.collectives import (
+    PendingReduction,
     RanksLostError,
     assert_agreement,
     find_lost,
     gather_objects,
     naming_lost_ranks,
     on_first_rank,
-    start_max,
-    start_sum,
 )
 from torchtitan_diloco.utils import cause_of
 
@@ -25,7 +24,8 @@ from torchtitan_diloco.utils import cause_of
 def _combine() -> tuple[Any, ...]:
     world = join(1)
     values = [1.0 + world.rank, 2.0**40 + world.rank]
-    total, largest = start_sum(world, values), start_max(world, values)  # both in the background
+    total = PendingReduction(world, values, "in the test")
+    largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
     gathered = gather_objects({"rank": world.rank}, world.control)
     first = on_first_rank(world, lambda: f"from rank {world.rank}")
     return total.result(), largest.result(), gathered, first
@@ -40,37 +40,27 @@ def test_all_ranks_get_the_same(processes: ProcessPool, size: int) -> None:
     assert processes.run(_combine, size) == [expected] * size
 
 
-def _refuse() -> str:
+def _refuse() -> tuple[str, str]:
     world = join(1)
 
     def refuse() -> None:
         raise ValueError(f"rank {world.rank} refuses")
 
-    try:
+    with pytest.raises(ValueError, match="refuses") as refused:
         on_first_rank(world, refuse)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+    assert_agreement(world, {"corpus": "same"})
+    with pytest.raises(ValueError, match="differently") as different:
+        assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "text": "same"})
+    return str(refused.value), str(different.value)
 
 
-def test_all_ranks_get_the_error_of_the_first(processes: ProcessPool) -> None:
-    assert processes.run(_refuse, 2) == ["rank 0 refuses"] * 2
-
-
-def _disagree() -> str:
-    world = join(1)
-    assert_agreement(world, {"corpus": "same", "code": "c"})
-    try:
-        assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "code": "c"})
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_differing_ranks_are_named_on_every_rank(processes: ProcessPool) -> None:
-    for message in processes.run(_disagree, 3):
-        assert "corpus: a on rank 0, b on rank 2" in message
-        assert "code" not in message
+def test_all_ranks_get_the_error_of_the_first_and_the_names_of_differing_ones(
+    processes: ProcessPool,
+) -> None:
+    for refused, different in processes.run(_refuse, 3):
+        assert refused == "rank 0 refuses"
+        assert "corpus: a on rank 0, b on rank 2" in different
+        assert "text" not in different
 
 
 def _lose_a_rank(apart: float) -> tuple[list[int], str]:
@@ -80,11 +70,9 @@ def _lose_a_rank(apart: float) -> tuple[list[int], str]:
         os._exit(1)
     time.sleep(apart * world.rank)
     lost = find_lost(world)
-    try:
-        with naming_lost_ranks(world, "in the test"):
-            raise RuntimeError("closed")
-    except RanksLostError as error:
-        return lost, str(error)
+    with pytest.raises(RanksLostError) as named, naming_lost_ranks(world, "in the test"):
+        raise RuntimeError("closed")
+    return lost, str(named.value)
 
 
 def test_lost_ranks_are_the_same_for_all_that_ask_at_different_moments(

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -85,7 +85,8 @@ def clip_gradients(
 ) -> float:
     """Scale the gradient, sharded over `group`, down to `max_norm` (0: never) and return its norm
     before. If the norm is not finite the gradient stays as it is: the caller skips the step."""
-    shards = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
     total = get_total_norm(shards)
     if group is not None and group.size() > 1:
         squared = total.square()
@@ -96,10 +97,6 @@ def clip_gradients(
         for shard in shards:
             shard.mul_(max_norm / norm)
     return norm
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class SkippedSteps:

@@ -4,7 +4,6 @@ import tomllib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,8 @@ from torchtitan_diloco.components.checkpoint_schema import (
     read_manifest,
     worker_folder,
 )
-from torchtitan_diloco.components.inner_state import inner_tensors, random_states
+from torchtitan_diloco.components.inner_state import RandomState, inner_tensors, random_states
+from torchtitan_diloco.config.loader import flatten
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
@@ -63,25 +63,17 @@ def find_start(resume: str, run_folder: str) -> Start:
     own = Path(run_folder).expanduser() if run_folder else None
     if resume == "never" or (resume == "auto" and own is None):
         return Start()
-    if resume == "auto" and own is not None:
-        found = complete_checkpoints(own)
-        begun = found or (own / "metrics.jsonl").exists()
-        return _start(str(own), found[-1]) if found else Start(str(own) if begun else "")
-    path = Path(resume).expanduser()
-    if (path / MANIFEST).exists():
+    path = own if own is not None and resume == "auto" else Path(resume).expanduser()
+    if resume != "auto" and (path / MANIFEST).exists():
         return _start("", path)
-    found = complete_checkpoints(path)
-    if found:
+    if found := complete_checkpoints(path):
         same = own is None or own.resolve() == path.resolve()
         return _start(str(path) if same else "", found[-1])
-    if not path.exists():
-        raise ValueError(
-            f'checkpoint.resume = "{resume}" does not exist: give "auto", "never", or the folder '
-            "of a run or of a checkpoint"
-        )
+    if resume == "auto":
+        return Start(str(path) if (path / "metrics.jsonl").exists() else "")
     raise ValueError(
-        f'checkpoint.resume = "{resume}" is neither "auto" nor "never", and no folder of a '
-        "checkpoint or of a run with a complete one: look into checkpoints/ of the run"
+        f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
+        'complete one: give "auto", "never", or such a folder'
     )
 
 
@@ -91,21 +83,12 @@ def _start(folder: str, checkpoint: Path) -> Start:
 
 def changed_settings(before: str, now: str) -> list[str]:
     """Return the differences between the settings of two TOML texts, one line each."""
-    old, new = _flatten(tomllib.loads(before)), _flatten(tomllib.loads(now))
+    old, new = (dict(flatten(tomllib.loads(text))) for text in (before, now))
     return [
         f"{key} was {old.get(key, 'not set')}, is {new.get(key, 'not set')}"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key) and not key.startswith(NOT_COMPARED)
     ]
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= (
-            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
 
 
 def restore(
@@ -204,28 +187,21 @@ class _Reader:
         tensors = inner_tensors(model, optimizer)
         if not parameters:
             tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
-        known, same_ranks = saved_tensors(folder), self._manifest.ranks_per_worker
-        states = random_states(self._world.device, self._world.rank_in_worker)
-        if not parameters or same_ranks != self._world.ranks_per_worker:
-            states = {}
-        random = {
-            name: torch.zeros(known[name].size, dtype=torch.uint8)
-            for name in states
-            if name in known
-        }
+        random, states = dict[str, Tensor](), dict[str, RandomState]()
+        if parameters and self._manifest.ranks_per_worker == self._world.ranks_per_worker:
+            states = random_states(self._world.device, self._world.rank_in_worker)
+        for name in states.keys() & (known := saved_tensors(folder)).keys():
+            random[name] = torch.zeros(known[name].size, dtype=torch.uint8)
         read_tensors(folder, tensors | random)
         for name, value in random.items():
-            set_state = states[name][1]
+            _, set_state = states[name]
             set_state(value)
 
     def load_shared_into(self, model: nn.Module) -> None:
         """Load the shared parameters into the model; frozen ones are not among them."""
         known = saved_tensors(self._path / SHARED)
-        parameters = {
-            shared_parameter_name(name): parameter.detach()
-            for name, parameter in model.named_parameters()
-        }
-        shared = {name: one for name, one in parameters.items() if name in known}
+        named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
+        shared = {name: one.detach() for name, one in named if name in known}
         read_tensors(self._path / SHARED, shared)
 
     def outer_state(self, worker: int, model: nn.Module) -> SavedState:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_diloco.diloco.round import Round, Traffic
-from torchtitan_diloco.distributed.collectives import start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]
@@ -77,26 +77,23 @@ class PendingRounds:
     ) -> None:
         """`names`: of all fragments. `clock_start`: the `time.perf_counter()` at moment zero."""
         self._rounds, self._names, self._workers = rounds, names, world.workers
-        table: dict[tuple[int, int, str], float] = {}
-        for number, facts in enumerate(rounds):
-            for name, value in _measured(world, facts, clock_start).items():
-                for worker in range(world.workers):
-                    table[number, worker, name] = value if worker == world.worker else 0.0
-        self._keys, self._sums = list(table), None
-        if rounds:
-            self._sums = start_sum(world, list(table.values()), where)
+        measured = [_measured(world, facts, clock_start) for facts in rounds]
+        self._keys = list(measured[0]) if rounds else []
+        table = [
+            value if worker == world.worker else 0.0
+            for numbers in measured
+            for worker in range(world.workers)
+            for value in numbers.values()
+        ]
+        self._sums = PendingReduction(world, table, where)
 
     def records(self) -> list[RoundRecord]:
         """Wait for the sums and return one record for each round."""
-        tables: list[list[dict[str, float]]]
-        tables = [[{} for _ in range(self._workers)] for _ in self._rounds]
-        values = [] if self._sums is None else self._sums.result()
-        for (number, worker, name), value in zip(self._keys, values, strict=True):
-            tables[number][worker][name] = value
-        return [
-            _round_record(facts, self._names[facts.fragment], workers)
-            for facts, workers in zip(self._rounds, tables, strict=True)
-        ]
+        values, records = iter(self._sums.result()), []
+        for facts in self._rounds:
+            workers = [{key: next(values) for key in self._keys} for _ in range(self._workers)]
+            records.append(_round_record(facts, self._names[facts.fragment], workers))
+        return records
 
 
 def _measured(world: World, facts: Round, clock_start: float) -> dict[str, float]:

@@ -128,8 +128,7 @@ def _check_visible(world: World, path: Path, token: str) -> None:
     blind = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer)
     if blind:
         raise ValueError(
-            f"run.folder = {path} of rank 0 is not seen by the nodes of ranks {blind}, so no "
-            "checkpoint could be saved: give a folder on a disk that all nodes share, or train "
-            "without checkpoints: checkpoint.every = 0, checkpoint.every_minutes = 0, "
-            "checkpoint.at_end = false and training.stop_after = 0"
+            f"run.folder = {path} of rank 0 is not seen by the nodes of ranks {blind}: give a "
+            "folder on a disk that all nodes share, or save no checkpoints: checkpoint.every = 0, "
+            "checkpoint.every_minutes = 0, checkpoint.at_end = false, training.stop_after = 0"
         )

@@ -12,8 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO, TypeVar
 
+from torch.distributed import ReduceOp
+
+from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.round_records import (
     OVERVIEW,
     PendingRounds,
@@ -24,8 +27,9 @@ from torchtitan_diloco.components.round_records import (
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.timeline import timeline_figure, write_trace
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round
-from torchtitan_diloco.distributed.collectives import PendingReduction, start_max, start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
@@ -38,9 +42,6 @@ from torchtitan_diloco.utils import (
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from torchtitan_diloco.components.checkpoint_schema import RunState
-    from torchtitan_diloco.diloco.outer_loop import OuterLoop
 
 Item = TypeVar("Item")
 Record = dict[str, float | None]
@@ -64,14 +65,11 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-class TimedIterator(Generic[Item]):
+class TimedIterator(Iterator[Item]):
     """Iterator that measures how long its user waits for items."""
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items, self._seconds = items, 0.0
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
 
     def __next__(self) -> Item:
         started = time.perf_counter()
@@ -111,8 +109,8 @@ class Telemetry:
         world: World,
         folder: Path | None,
         plan: RunPlan,
-        outer: "OuterLoop",
-        state: "RunState",
+        outer: OuterLoop,
+        state: RunState,
         *,
         flops_per_token: int,
         lag: int,
@@ -203,8 +201,9 @@ class Telemetry:
         sums["time/wall_seconds"] = wall_seconds
         sums["time/agreement_seconds"] = agreement - self._agreement_before
         where, names = f"up to step {step}", self._outer.fragment_names
-        totals = start_sum(self._world, list(sums.values()), where)
-        memory = start_max(self._world, [peak_memory_bytes(self._world.device)], where)
+        totals = PendingReduction(self._world, list(sums.values()), where)
+        peak = [peak_memory_bytes(self._world.device)]
+        memory = PendingReduction(self._world, peak, where, ReduceOp.MAX)
         rounds = [*self._rounds, *self._outer.rounds()]
         gathered = PendingRounds(self._world, rounds, names, clock_start=self._started, where=where)
         self._in_flight.append(_LoggedStep(step, record, tuple(sums), totals, memory, gathered))
@@ -220,8 +219,9 @@ class Telemetry:
             sums = dict(zip(logged.names, logged.sums.result(), strict=True))
             (memory,) = logged.memory.result()
             self._reading_seconds += time.perf_counter() - started
-            for round_record in rounds:
-                self.write_round(round_record)
+            self.round_records += rounds
+            for found in rounds:
+                self._write(found, found["step"], round_scalars(found))
             record = logged.record | self._over_ranks(sums, rounds)
             record["memory/peak_gib_max_over_ranks"] = memory / GIB
             self.write(logged.step, record)
@@ -244,11 +244,9 @@ class Telemetry:
         for name, share in time_shares(sums).items():
             record[f"time/share_{name}_percent_mean_over_ranks"] = share
         if "diloco/sent_bytes" in sums and workers > 1:
-            sent_bytes, seconds = (
-                sums["diloco/sent_bytes"] / workers,
-                sums["time/wall_seconds"] / size,
-            )
-            used, peak = 8e-6 * sent_bytes / seconds, peak_mbit_per_second(rounds)
+            sent_bytes = sums["diloco/sent_bytes"] / workers
+            seconds, peak = sums["time/wall_seconds"] / size, peak_mbit_per_second(rounds)
+            used = 8e-6 * sent_bytes / seconds
             record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used
             record["diloco/bandwidth_peak_mbit_per_second_max_over_workers"] = peak
         return record
@@ -256,11 +254,6 @@ class Telemetry:
     def write(self, step: int, record: Record) -> None:
         """Write global numbers, such as those of a validation."""
         self._write({"step": step, **record}, step, record)
-
-    def write_round(self, record: RoundRecord) -> None:
-        """Write a round record and keep it for the timeline and the planner."""
-        self.round_records.append(record)
-        self._write(record, record["step"], round_scalars(record))
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
         self._write({"kind": "summary", **record})

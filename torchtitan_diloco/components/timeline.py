@@ -111,22 +111,14 @@ def _numbers(worker: object) -> dict[str, float]:
 def _phases_of_worker(
     record: Mapping[str, Any], worker: int, numbers: Mapping[str, float]
 ) -> Iterator[Phase]:
+    fragment, outer_round = (int(record.get(key) or 0) for key in ("fragment", "outer_round"))
+    identity = fragment, str(record.get("fragment_name") or ""), outer_round
+    sizes = numbers.get("sent_bytes"), numbers.get("received_bytes")
     for name, (lane, start_name, end_name, _) in PHASES.items():
         start = numbers.get(f"{start_name}_at_seconds", math.nan)
         end = numbers.get(f"{end_name}_at_seconds", math.nan)
         if start <= end:
-            yield Phase(
-                worker,
-                lane,
-                name,
-                int(record.get("fragment") or 0),
-                str(record.get("fragment_name") or ""),
-                int(record.get("outer_round") or 0),
-                start,
-                end,
-                numbers.get("sent_bytes"),
-                numbers.get("received_bytes"),
-            )
+            yield Phase(worker, lane, name, *identity, start, end, *sizes)
 
 
 def chrome_trace_events(found: Sequence[Phase]) -> list[dict[str, Any]]:

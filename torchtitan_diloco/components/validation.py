@@ -13,7 +13,7 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.distributed.collectives import start_sum
+from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger
 
@@ -48,7 +48,8 @@ def validate(
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
-    cross_entropy, tokens = start_sum(world, totals.tolist(), "in a validation").result()
+    sums_over_ranks = PendingReduction(world, totals.tolist(), "in a validation")
+    cross_entropy, tokens = sums_over_ranks.result()
     return ValidationResult(cross_entropy / tokens, int(tokens))
 
 

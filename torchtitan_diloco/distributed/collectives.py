@@ -1,7 +1,7 @@
 """Collectives between all ranks for bookkeeping: agreement, small reductions, and lost ranks."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -42,26 +42,33 @@ def on_first_rank(world: World, task: Callable[[], Value]) -> Value:
     outcome: list[Any] = [None, ""]
     if world.is_first:
         try:
-            outcome = [task(), ""]
+            outcome[0] = task()
         except ValueError as error:
-            outcome = [None, str(error)]
+            outcome[1] = str(error)
     if world.control is not None:
         dist.broadcast_object_list(outcome, src=0, group=world.control)
-    result: Value = outcome[0]
     if outcome[1]:
         raise ValueError(outcome[1])
+    result: Value = outcome[0]
     return result
 
 
 class PendingReduction:
-    """A reduction in the background, so that distant ranks do not wait for each other."""
+    """Element-wise sum or maximum over all ranks in the background; counts up to 2**53 are exact.
+
+    `where` completes the error message if ranks are lost meanwhile.
+    """
 
     def __init__(
-        self, world: World, values: list[float], operation: dist.ReduceOp.RedOpType, where: str
+        self,
+        world: World,
+        values: Sequence[float],
+        where: str,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
         self._world, self._where, self._work = world, where, None
-        if world.control is not None:
+        if world.control is not None and values:
             with naming_lost_ranks(world, where):
                 self._work = dist.all_reduce(
                     self._values, operation, group=world.control, async_op=True
@@ -72,22 +79,8 @@ class PendingReduction:
         if self._work is not None:
             with naming_lost_ranks(self._world, self._where):
                 self._work.wait()
-            self._work = None
         values: list[float] = self._values.tolist()
         return values
-
-
-def start_sum(world: World, values: list[float], where: str = "") -> PendingReduction:
-    """Start an element-wise sum over all ranks, exact for counts below 2**53.
-
-    `where` completes the error message if ranks are lost meanwhile.
-    """
-    return PendingReduction(world, values, dist.ReduceOp.SUM, where)
-
-
-def start_max(world: World, values: list[float], where: str = "") -> PendingReduction:
-    """Start an element-wise maximum over all ranks."""
-    return PendingReduction(world, values, dist.ReduceOp.MAX, where)
 
 
 class RanksLostError(RuntimeError):

@@ -7,10 +7,9 @@ from collections import deque
 from types import FrameType
 from typing import NamedTuple, Self
 
-import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 
-from torchtitan_diloco.distributed.collectives import naming_lost_ranks
+from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import STOP_SIGNALS, logger
 
@@ -43,8 +42,8 @@ class StopRequest:
         self._save, self._announced = False, False
         self._received: float | None = None
         """Time of the first signal."""
-        self._questions: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
-        """Step, answer and collective of each open question."""
+        self._questions: deque[tuple[int, PendingReduction]] = deque()
+        """Open questions and the step of each."""
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
@@ -67,12 +66,9 @@ class StopRequest:
             return Requests(self._received is not None, save)
         found = Requests(stop=False, save=False)
         if self._questions and self._questions[0][0] + self._lag <= step:
-            _, answer, work = self._questions.popleft()
             started = time.perf_counter()
-            with naming_lost_ranks(self._world, f"up to step {step}"):
-                work.wait()
+            found = Requests(*map(bool, self._questions.popleft()[1].result()))
             self.waited_seconds += time.perf_counter() - started
-            found = Requests(*map(bool, answer.tolist()))
         self._save |= save
         if step % self._every == 0:
             self._ask(step)
@@ -80,12 +76,9 @@ class StopRequest:
 
     def _ask(self, step: int) -> None:
         stop = self._received is not None
-        asked = torch.tensor([stop, self._save], dtype=torch.int32)
-        with naming_lost_ranks(self._world, f"up to step {step}"):
-            work = dist.all_reduce(
-                asked, dist.ReduceOp.MAX, group=self._world.control, async_op=True
-            )
-        self._questions.append((step, asked, work))
+        asked, where = [stop, self._save], f"up to step {step}"
+        question = PendingReduction(self._world, asked, where, ReduceOp.MAX)
+        self._questions.append((step, question))
         if stop and not self._announced:
             logger.info(f"signal received: the run stops after step {step + self._lag}")
         self._save, self._announced = False, stop
@@ -98,6 +91,5 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if error is None:
-            for _, _, work in self._questions:
-                with naming_lost_ranks(self._world, "at the end"):
-                    work.wait()
+            for _, question in self._questions:
+                question.result()
