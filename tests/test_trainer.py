@@ -258,7 +258,7 @@ def test_mistakes_are_errors_in_one_line(
         ),
         (
             {"training.stop_after": 8},
-            "training.stop_after = 8 does nothing: the run ends after step 8",
+            "training.stop_after = 8 has no effect: the run ends after step 8",
         ),
         (
             {"training.stop_after": 3},
