@@ -1,7 +1,7 @@
 """Records of real runs: rounds, time shares, trace, TensorBoard, summary."""
 
 import json
-import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ def test_every_exchange_is_recorded_by_all_workers(text: Path, processes: Proces
     assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
     for fragment in fragments:
         own = [record for record in rounds if record["fragment"] == fragment]
-        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1)), (
-            "none is missing, none recorded twice"
-        )
+        assert [record["outer_round"] for record in own] == list(range(1, len(own) + 1))
         assert all(record["applied_step"] <= record["step"] <= 20 for record in own)
     assert sum(curve(steps, "diloco/fragments_applied_mean_over_ranks")) == len(rounds)
     for key in ("sent_bytes", "received_bytes"):
@@ -50,37 +48,18 @@ def test_every_exchange_is_recorded_by_all_workers(text: Path, processes: Proces
         assert min(record[share] for share in SHARES) >= 0
 
     (summary,) = records(folder, "summary")
-    assert summary["step"] == 20
-    assert (
-        summary["sent_bytes_mean_over_workers"]
-        == sum(curve(steps, "diloco/sent_bytes_sum_over_ranks")) / 2
-    )
+    sent = sum(curve(steps, "diloco/sent_bytes_sum_over_ranks"))
+    assert (summary["step"], summary["sent_bytes_mean_over_workers"]) == (20, sent / 2)
     assert 0 < summary["measured_utilisation_percent"] <= 100
     assert 0 < summary["predicted_utilisation_percent"] <= 100
 
-
-def test_the_timeline_is_a_trace_and_an_image(text: Path, processes: ProcessPool) -> None:
-    folder = run_two_workers(text, processes)
     trace = json.loads((folder / "traces/fragments.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}, "both workers"
-    assert all(event["dur"] >= 0 and math.isfinite(event["ts"]) for event in events)
     assert {event["args"]["fragment"] for event in events} == {0, 1, 2}
-
-    board = EventAccumulator(
-        str(folder / "tensorboard"), size_guidance={"images": 0, "scalars": 0}
-    ).Reload()
-    tags = board.Tags()
-    assert tags["images"] == ["timeline/last_rounds"]
-    assert "custom_scalars__config__" in tags["tensors"]
-    for tag in (
-        "round_sent_bytes_mean_over_workers",
-        "round_participants",
-        "round_hidden_percent_mean_over_workers",
-    ):
-        assert f"{tag}/fragment_0" in tags["scalars"], tag
-    told = len([record for record in records(folder, "round") if record["fragment"] == 2])
-    assert len(board.Scalars("round_cosine_to_mean_mean_over_workers/fragment_2")) == told
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    weights = board.Scalars(f"round_weight_mean_over_workers/fragment_{fragment}")
+    assert len(weights) == len(own)
 
 
 def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(
@@ -109,63 +88,35 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     assert (summary["step"], summary["counted_after_step"]) == (20, 8)
     a_step = before["data_parallel_bytes_per_worker"] / 8
     assert summary["data_parallel_bytes_per_worker"] == pytest.approx(12 * a_step)
-    assert (
-        summary["sent_bytes_mean_over_workers"]
-        == sum(curve(records(folder), "diloco/sent_bytes_sum_over_ranks")) / 2
-    )
     (run,) = open_runs([folder])
     assert [data_parallel_bytes(run, step) for step in (8, 20)] == pytest.approx([0, 12 * a_step])
 
 
 def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:
     """Two starts record the rounds of one run, each those that it applies."""
-    whole = run_two_workers(
-        text, processes, run__folder=text.parent / "whole", diloco__overlap__delay=3
-    )
-    changes = {
-        "run__folder": text.parent / "legs",
-        "diloco__overlap__delay": 3,
-        "checkpoint__every": 9,
-    }
-    run_two_workers(text, processes, **changes)
-    legs = text.parent / "legs"
-    for checkpoint in (legs / "checkpoints").glob("step-*"):
-        if checkpoint.name != "step-00000009":
-            checkpoint.rename(text.parent / checkpoint.name)
-    run_two_workers(text, processes, **changes)
+    changes = {"diloco__overlap__delay": 3, "checkpoint__every": 9}
+    whole, legs = text.parent / "whole", text.parent / "legs"
+    for folder in (whole, legs):
+        run_two_workers(text, processes, run__folder=folder, **changes)
+    shutil.rmtree(legs / "checkpoints" / "step-00000018")
+    run_two_workers(text, processes, run__folder=legs, **changes)
 
     def told(folder: Path) -> list[tuple[int, int, int, int]]:
         keys = ("fragment", "outer_round", "sent_step", "applied_step")
         return [tuple(record[key] for key in keys) for record in records(folder, "round")]
 
     assert told(legs) == told(whole)
-    unknown = [
-        record
-        for record in records(legs, "round")
-        if record["workers"][0]["exchange_seconds"] is None
-    ]
+    first = [record["workers"][0] for record in records(legs, "round")]
+    unknown = [worker for worker in first if worker["exchange_seconds"] is None]
     assert unknown, "some were in flight"
-    for (
-        record
-    ) in unknown:  # what it took was seen by processes that are gone: not known is not nothing
-        for key in (
-            "weight",
-            "sent_bytes",
-            "sent_bits_per_parameter",
-            "cosine_to_mean",
-            "encoding_seconds",
-        ):
-            assert record["workers"][0][key] is None, key
+    for worker in unknown:  # processes that are gone saw what it took: not known is not nothing
+        for key in ("weight", "sent_bytes", "cosine_to_mean", "encoding_seconds"):
+            assert worker[key] is None, key
 
 
 def test_no_round_is_lost_however_seldom_one_reports(text: Path, processes: ProcessPool) -> None:
-    changes = {
-        "diloco__sync_every": 1,
-        "diloco__overlap__delay": 0,
-        "training__steps": 120,
-        "validation__every": 0,
-    }
-    chosen = streaming(text, **changes, metrics__log_every=1000)
+    often = {"diloco.sync_every": 1, "diloco.overlap.delay": 0, "training.steps": 120}
+    chosen = streaming(text, **often, **{"metrics.log_every": 1000, "validation.every": 0})
     processes.run(train, 2, chosen)
     told = records(Path(chosen["run.folder"]), "round")
     fragments = {record["fragment"] for record in told}

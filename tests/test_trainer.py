@@ -56,10 +56,8 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "distributed.train_timeout_seconds": 30,
         "diloco.link.timeout_seconds": 30,
     }
-    return {
-        key: str(value)
-        for key, value in (base | {k.replace("__", "."): v for k, v in changes.items()}).items()
-    }
+    base |= {key.replace("__", "."): value for key, value in changes.items()}
+    return {key: str(value) for key, value in base.items()}
 
 
 def words(chosen: dict[str, str]) -> list[str]:
@@ -75,9 +73,9 @@ def train(chosen: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def join(config: Config) -> World:
-    workers, fsdp = config.diloco.workers, config.parallel.fsdp
-    link = config.diloco.link
-    return join_world(config.distributed, link, device="cpu", workers=workers, fsdp=fsdp)
+    outer, fsdp = config.diloco, config.parallel.fsdp
+    facts = config.distributed, outer.link
+    return join_world(*facts, device="cpu", workers=outer.workers, fsdp=fsdp)
 
 
 def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -90,7 +88,7 @@ def curve(found: list[dict[str, Any]], key: str) -> list[float]:
     return [record[key] for record in found if key in record]
 
 
-@pytest.mark.parametrize(("size", "workers"), [(2, 1), (2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("size", "workers"), [(2, 1), (4, 2), (3, 3)])
 def test_any_number_of_processes_gives_the_same_curve(
     text: Path, processes: ProcessPool, size: int, workers: int
 ) -> None:
@@ -105,12 +103,6 @@ def test_any_number_of_processes_gives_the_same_curve(
     for key in ("train/tokens_global", "validation/tokens_global", "train/lr"):
         assert curve(together, key) == curve(alone, key), key
     assert curve(alone, "validation/tokens_global") == [7 * 32, 7 * 32]
-
-
-def test_accumulation_is_one_large_batch(text: Path) -> None:
-    large = train(settings(text, training__batch_size=12))
-    small = train(settings(text, training__batch_size=3, run__folder=text.parent / "small"))
-    assert curve(small, LOSS) == pytest.approx(curve(large, LOSS), rel=1e-5)
 
 
 def test_it_learns_and_the_seed_determines_the_run(text: Path) -> None:
@@ -249,6 +241,7 @@ def test_mistakes_are_errors_in_one_line(
     assert "Traceback" not in message
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -268,11 +261,18 @@ def test_mistakes_are_errors_in_one_line(
 )
 def test_what_a_run_says(
     text: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
+=======
+def test_a_paused_run_warns_saves_and_says_how_it_goes_on(
+    text: Path, capsys: pytest.CaptureFixture[str]
+>>>>>>> t-components
 ) -> None:
-    assert main(words(settings(text, **changes))) == 0
-    assert expected in capsys.readouterr().out
+    pause = {"training.stop_after": 3, "lr_schedule.warmup_steps": 9}
+    assert main(words(settings(text, **pause))) == 0
+    output = capsys.readouterr().out
+    assert "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in output
+    assert "stopped after step 3 of 8, as asked by training.stop_after = 3; with a" in output
     saved = [path.name for path in (text.parent / "run").glob("checkpoints/*")]
-    assert saved == (["step-00000003"] if "stopped" in expected else [])
+    assert saved == ["step-00000003"]
 
 
 def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -319,7 +319,7 @@ def streaming(text: Path, **changes: Any) -> dict[str, str]:
         "training.global_batch_size": 16,
         "validation.local": "true",
     }
-    return settings(text, **{**base, **changes})
+    return settings(text, **(base | changes))
 
 
 def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessPool) -> None:
@@ -336,12 +336,9 @@ def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessP
 
 def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
     """With mixing 0 and every fragment just applied, they are the local ones; before, not."""
-    changes = {
-        "diloco.overlap.delay": 0,
-        "diloco.overlap.mixing": 0.0,
-        "diloco.fragments.layers_per_fragment": 0,
-    }
-    found = processes.run(train, 2, streaming(text, validation__every=2, **changes))[0]
+    changes = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0, "validation.every": 2}
+    changes["diloco.fragments.layers_per_fragment"] = 0
+    found = processes.run(train, 2, streaming(text, **changes))[0]
     shared = curve(found, VALIDATION)
     local = curve(found, "validation/local_loss_nats_per_token_mean_over_workers")
     assert local[1] == pytest.approx(shared[1], rel=1e-6), "after step 4, a sync"
@@ -364,9 +361,7 @@ def test_a_streaming_run_ends_with_a_summary(text: Path) -> None:
     assert "Warning" not in errors
 
 
-@pytest.mark.parametrize(
-    ("kind", "sync_every"), [(signal.SIGKILL, 4), (signal.SIGKILL, 1000), (signal.SIGSTOP, 1000)]
-)
+@pytest.mark.parametrize(("kind", "sync_every"), [(signal.SIGKILL, 4), (signal.SIGSTOP, 1000)])
 def test_a_lost_worker_is_named_in_a_line(
     text: Path, kind: signal.Signals, sync_every: int
 ) -> None:
