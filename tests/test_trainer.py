@@ -241,30 +241,8 @@ def test_mistakes_are_errors_in_one_line(
     assert "Traceback" not in message
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            {"lr_schedule.warmup_steps": 9},
-            "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps",
-        ),
-        (
-            {"training.stop_after": 8},
-            "training.stop_after = 8 has no effect: the run ends after step 8",
-        ),
-        (
-            {"training.stop_after": 3},
-            "stopped after step 3 of 8, as asked by training.stop_after = 3; with a later one",
-        ),
-    ],
-)
-def test_what_a_run_says(
-    text: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
-=======
 def test_a_paused_run_warns_saves_and_says_how_it_goes_on(
     text: Path, capsys: pytest.CaptureFixture[str]
->>>>>>> t-components
 ) -> None:
     pause = {"training.stop_after": 3, "lr_schedule.warmup_steps": 9}
     assert main(words(settings(text, **pause))) == 0
