@@ -115,7 +115,7 @@ def in_process(codec: str, values: int) -> AbstractContextManager[Count]:
 @dataclass(frozen=True)
 class Measured:
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     exchanges: float
     """Done during a step."""
 

@@ -268,7 +268,7 @@ TUNING = [
     "averaged, H=1, inner lr 5.6e-3",
     "averaged, H=10, inner lr 5.6e-3",
 ]
-"""What might bring short runs nearer to data parallelism."""
+"""Settings that might bring short runs nearer to data parallelism."""
 OUTER_STEPS = [(0.4, 0.8), (0.4, 0.9), (0.7, 0.9), (0.7, 0.5)]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 SHARDS = [f"shards: {kind}" for kind in ("none", "random", "clusters")]

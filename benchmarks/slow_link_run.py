@@ -117,7 +117,7 @@ class Measured:
     sent_per_step: float
     """Bytes that a worker's interface sends in a measured step, mean over workers."""
     peak_mbit: float
-    """Of the worker that sends most in half a second."""
+    """Rate of the worker that sends most in half a second."""
 
 
 def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:

@@ -93,7 +93,7 @@ class Sync:
     exposed: float
     cpu: float
     on_the_wire: int
-    """Of both workers; 0 if other programs share the interface."""
+    """Bytes of both workers; 0 if other programs share the interface."""
     sent: int
 
 

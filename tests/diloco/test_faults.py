@@ -1,4 +1,4 @@
-"""What ends a run on all workers, and with which message."""
+"""Faults that end a run on all workers, and their messages."""
 
 import os
 import re

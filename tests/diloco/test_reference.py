@@ -34,7 +34,7 @@ class Case:
     config: DiLoCoConfig
     ranks: int = 1
     weights: tuple[float, ...] = ()
-    """Of every step; empty: 1 for all workers."""
+    """Weights of every step; empty: 1 for all workers."""
     spoiled_step: int = 0
     """Step after which a parameter of worker 1 is NaN."""
 
@@ -57,7 +57,7 @@ def run_case(case: Case) -> tuple[Parameters, Parameters]:
 
 
 class Wire:
-    """What the reference transmits: each rank's rows of a fragment, coded as one flat vector."""
+    """Transmits for the reference: codes each rank's rows of a fragment as one flat vector."""
 
     def __init__(self, case: Case) -> None:
         self.case, wire = case, case.config.quantization

@@ -119,7 +119,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
 def test_a_restart_takes_over_what_it_can(
     processes: ProcessPool, changes: State, words: list[str]
 ) -> None:
-    """What was in flight is applied at once, as a drain would; tensors follow their names."""
+    """Fragments in flight are applied at once, like a drain; tensors follow their names."""
     for notes, before, after in processes.run(_resumed_otherwise, 2, changes):
         assert len(notes) == len(words)
         assert all(word in note for word, note in zip(words, notes, strict=True))

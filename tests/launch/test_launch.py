@@ -1,4 +1,4 @@
-"""What the launcher decides before it starts anything."""
+"""Decisions of the launcher before it starts anything."""
 
 import os
 import signal

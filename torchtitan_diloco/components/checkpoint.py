@@ -41,7 +41,7 @@ from torchtitan_diloco.utils import logger
 Result = TypeVar("Result")
 Files = dict[str, tuple[int, int]]
 LAST_SECONDS = 20.0
-"""How long a run that ends with an error waits for the save under way."""
+"""Seconds that a run which ends with an error waits for a save in progress."""
 
 
 class SaveError(Exception):

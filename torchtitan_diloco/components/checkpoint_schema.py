@@ -47,14 +47,14 @@ class RunState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """Contents of manifest.json: the description of a checkpoint."""
 
     state: RunState
     workers: int
     """Number of worker folders; 1 with data parallelism."""
     ranks_per_worker: int
     data: dict[str, Any]
-    """What `RunState.position` refers to: corpus, sequence length, order."""
+    """Corpus, sequence length and order that `RunState.position` refers to."""
     config: str
     """Settings of the run, as TOML."""
     tokenizer: str = ""

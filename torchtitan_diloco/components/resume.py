@@ -45,7 +45,7 @@ NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from."""
+    """Run folder and checkpoint that a run starts from."""
 
     folder: str = ""
     """Folder of the run to continue; empty for a new run."""

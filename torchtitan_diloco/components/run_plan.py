@@ -1,4 +1,4 @@
-"""What follows from the configuration: the numbers of a run, and what happens after each step."""
+"""Decisions that follow from the configuration: numbers of a run, and actions after a step."""
 
 import math
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class AfterStep:
-    """What happens after a training step, in this order."""
+    """Actions after a training step, in this order."""
 
     drain: bool
     """Apply everything in flight: the run is finished."""

@@ -82,7 +82,7 @@ class Data:
     written by `python -m torchtitan_diloco.data.prepare`, or text files as comma-separated paths
     and globs (`.txt`, `.md`, `.py`, `.jsonl`, each also as `.gz` or `.zst`)."""
     source: str = ""
-    """Where the text of a missing shard folder comes from: any text `corpus`, or a Hugging Face
+    """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
     """`bytes` (one token per byte), a `.tiktoken` file, or a tiktoken encoding such as `gpt2`."""

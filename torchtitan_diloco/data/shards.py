@@ -156,7 +156,7 @@ class TokenArray:
     fingerprint: str
     """Equal for two arrays exactly if they hold the same tokens, wherever they lie."""
     ends: npt.NDArray[np.int64]
-    """Where each part ends."""
+    """End of each part."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])

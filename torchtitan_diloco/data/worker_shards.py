@@ -51,7 +51,7 @@ class WorkerTokens(TokenArray):
 
 
 class WorkerShards:
-    """What each worker reads, and the weight of each in the mean over workers."""
+    """Tokens that each worker reads, and its weight in the mean over workers."""
 
     def __init__(
         self, tokens: TokenShards, workers: int, parts: Sequence[WorkerTokens] = ()
@@ -59,7 +59,7 @@ class WorkerShards:
         self.parts = parts
         """By worker. Empty: all workers take turns in one order of all tokens."""
         self.shares = [len(part) / len(tokens) for part in parts] or [1 / workers] * workers
-        """Of the tokens, by worker."""
+        """Share of the tokens of each worker."""
         self.fingerprint = tokens.fingerprint
         """Changes when the tokens of any worker do."""
         if parts:

@@ -1,4 +1,4 @@
-"""How a delta is cut for its way between workers, and in which order the pieces are processed.
+"""Division of a delta into chunks and slices, and the order in which they are processed.
 
 Arithmetic only: the exchange follows it, and the planner counts bytes with it.
 """

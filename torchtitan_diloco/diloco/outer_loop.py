@@ -1,4 +1,4 @@
-"""What a trainer needs of an outer loop, and its counterpart for data parallelism."""
+"""Protocol between a trainer and an outer loop, and the counterpart for data parallelism."""
 
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext

@@ -50,7 +50,7 @@ class OuterState:
         ]
         self.outer, self.delta, *self.slots = self._buffers
         self.residual = self.slots.pop() if error_feedback else None
-        """What encoding has lost of this worker's deltas and was not sent yet."""
+        """Encoding error of this worker's deltas that was not sent yet."""
         self.rounds = 0
         """Outer steps taken; rounds without a participant do not count."""
         self.checksum = 0

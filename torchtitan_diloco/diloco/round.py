@@ -27,7 +27,7 @@ class Traffic:
     decoding_seconds: float = 0.0
     """Includes averaging."""
     waiting_seconds: float = 0.0
-    """Of the exchange thread for messages of other workers."""
+    """Seconds that the exchange thread waited for messages of other workers."""
     header_sent: float = NEVER
     encoded: float = NEVER
     """The last part of this worker's delta was encoded."""
@@ -88,11 +88,11 @@ class Round:
     delta_square: float = NEVER
     mean_square: float = NEVER
     update_square: float = NEVER
-    """Of the change of the shared parameters."""
+    """Squared norm of the change of the shared parameters."""
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
     """Distance of this worker's parameters from the new shared ones, before both were mixed."""
     flags: int = 0
-    """Of this worker's header."""
+    """Flags of this worker's header."""
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
 

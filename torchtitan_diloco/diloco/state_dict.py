@@ -38,7 +38,7 @@ def facts_for_new_worker(facts: Facts) -> Facts:
 
 @dataclass
 class SavedState:
-    """What the outer loop needs to resume, beside the model and the inner optimizer."""
+    """State of the outer loop to resume from, beside the model and the inner optimizer."""
 
     facts: Facts
     """This worker's, fit for JSON: `step`, `settings`, `layout` (for each fragment its parts),

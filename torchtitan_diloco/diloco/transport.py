@@ -61,7 +61,7 @@ class Header:
     weight: float
     """Weight of the sender in the mean."""
     checksum: int
-    """Of the sender's shared copy of the fragment, which must be equal on all workers."""
+    """Checksum of the sender's shared copy of the fragment, which must be equal on all workers."""
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(MAGIC, VERSION, *astuple(self)).ljust(HEADER_BYTES, b"\0")

@@ -14,7 +14,7 @@ from torchtitan_diloco.utils import cause_of, code_fingerprint, find_differences
 
 Value = TypeVar("Value")
 ANSWER_SECONDS = 5.0
-"""How long a rank has to answer before it counts as lost."""
+"""Seconds without an answer after which a rank counts as lost."""
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:

@@ -20,7 +20,7 @@ ASK_EVERY = 2
 
 
 class Requests(NamedTuple):
-    """What the ranks have agreed to do after a step."""
+    """Requests that all ranks have agreed on after a step."""
 
     stop: bool
     save: bool

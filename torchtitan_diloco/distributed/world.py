@@ -17,7 +17,7 @@ from torchtitan_diloco.diloco.config import Link
 WORKER, FSDP = "worker", "fsdp"
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SAVING_TIMEOUT_SECONDS = 7200
-"""How long ranks wait for each other in a save: a slow disk is no reason to give up."""
+"""Seconds that ranks wait for each other in a save. Disks may be slow."""
 
 
 @dataclass(frozen=True)

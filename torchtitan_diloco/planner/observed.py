@@ -1,4 +1,4 @@
-"""What a run measured: its summary at the end, and links and steps for the planner."""
+"""Measurements of a run: its summary at the end, and links and steps for the planner."""
 
 import math
 import statistics

@@ -40,7 +40,7 @@ _loss, _count, _percent = "{:.4f}".format, "{:,.0f}".format, "{:.1f} %".format
 class Cell(NamedTuple):
     text: str = ABSENT
     note: str = ""
-    """What the value covers, in small print."""
+    """Scope of the value, in small print."""
 
 
 class Table(NamedTuple):

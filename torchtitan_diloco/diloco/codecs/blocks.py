@@ -48,7 +48,7 @@ def kernels_name() -> str:
 
 
 class Format(NamedTuple):
-    """What the bits of a format depend on. The kernels are compiled for each."""
+    """Parameters that define the bits of a format. The kernels are compiled for each."""
 
     block: int
     stochastic: bool
