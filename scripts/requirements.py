@@ -16,8 +16,11 @@ try:
     from packaging.requirements import Requirement
     from packaging.version import Version
 except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
-    from pip._vendor.packaging.version import Version
+    try:
+        from pip._vendor.packaging.requirements import Requirement
+        from pip._vendor.packaging.version import Version
+    except ImportError:
+        sys.exit("packaging (not installed)")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VENV = REPOSITORY / ".venv"

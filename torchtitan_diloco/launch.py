@@ -121,7 +121,7 @@ def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> 
     value = environment.get(key, "").strip()
     if value and (not value.isdecimal() or int(value) < minimum):
         raise LaunchError(
-            f"{key}={value} is not a whole number from {minimum} up; set it to one, or unset it"
+            f"{key}={value} must be a whole number of at least {minimum}: correct it, or unset it"
         )
     return int(value) if value else None
 
@@ -176,10 +176,15 @@ def _train_here(module: str, arguments: list[str]) -> int:
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    result: int = importlib.import_module(module).main(arguments)
     received: list[int] = []
-    with contextlib.suppress(BlockingIOError):
-        received = [number for number in os.read(read_end, 64) if number in STOP_SIGNALS]
+    try:
+        result: int = importlib.import_module(module).main(arguments)
+        with contextlib.suppress(BlockingIOError):
+            received = [number for number in os.read(read_end, 64) if number in STOP_SIGNALS]
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(read_end)
+        os.close(write_end)
     return 128 + received[0] if received else result
 
 
@@ -239,6 +244,7 @@ class _Run:
         # Imported here, because it takes seconds.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         if "LOGLEVEL" not in os.environ:  # torchrun's log repeats what is printed below
@@ -270,15 +276,17 @@ class _Run:
             stopped = {code for number in received for code in (-number, 128 + number)}
             if not self._signals or not stopped.issuperset(exit_codes.values()):
                 _say(line)
-        except (RuntimeError, ValueError, TimeoutError, OSError) as error:
+        except (RuntimeError, ValueError, TimeoutError, OSError, RendezvousError) as error:
             reason = "torchrun could not start the processes"
             if node.count > 1:
+                name = f"node {node.rank}" if node.backend == "static" else "this node"
                 reason = (
-                    f"node {node.rank} of {node.count} did not meet the others at RDZV_ENDPOINT="
+                    f"{name} of {node.count} did not meet the others at RDZV_ENDPOINT="
                     f"{node.endpoint} within {timeout} s; start all nodes, and check the address, "
                     "that its port is free on the first node, and that no firewall closes it"
                 )
-            _say(f"error: {reason} ({next(iter(str(error).splitlines()), type(error).__name__)})")
+            cause = error.__cause__ or error
+            _say(f"error: {reason} ({next(iter(str(cause).splitlines()), type(cause).__name__)})")
 
 
 def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -293,7 +293,7 @@ class Trainer:
         """Return the configuration that starts the same run again, in a folder of its own."""
         return to_toml(replace(self.config, run=replace(self.config.run, folder="")))
 
-    def _claim_folder(self, *, stops_early: bool) -> tuple[Path, Any]:
+    def _claim_folder(self, *, stops_early: bool) -> tuple[Path, AbstractContextManager[object]]:
         run, save = self.config.run, self.config.checkpoint
         saves = bool(save.every or save.every_minutes or save.at_end or stops_early)
         names = run.folder, run.name, save.resume

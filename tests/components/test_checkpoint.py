@@ -149,11 +149,12 @@ def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_incomplete_folders_are_deleted_and_the_newest_kept(tmp_path: Path) -> None:
-    for name in ("step-00000001", "step-00000002", "step-00000003.incomplete"):
+    copy = "step-00000005.bak"  # somebody's copy is no checkpoint of the run, and is kept
+    for name in ("step-00000001", "step-00000002", "step-00000003.incomplete", copy):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").touch()
     begin(tmp_path / "checkpoints" / "step-00000004")
     newest = tmp_path / "checkpoints" / "step-00000001"  # by a run that was taken back
     prune(tmp_path, newest, keep_latest=1, keep_every=0)
     found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["step-00000001", "step-00000002", "step-00000004.incomplete"]
+    assert found == ["step-00000001", "step-00000002", "step-00000004.incomplete", copy]

@@ -87,7 +87,7 @@ def test_two_nodes(endpoint: str, expected: str) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs RDZV_ENDPOINT"),
         ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, r"NODE_RANK \(now None\).* 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, "numbered 0 to 1"),
-        ({"NNODES": "-1"}, "NNODES=-1 is not a whole number from 1 up"),
+        ({"NNODES": "-1"}, "NNODES=-1 must be a whole number of at least 1"),
     ],
 )
 def test_variables_that_do_not_fit(variables: dict[str, str], message: str) -> None:
@@ -101,7 +101,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.setenv(key, "x")
     assert main(["--run.device", "cpu"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {key}=x is not a whole number")
+    assert capsys.readouterr().err.startswith(f"error: {key}=x must be a whole number")
     assert main(["--diloco.wrkers", "3"]) == 2
     assert "workers" in capsys.readouterr().err
 

@@ -183,7 +183,10 @@ class Checkpointer:
             )
         complete(path, manifest)
         keep_latest, keep_every = self._config.keep_latest, self._config.keep_every
-        prune(self._run, path, keep_latest=keep_latest, keep_every=keep_every)
+        try:
+            prune(self._run, path, keep_latest=keep_latest, keep_every=keep_every)
+        except OSError as error:  # the checkpoint itself is saved
+            logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
 
     def _agree(self, task: Callable[[], Result]) -> Result:
         """Run `task` and return its result, or raise SaveError if it failed on any rank."""

@@ -11,6 +11,7 @@ The folder has its name only once it is complete. Folders of tensors are in the 
 
 import json
 import os
+import re
 import shutil
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -79,11 +80,21 @@ class Manifest:
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
         if values.get("version") != VERSION:
-            found = values.get("version")
-            raise ValueError(f"it has version {found}, and this program reads version {VERSION}")
+            raise OtherVersionError(values.get("version"))
         if values.pop("crc", None) != _crc(values):
             raise ValueError("its CRC-32 differs")
         return msgspec.convert(values, Manifest)
+
+
+class OtherVersionError(ValueError):
+    """The checkpoint is whole, but of another version of the schema."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__(
+            f"was saved in version {found} of the schema, and this program reads version "
+            f"{VERSION}: resume it with the version of torchtitan_diloco that saved it, or start "
+            "a new run"
+        )
 
 
 def _crc(values: dict[str, Any]) -> int:
@@ -105,7 +116,7 @@ def step_of(path: Path) -> int:
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
     found = (path.parent for path in (run / "checkpoints").glob(f"step-*/{MANIFEST}"))
-    return sorted(path for path in found if not path.name.endswith(INCOMPLETE))
+    return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def begin(path: Path) -> None:
@@ -161,7 +172,11 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is no checkpoint: it has no {MANIFEST}{_offer(path)}") from None
+        raise ValueError(
+            f"{path} has no {MANIFEST}: give the folder of a run or of one of its checkpoints"
+        ) from None
+    except OtherVersionError as error:
+        raise ValueError(f"{path} {error}") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path / MANIFEST} cannot be used ({error}){_offer(path)}") from None
 
@@ -194,9 +209,10 @@ def damage(path: Path, manifest: Manifest, files: list[str]) -> str:
 
 def _offer(path: Path) -> str:
     """Name the checkpoint before a damaged one."""
-    earlier = [one for one in complete_checkpoints(path.parent.parent) if one.name < path.name]
+    own = complete_checkpoints(path.parent.parent)
+    earlier = [one for one in own if one.name < path.name]
     if not earlier:
-        return ": there is no earlier checkpoint of this run"
+        return ": there is no earlier checkpoint, so start a new run in another run.folder"
     return f": the one before it is {earlier[-1]}; to resume from that, remove the damaged folder"
 
 

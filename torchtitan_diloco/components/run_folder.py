@@ -63,8 +63,8 @@ def _create(resumed: str, folder: str, name: str) -> Path:
         path = Path(resumed or folder).expanduser()
         if not resumed and ((path / "metrics.jsonl").exists() or (path / "checkpoints").exists()):
             raise ValueError(
-                f"run.folder = {folder} already holds a run: choose another folder, or leave "
-                "run.folder empty to have a new one made"
+                f"run.folder = {folder} already holds a run: choose another folder, leave "
+                'run.folder empty for a new one, or resume it with checkpoint.resume = "auto"'
             )
         path.mkdir(parents=True, exist_ok=True)
         return path

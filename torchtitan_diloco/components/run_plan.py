@@ -54,12 +54,18 @@ def plan_run(
         )
     tokens_per_step = sequences * training.sequence_length
     tokens = (training.tokens or training.tokens_per_parameter * parameters) - start_tokens
+    total_steps = training.steps or start_step + math.ceil(tokens / tokens_per_step)
+    if total_steps < start_step:
+        raise ValueError(
+            f"the run has {total_steps} steps by the settings of [training], and its checkpoint is "
+            f"of step {start_step}: make the run longer, or choose another run.folder"
+        )
     return RunPlan(
         parameters,
         embedding_parameters,
         accumulation,
         tokens_per_step,
-        training.steps or start_step + math.ceil(tokens / tokens_per_step),
+        total_steps,
         start_step,
         start_tokens,
     )
@@ -113,7 +119,7 @@ def validation_due(plan: RunPlan, step: int, every: int) -> bool:
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
     """Return the rows of the embedding.
 
-    The default is the vocabulary rounded up to a multiple of 64, which matrix units like.
+    The default is the vocabulary rounded up to a multiple of 64, a fast size for matrix products.
     """
     if model.vocab_size is None:
         return -(-tokenizer_vocabulary // 64) * 64

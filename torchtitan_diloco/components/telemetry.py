@@ -2,6 +2,9 @@
 
 Ranks do not wait for each other to log a step: the sums over ranks start at that step and are read
 `lag` steps later. The first rank then writes them to metrics.jsonl, TensorBoard and the console.
+
+TensorBoard tags are the keys of records: those of steps are made here, those of rounds in
+round_records.py, those of validation in validation.py, and diloco/... in diloco/round.py.
 """
 
 import itertools

@@ -105,7 +105,7 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
-        # A thread's first question sets its number to the default, which the last line restores.
+        # The first get_num_threads() of a thread resets its number; the last line restores ours.
         threads = torch.get_num_threads()
         self._background.submit(torch.get_num_threads).result()
         self._background.submit(partial(torch.set_num_threads, wire.threads)).result()

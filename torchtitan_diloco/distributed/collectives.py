@@ -44,7 +44,7 @@ def on_first_rank(world: World, task: Callable[[], Value]) -> Value:
         try:
             outcome[0] = task()
         except ValueError as error:
-            outcome[1] = str(error)
+            outcome[1] = str(error) or repr(error)
     if world.control is not None:
         dist.broadcast_object_list(outcome, src=0, group=world.control)
     if outcome[1]:

@@ -1,7 +1,6 @@
 """Safetensors files: writing, reading, and the initial weights of a new run."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +38,8 @@ def write_weights(
     save(tensors, incomplete, metadata=metadata)
     # An index makes its files a model, so it comes last.
     for path in sorted(incomplete.iterdir(), key=lambda path: (path.name == INDEX_NAME, path.name)):
-        descriptor = os.open(path, os.O_RDONLY)
-        force_to_disk(descriptor)
-        os.close(descriptor)
+        with path.open("rb") as file:
+            force_to_disk(file.fileno())
         path.replace(folder / path.name)
     incomplete.rmdir()
 

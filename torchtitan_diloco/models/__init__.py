@@ -3,11 +3,14 @@
 Add a model:
 
 1. Write the model as for a single device, in `models/FAMILY/model.py`. It knows nothing of
-parallelism. `forward(tokens, head)` returns `head(hidden, output_matrix)`; `init_weights`,
-`parameter_counts` and `flops_per_token` are as those of `chinchilla.model.Decoder`. 2. Write
-`models/FAMILY/parallelize.py`: `parallelize` changes a model on the meta device in place, in a
-fixed order (activation checkpointing, compile, FSDP2), and `materialize` gives it its weights. 3.
-Add a `ModelSpec` to `MODELS`, and the name of the family to `model.name` in config/schema.py.
+   parallelism. `forward(tokens, head)` returns `head(hidden, output_matrix)`. `init_weights`,
+   `parameter_counts`, `flops_per_token`, `shape`, `vocab_size` and `sequence_length` are as those
+   of `chinchilla.model.Decoder`.
+
+2. Write `models/FAMILY/parallelize.py`. `parallelize` changes a model on the meta device in place,
+   in a fixed order (activation checkpointing, compile, FSDP2). `materialize` gives it its weights.
+
+3. Add a `ModelSpec` to `MODELS`, and the name of the family to `model.name` in config/schema.py.
 """
 
 from collections.abc import Callable
