@@ -8,6 +8,7 @@ a CRC-32 for each block of 64 KiB of them, little-endian.
 import functools
 import hashlib
 import zlib
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -146,7 +147,7 @@ class ShardWriter:
         return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
 
 
-class TokenArray:
+class TokenArray(ABC):
     """Tokens of several parts, one after the other, as one long array that is never loaded."""
 
     name: str
@@ -172,8 +173,9 @@ class TokenArray:
             found.append(self._read_part(part, max(start, begin) - begin, end - begin))
         return found[0] if len(found) == 1 else np.concatenate(found)
 
+    @abstractmethod
     def _read_part(self, part: int, start: int, stop: int) -> Tokens:
-        raise NotImplementedError
+        """Return tokens start ... stop - 1 of one part."""
 
 
 class TokenShards(TokenArray):
