@@ -176,7 +176,9 @@ class Trainer:
         # Read here, where the norm has been waited for: later a GPU would run out of work.
         loss = cross_entropy.item()
         skipped = self.skips.count(self.step, norm)
-        if not skipped:
+        if skipped:
+            self.outer.heal(fsdp)
+        else:
             self.optimizer.step()
         self.optimizer.zero_grad()
         tokens = plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
@@ -346,8 +348,10 @@ class Trainer:
         config, group = self.config.diloco, self.world.group(WORKER)
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
-        seed = self.config.run.seed
-        return StreamingDiLoCo(self.model, group, config, shard_group=self.world.shards, seed=seed)
+        shards, seed = self.world.shards, self.config.run.seed
+        return StreamingDiLoCo(
+            self.model, group, config, optimizer=self.optimizer, shard_group=shards, seed=seed
+        )
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

@@ -32,10 +32,12 @@ from torchtitan_diloco.components.checkpoint_schema import (
 from torchtitan_diloco.components.inner_state import copy_to_host, inner_tensors, random_states
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.fragments import local_rows
+from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.collectives import gather_objects, naming_lost_ranks
-from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.utils import logger
 
 Result = TypeVar("Result")
@@ -93,6 +95,7 @@ class Checkpointer:
         started = time.perf_counter()
         self.wait()
         self._timer_start = time.monotonic()
+        self._outer.heal(self._world.group(FSDP))
         mesh, inner = self._world.host_mesh, dict[str, Tensor]()
         if self._outer.fragment_names or self._world.worker == 0:  # else all workers hold the same
             tensors = inner_tensors(self._model, self._optimizer)
@@ -154,13 +157,20 @@ class Checkpointer:
         return ""
 
     def _write_tensors(self, folder: Path, inner: dict[str, Tensor], saved: SavedState) -> Files:
-        """Write the tensors of this rank and return size and CRC-32 of the files it wrote."""
+        """Write the tensors of this rank and return size and CRC-32 of the files it wrote.
+
+        What is not finite is refused: every restart would have it.
+        """
         folders = {worker_folder(self._world.worker): inner | saved.own}
         if self._world.worker == 0:
             folders[SHARED] = saved.shared
         mesh = self._world.host_mesh
         group, rank = (None if mesh is None else mesh.get_group()), self._world.rank_in_worker
         files: Files = {}
+        for folder_name, tensors in folders.items():
+            for name, value in tensors.items():
+                if value.is_floating_point() and not is_finite([local_rows(name, value)]):
+                    raise ValueError(f"{folder_name}/{name} is not finite")
         for name, tensors in folders.items():
             if not tensors:
                 continue

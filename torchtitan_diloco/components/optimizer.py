@@ -111,11 +111,13 @@ class SkippedSteps:
             self.in_a_row = 0
             return False
         self.in_a_row += 1
-        logger.warning(f"step {step}: gradient norm is {norm}, so the step is skipped")
+        if self.in_a_row == 1:
+            logger.warning(f"step {step}: gradient norm is {norm}; skip steps until it is finite")
         if self.in_a_row > self._limit:
             raise ValueError(
                 f"{self.in_a_row} steps in a row, up to step {step}, had gradients that are not "
                 f"finite, more than training.max_skipped_steps = {self._limit}: lower "
-                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data"
+                "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data; the last "
+                "checkpoint has only finite values"
             )
         return True

@@ -126,6 +126,10 @@ class DiLoCoConfig:
     measure_every: NotNegative = 10
     """Outer rounds of a fragment between two in which norms, cosines and drift are measured.
     0: never."""
+    delta_norm_limit: Annotated[float, Meta(ge=0)] = 10.0
+    """Largest norm of a worker's delta of a fragment, as a multiple of the median of its latest 32.
+    With a larger one the worker is left out of the round and takes the shared parameters, unless
+    all workers exceed it. 0: no limit."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
@@ -150,6 +154,8 @@ def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
         yield "diloco.fragments.modules", reason
     if diloco.overlap.delay >= every:
         yield "diloco.overlap.delay", f"must be smaller than diloco.sync_every = {every}"
+    if 0 < diloco.delta_norm_limit <= 1:
+        yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
         limit = f"diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds}"
         reason = f'must be larger than {limit} with decay = "{outer.decay}"'

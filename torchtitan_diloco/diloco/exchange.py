@@ -29,6 +29,7 @@ from torchtitan_diloco.diloco.chunks import (
     slice_size,
 )
 from torchtitan_diloco.diloco.codecs import Codec, Position
+from torchtitan_diloco.diloco.healing import settle_weights
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
@@ -122,7 +123,7 @@ class Exchange:
 
         Args:
             residual: what encoding has lost of this fragment so far; it is sent along, and becomes
-                what is lost now. A worker of weight 0 sends nothing of it.
+                what is lost now. A worker with a flag or of weight 0 sends nothing of it.
             keys: of the random numbers of stochastic rounding, for this delta and for the mean.
             measured: compute the scalar product of the delta and the mean.
         """
@@ -131,7 +132,7 @@ class Exchange:
         self._transport.begin()
         self._is_measured = measured
         self._dot.zero_()
-        residual = residual if header.weight else None
+        residual = None if header.flags or not header.weight else residual
         starts = range(0, max(1, delta.numel()), self._chunk)
         chunks = [self._chunk_at(start, delta, residual) for start in starts]
         try:
@@ -199,7 +200,7 @@ class Exchange:
             for worker, received in self._headers.items()
         ]
         check_headers(headers, self.me)
-        return headers
+        return settle_weights(headers)
 
     # --- chunks and pieces ------------------------------------------------------------------------
 

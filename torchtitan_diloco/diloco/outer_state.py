@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.healing import DeltaNorms
 from torchtitan_diloco.diloco.outer_optimizer import (
     BLOCK,
     STATE_BUFFERS,
@@ -53,8 +54,9 @@ class OuterState:
         """Encoding error of this worker's deltas that was not sent yet."""
         self.rounds = 0
         """Outer steps taken; rounds without a participant do not count."""
+        self.norms = DeltaNorms()
         self.checksum = 0
-        self._block_sums: list[Tensor] = []
+        self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
         on_gpu = self._model_device.type == "cuda"
         self._stream = torch.cuda.Stream(self._model_device) if on_gpu else None
@@ -91,12 +93,12 @@ class OuterState:
         """Start over from the model, with optimizer state and residual zero."""
         for buffer in self._buffers:
             buffer.zero_()
-        self.rounds, self._staging = 0, None
+        self.rounds, self.norms, self._staging = 0, DeltaNorms(), None
         self.read_model()
 
-    def resume(self, rounds: int, *, in_flight: bool) -> None:
+    def resume(self, rounds: int, delta_norms: list[float], *, in_flight: bool) -> None:
         """Continue with loaded buffers. `in_flight`: `delta` holds the next shared copy."""
-        self.rounds = rounds
+        self.rounds, self.norms = rounds, DeltaNorms(delta_norms)
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
 
@@ -114,18 +116,19 @@ class OuterState:
         self._taken = self.moment()
 
     def _subtract(self, locals_: list[Tensor], block: int) -> None:
-        """Set delta = outer - local and sum each block while it is in cache.
+        """Set delta = outer - local and take the norm of each block while it is in cache.
 
         In a model below fp32 the shared copy is rounded first, as the worker holds it: otherwise
         the delta would pull the shared copy back to what the model's type can represent.
         """
-        self._block_sums = []
+        self._block_norms = []
         views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
         for part, values in zip(self.fragment.parts, views, strict=True):
             dtype = part.parameter.dtype
             for local, outer, delta in zip(*(value.split(block) for value in values), strict=True):
                 held = outer if dtype == torch.float32 else outer.to(dtype).float()
-                self._block_sums.append(torch.sub(held, local, out=delta).sum())
+                torch.sub(held, local, out=delta)
+                self._block_norms.append(torch.linalg.vector_norm(delta))
 
     @torch.no_grad()
     def apply(self, mixing: float, *, measured: bool = False) -> Tensor | None:
@@ -178,13 +181,14 @@ class OuterState:
             self._stream.synchronize()
 
     @torch.no_grad()
-    def finish_delta(self) -> bool:
-        """Complete the delta and return whether it is finite on this rank."""
+    def finish_delta(self) -> float:
+        """Complete the delta and return its squared norm on this rank."""
         if self._staging is not None and self._stream is not None:
             self.delta.copy_(self._staging, non_blocking=True)
             self._stream.synchronize()
             self._subtract(self.views(self.delta), self._block)
-        return not self._block_sums or bool(torch.stack(self._block_sums).isfinite().all())
+        norms = self._block_norms
+        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
     def advance(self, *, measured: bool = False) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class Round:
     applied: float = NEVER
     traffic: Traffic = field(default_factory=Traffic)
     delta_square: float = NEVER
+    """Known in every round, unlike the other norms."""
     mean_square: float = NEVER
     update_square: float = NEVER
     """Squared norm of the change of the shared parameters."""
@@ -95,6 +96,14 @@ class Round:
     """Flags of this worker's header."""
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
+
+    @staticmethod
+    def loaded(fragment: int, outer_round: int, values: int, facts: Mapping[str, Any]) -> "Round":
+        """Return a round in flight from the facts of a save: another process has measured it."""
+        round_ = Round(fragment, outer_round, facts["sent_step"], values, weight=NEVER)
+        round_.participants, round_.flags = facts["participants"], facts["flags"]
+        round_.traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
+        return round_
 
     def exchange_sums(self) -> dict[str, float]:
         """Return what the exchange adds to the totals; nothing if another process has done it."""
@@ -129,6 +138,7 @@ class Meter:
     TOTALS: Final = {
         "diloco/fragments_applied": 0.0,
         "diloco/participants": 0.0,
+        "diloco/healed_fragments": 0.0,
         "diloco/exposed_seconds": 0.0,
         "diloco/exposed_waiting_seconds": 0.0,
         "diloco/exchange_seconds": 0.0,
@@ -157,6 +167,9 @@ class Meter:
         self._sums["diloco/participants"] += round_.participants
         self._sums["diloco/fragments_applied"] += 1
         self._rounds.append(round_)
+
+    def healed(self) -> None:
+        self._sums["diloco/healed_fragments"] += 1
 
     def take(self) -> dict[str, float]:
         taken, self._sums = self._sums, self.TOTALS.copy()

@@ -5,7 +5,8 @@ fragment in flight is saved with the shared copy that its exchange ends with, to
 its turn comes.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,8 @@ def shared_parameter_name(name: str) -> str:
 
 def facts_for_new_worker(facts: Facts) -> Facts:
     """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
-    return facts | {"fragments": [one | {"weight": 0.0} for one in facts["fragments"]]}
+    own = {"weight": 0.0, "delta_norms": []}
+    return facts | {"healed": 0, "fragments": [one | own for one in facts["fragments"]]}
 
 
 @dataclass
@@ -42,8 +44,9 @@ class SavedState:
 
     facts: Facts
     """This worker's, fit for JSON: `step`, `settings`, `layout` (for each fragment its parts),
-    `in_flight` (fragments in the order they were sent), and `fragments`: for each its `rounds`,
-    the `weight` of steps not sent yet, and if in flight `sent_step`, `participants`, `flags`."""
+    `in_flight` (fragments in the order they were sent), `healed` (fragments so far), and
+    `fragments`: for each its `rounds`, the `weight` of steps not sent yet, its `delta_norms`, and
+    if in flight `sent_step`, `participants`, `flags`."""
     shared: Named
     """Equal on all workers: outer/NAME, next/NAME (fragments in flight), slot-0/NAME ..."""
     own: Named = field(default_factory=dict)
@@ -107,6 +110,23 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
     }
 
 
+@contextmanager
+def holding_shared(model: nn.Module, states: Sequence[OuterState]) -> Iterator[None]:
+    """Let the model hold the shared parameters in the body of a with statement."""
+    drop_gathered(model)
+    parts = [part for state in states for part in state.fragment.parts]
+    saved = [part.local().clone() for part in parts]
+    for state in states:
+        state.write_model()
+    try:
+        yield
+    finally:
+        drop_gathered(model)
+        with torch.no_grad():
+            for part, before in zip(parts, saved, strict=True):
+                part.local().copy_(before)
+
+
 # --- save -----------------------------------------------------------------------------------------
 
 
@@ -134,7 +154,8 @@ class Snapshot:
         with torch.no_grad(), self.state.background(self._moment):
             self.outer, self.next, self.residual = map(host, (self.outer, self.next, self.residual))
             self.slots = list(map(host, self.slots))
-        facts = {"weight": self._weight, "rounds": self.state.rounds}
+        norms = list(self.state.norms.latest)
+        facts = {"weight": self._weight, "rounds": self.state.rounds, "delta_norms": norms}
         if self._in_flight is None:
             return facts, {}
         round_, exchanged = self._in_flight
@@ -225,7 +246,7 @@ def load(
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
         if index in in_flight:
             fill([state], [state.delta], saved.kind(NEXT))
-        state.resume(record["rounds"], in_flight=index in in_flight)
+        state.resume(record["rounds"], record["delta_norms"], in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 
@@ -257,7 +278,8 @@ def layout_of(states: Sequence[OuterState]) -> list[list[list[Any]]]:
 def fragment_facts(states: Sequence[OuterState], facts: Facts) -> list[Facts]:
     """Return the saved facts of each fragment.
 
-    A fragment that the saved run did not have gets those of the one with its first parameter.
+    A fragment that the saved run did not have gets those of the one with its first parameter, but
+    no norms.
     """
     if facts["layout"] == layout_of(states):
         return list(facts["fragments"])
@@ -265,7 +287,8 @@ def fragment_facts(states: Sequence[OuterState], facts: Facts) -> list[Facts]:
     for parts, record in zip(facts["layout"], facts["fragments"], strict=True):
         for name, *_ in parts:
             holders.setdefault(name, record)
-    return [holders[state.fragment.parts[0].name] for state in states]
+    found = [holders[state.fragment.parts[0].name] for state in states]
+    return [record | {"delta_norms": []} for record in found]
 
 
 def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:

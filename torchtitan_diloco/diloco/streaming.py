@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
-from torchtitan_diloco.diloco.codecs import describe as describe_codecs
 from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
@@ -38,19 +37,26 @@ from torchtitan_diloco.diloco.fragments import (
     drop_gathered,
     fragment_table,
 )
-from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
-from torchtitan_diloco.diloco.outer_state import OuterState, square
-from torchtitan_diloco.diloco.round import NEVER, InFlight, Meter, Round, Traffic
+from torchtitan_diloco.diloco.healing import (
+    find_broken,
+    forget_moments,
+    log_left_out,
+    settle_weights,
+    sum_over_ranks,
+)
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.startup import (
     agree_on_run,
     broadcast_from_first,
     check_settings,
+    describe_settings,
     pick_state_device,
 )
 from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
-from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, Header, WorkerLostError
-from torchtitan_diloco.utils import GIB, cause_of, logger
+from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header, WorkerLostError
+from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
@@ -60,6 +66,7 @@ class StreamingDiLoCo:
         group: dist.ProcessGroup | None,
         config: DiLoCoConfig,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         shard_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         run_id: str = "",
@@ -69,8 +76,10 @@ class StreamingDiLoCo:
         Args:
             group: joins this rank with the same rank of the other workers. None or a group of one
                 is a single worker.
+            optimizer: the inner one. Where this worker takes the shared parameters because its own
+                went wrong, the optimizer's state is dropped, too.
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
-                nothing else uses, in which they agree that a delta is not finite.
+                nothing else uses, in which they agree on the norm of a delta.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
         check_settings(config, group)
@@ -83,6 +92,7 @@ class StreamingDiLoCo:
         self.worker = 0 if group is None else group.rank()
         self.step_count = 0
         self._model, self._seed, self._shard_group = model, seed, shard_group
+        self._optimizer, self._healed = optimizer, 0
         self._weights = [0.0] * len(self.fragments)
         self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
@@ -183,15 +193,45 @@ class StreamingDiLoCo:
             measured = is_measured(round_.outer_round, self.config.measure_every)
             mixing = self._mixing(round_.flags, round_.participants)
             drift = self._states[index].apply(mixing, measured=measured)
+            if round_.flags & WENT_WRONG:
+                self._start_afresh(index)
             round_.drift = round_.drift if drift is None else drift
             round_.applied = time.perf_counter()
             self._meter.applied(round_)
 
     def _mixing(self, flags: int, participants: int) -> float:
-        """Return the share of local parameters: 0 if they are not finite, 1 for dropped workers."""
-        if flags & NOT_FINITE:
+        """Return the share of local parameters: 0 if they went wrong, 1 for dropped workers."""
+        if flags & WENT_WRONG:
             return 0.0
         return 1.0 if flags & DROPPED or not participants else self.config.overlap.mixing
+
+    def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
+        """Let fragments that are not finite take the shared parameters, and return these fragments.
+
+        Call it on every rank of a worker after a step whose gradient is not finite, and before a
+        save. The state of the inner optimizer counts, too. `group` joins the ranks for calls from
+        this thread.
+        """
+        healed = find_broken(self.fragments, self._optimizer, group)
+        if healed:
+            drop_gathered(self._model)
+        for index in healed:
+            self._states[index].write_model()
+            self._start_afresh(index)
+        if healed and (group is None or group.rank() == 0):
+            logger.warning(
+                f"worker {self.worker}: fragments {healed} are not finite after step "
+                f"{self.step_count}; they take the shared parameters, and the inner optimizer "
+                f"starts afresh for them ({self._healed} fragments healed so far)"
+            )
+        return healed
+
+    def _start_afresh(self, index: int) -> None:
+        """Forget how the fragment was trained: it has taken the shared parameters."""
+        forget_moments(self._states[index].fragment, self._optimizer)
+        self._weights[index] = 0.0
+        self._healed += 1
+        self._meter.healed()
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         try:
@@ -211,12 +251,11 @@ class StreamingDiLoCo:
         round_.begun = time.perf_counter()
         measured = is_measured(header.outer_round, self.config.measure_every)
         with state.background():
-            if not self._is_finite(state.finish_delta()):
-                header = replace(header, flags=header.flags | NOT_FINITE)
-            header = replace(header, weight=0.0 if header.flags else header.weight)
-            if measured:
-                round_.delta_square = square(state.delta)
-            headers = [header]
+            round_.delta_square = state.finish_delta()
+            whole = sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
+            flags = header.flags | state.norms.judge(whole, self.config.delta_norm_limit)
+            header = replace(header, flags=flags)
+            headers = settle_weights([header])
             if self._exchanger is not None:
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
                 where = self._seed, shard, header.fragment, header.outer_round
@@ -227,32 +266,15 @@ class StreamingDiLoCo:
                     (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
-            round_.weight, round_.flags = header.weight, header.flags
+            own = headers[self.worker]
+            round_.weight, round_.flags = own.weight, own.flags
             round_.participants = sum(one.weight > 0 for one in headers)
             if round_.participants:
                 round_.mean_square, round_.update_square = state.advance(measured=measured)
             else:
                 state.keep()
         round_.ready = time.perf_counter()
-        for worker, other in enumerate(headers):
-            if other.flags & NOT_FINITE:
-                logger.warning(
-                    f"fragment {other.fragment}, outer round {other.outer_round}: the parameters "
-                    f"of worker {worker} are not finite after its step {other.step}; it is left "
-                    "out of this round and takes the shared ones"
-                )
-
-    def _is_finite(self, finite: bool) -> bool:
-        """Return whether the delta is finite on all ranks of this worker."""
-        if self._shard_group is None or self._shard_group.size() == 1:
-            return finite
-        bad = torch.tensor([int(not finite)])
-        try:
-            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
-        except RuntimeError as error:
-            reason = f"one of the ranks of worker {self.worker}: {cause_of(error)}"
-            raise WorkerLostError([self.worker], reason) from error
-        return not bad.item()
+        log_left_out(headers, self.config.delta_norm_limit)
 
     # --- shared model -----------------------------------------------------------------------------
 
@@ -266,18 +288,8 @@ class StreamingDiLoCo:
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Let the model hold the shared parameters in the body of a with statement."""
-        drop_gathered(self._model)
-        parts = [part for state in self._states for part in state.fragment.parts]
-        saved = [part.local().clone() for part in parts]
-        for state in self._states:
-            state.write_model()
-        try:
+        with saving.holding_shared(self._model, self._states):
             yield
-        finally:
-            drop_gathered(self._model)
-            with torch.no_grad():
-                for part, before in zip(parts, saved, strict=True):
-                    part.local().copy_(before)
 
     # --- restart ----------------------------------------------------------------------------------
 
@@ -303,6 +315,7 @@ class StreamingDiLoCo:
             "settings": self._resume_settings(),
             "layout": saving.layout_of(self._states),
             "in_flight": list(self._in_flight),
+            "healed": self._healed,
         }
         return self._background.submit(partial(saving.save, snapshots, facts, mesh))
 
@@ -320,14 +333,12 @@ class StreamingDiLoCo:
         facts, in_flight, notes = saving.load(
             self._states, saved, self._resume_settings(), self._mixing
         )
-        self.step_count = saved.facts["step"]
+        self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
         self._weights = [record["weight"] for record in facts]
         for index in in_flight:
             sent_step, values = facts[index]["sent_step"], self._states[index].values
             outer_round = self.schedule.outer_round(index, sent_step)
-            round_ = Round(index, outer_round, sent_step, values, weight=NEVER)
-            round_.participants, round_.flags = facts[index]["participants"], facts[index]["flags"]
-            round_.traffic = Traffic(NEVER, NEVER, NEVER, NEVER)  # another process has seen it
+            round_ = Round.loaded(index, outer_round, values, facts[index])
             self._in_flight[index] = round_, self._background.submit(lambda: None)
         return notes
 
@@ -379,19 +390,8 @@ class StreamingDiLoCo:
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        every, overlap = self.config.sync_every, self.config.overlap
-        outer, wire = self.config.outer_optimizer, self.config.quantization
-        memory = sum(state.bytes for state in self._states) / GIB
-        momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
-        residual = " and what encoding lost" * wire.error_feedback
-        return [
-            f"{'outer':<10} each fragment every {every} steps, applied {overlap.delay} steps "
-            f"later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
-            f"{'wire':<10} {describe_codecs(wire, self.workers)}; summed in fp32",
-            f"{'':<10} {memory:.2f} GiB a rank for shared parameters, the outer optimizer, one "
-            f"delta{residual}",
-            self.table(),
-        ]
+        memory = sum(state.bytes for state in self._states)
+        return [*describe_settings(self.config, self.workers, memory), self.table()]
 
 
 def _close(background: BackgroundThread, exchange: Exchange | None) -> None:

@@ -44,9 +44,13 @@ VERSION = 1
 _LAYOUT = struct.Struct("<4sHHQIIQdQ")
 
 NOT_FINITE = 1
-"""Flag: the sender's delta has a NaN or an infinity; its weight is 0."""
+"""Flag: the sender's delta has a NaN or an infinity."""
 DROPPED = 2
-"""Flag: the sender is left out of this round on purpose; its weight is 0."""
+"""Flag: the sender is left out of this round on purpose."""
+OUTLIER = 4
+"""Flag: the norm of the sender's delta is far beyond its usual one."""
+WENT_WRONG = NOT_FINITE | OUTLIER
+"""Flags of a worker that takes the shared parameters."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Header:
     step: int
     """Inner step after which the delta was taken."""
     weight: float
-    """Weight of the sender in the mean."""
+    """Weight of the sender in the mean, if it has no flags."""
     checksum: int
     """Checksum of the sender's shared copy of the fragment, which must be equal on all workers."""
 

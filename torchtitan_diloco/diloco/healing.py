@@ -1,0 +1,116 @@
+"""Workers that went wrong: deltas that are left out of a mean, and fragments that start afresh."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_diloco.diloco.fragments import Fragment, local_rows
+from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER, Header, WorkerLostError
+from torchtitan_diloco.utils import cause_of, logger
+
+LATEST = 32
+"""Norms that the median is taken of."""
+FEWEST = 5
+"""Without as many norms, no delta is an outlier."""
+
+
+class DeltaNorms:
+    """The latest norms of a worker's deltas of one fragment."""
+
+    def __init__(self, latest: Iterable[float] = ()) -> None:
+        self.latest = deque(latest, maxlen=LATEST)
+
+    def judge(self, square: float, limit: float) -> int:
+        """Return the flag of a delta with this squared norm, and remember the norm.
+
+        `limit` is that of DiLoCoConfig. Outliers are remembered as well: otherwise a lasting change
+        would be one for ever.
+        """
+        if not math.isfinite(square):
+            return NOT_FINITE
+        norm = math.sqrt(square)
+        usual = statistics.median(self.latest) if len(self.latest) >= FEWEST else math.inf
+        if norm:
+            self.latest.append(norm)
+        return OUTLIER if limit and norm > limit * usual else 0
+
+
+def settle_weights(headers: list[Header]) -> list[Header]:
+    """Give workers with a flag weight 0. If all have an outlier, nobody has.
+
+    What changes the deltas of all workers alike, such as a higher learning rate, is no fault.
+    """
+    if all(header.flags & OUTLIER for header in headers):
+        headers = [replace(header, flags=header.flags & ~OUTLIER) for header in headers]
+    return [replace(header, weight=0.0) if header.flags else header for header in headers]
+
+
+def log_left_out(headers: list[Header], limit: float) -> None:
+    reasons = {
+        NOT_FINITE: "is not finite",
+        OUTLIER: f"is beyond diloco.delta_norm_limit = {limit:g} times its usual norm",
+    }
+    for worker, header in enumerate(headers):
+        for flag, reason in reasons.items():
+            if header.flags & flag:
+                logger.warning(
+                    f"fragment {header.fragment}, outer round {header.outer_round}: the delta of "
+                    f"worker {worker} after its step {header.step} {reason}; the worker is left "
+                    "out of this round and takes the shared parameters"
+                )
+
+
+def is_finite(tensors: list[Tensor]) -> Tensor:
+    """Return whether all values are finite, as a tensor. The sum of their squares must be, too."""
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in tensors]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
+
+
+def find_broken(
+    fragments: Sequence[Fragment],
+    optimizer: torch.optim.Optimizer | None,
+    group: dist.ProcessGroup | None,
+) -> list[int]:
+    """Return the fragments that are not finite on any rank of a group."""
+    finite = torch.stack([is_finite(list(values_of(one, optimizer))) for one in fragments])
+    broken = (~finite).to(torch.int32)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(broken, dist.ReduceOp.MAX, group=group)
+    return [index for index, found in enumerate(broken.tolist()) if found]
+
+
+def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -> float:
+    """Return the sum over the ranks of a worker, which a gloo group joins."""
+    if group is None or group.size() == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    try:
+        dist.all_reduce(total, group=group)
+    except RuntimeError as error:
+        reason = f"one of the ranks of worker {worker}: {cause_of(error)}"
+        raise WorkerLostError([worker], reason) from error
+    return total.item()
+
+
+def values_of(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+    """Yield the fragment's parameters on this rank and their inner optimizer state, flat."""
+    for part in fragment.parts:
+        yield part.local()
+        state = {} if optimizer is None else optimizer.state.get(part.parameter, {})
+        for value in state.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                same = value.shape == part.parameter.shape
+                yield local_rows(part.name, value, *((part.run, part.runs) if same else ()))
+
+
+def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:
+    """Let the inner optimizer start from zero for the parameters that have rows in the fragment."""
+    if optimizer is not None:
+        for part in fragment.parts:
+            optimizer.state.pop(part.parameter, None)
