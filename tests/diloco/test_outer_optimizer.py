@@ -20,6 +20,7 @@ from torchtitan_diloco.diloco.reference import build_optimizer
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
 @pytest.mark.parametrize("measured", [False, True])
 def test_steps_are_torchs(name: str, size: int, measured: bool) -> None:
+    torch.manual_seed(0)
     config = OuterOptimizer(name=name, lr=0.3)  # type: ignore[arg-type]
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(size))})
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
