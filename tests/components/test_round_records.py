@@ -19,6 +19,7 @@ from torchtitan_diloco.components.round_records import (
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.diloco.transport import OUTLIER
 from torchtitan_diloco.distributed.world import World, join_world
 
 BYTES = 10**6
@@ -38,6 +39,7 @@ def measured_round(world: World, clock: float) -> Round:
     found = Round(
         0, 7, 5, 4 * BYTES, weight=float(rank), participants=world.workers, traffic=traffic
     )
+    found.flags = OUTLIER if world.worker else 0
     found.applied_step, found.due, found.taken, found.begun = 6, clock, clock + 0.1, arrival
     found.ready, found.asked, found.fetched = clock + last + 3, clock + last + 2, clock + last + 3
     found.applied = clock + last + 3.5
@@ -66,6 +68,7 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
     assert (first["last_worker"], first["late_by_seconds"]) == (1, 1.0)
     for worker, (own, weight) in enumerate(zip(first["workers"], (1.0, 3.0), strict=True)):
         assert own["weight"] == weight, "of the first rank"
+        assert own["left_out"] == ("outlier" if worker else None)
         assert (own["sent_bytes"], own["received_bytes"]) == (2 * BYTES, 4 * BYTES)
         assert own["sent_bits_per_parameter"] == 2.0
         assert own["outer_gradient_norm"] == pytest.approx(math.sqrt(18))

@@ -88,6 +88,7 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
         for round_, expected in found:
             record = measured(round_)
             assert record.pop("values") == expected["values"]
+            assert record.pop("delta_square") == pytest.approx(expected["delta_square"], rel=1e-3)
             assert all(map(math.isnan, record.values())) == (round_.outer_round == 2)
 
 

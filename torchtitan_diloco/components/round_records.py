@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 
@@ -35,6 +36,7 @@ FIELDS: dict[str, Field] = {
     "drift_square": Field("sum", lambda r: float(r.drift) ** 2),
     "update_square": Field("sum", lambda r: r.update_square),
     "weight": Field("first", lambda r: r.weight),
+    "flags": Field("first", lambda r: r.flags),
     "encoding_seconds": Field("first", lambda r: r.traffic.encoding_seconds),
     "decoding_seconds": Field("first", lambda r: r.traffic.decoding_seconds),
     "due_at_seconds": Field("moment", lambda r: r.due),
@@ -169,6 +171,8 @@ def _worker_record(numbers: Mapping[str, float], ahead: float | None) -> dict[st
     record: dict[str, Any] = {name: _finite(value) for name, value in values.items()}
     for name in ("sent_bytes", "received_bytes"):
         record[name] = None if record[name] is None else round(record[name])
+    flags = round(record.pop("flags"))
+    record["left_out"] = ", ".join(FLAG_NAMES[one] for one in FLAG_NAMES if flags & one) or None
     record["ahead_of_last_seconds"] = ahead
     record["heard_after_seconds"] = list(map(_finite, _links(numbers, "heard_after_seconds")))
     record["received_bits_per_second_from"] = [

@@ -49,6 +49,7 @@ DROPPED = 2
 """Flag: the sender is left out of this round on purpose."""
 OUTLIER = 4
 """Flag: the norm of the sender's delta is far beyond its usual one."""
+FLAG_NAMES = {NOT_FINITE: "not finite", DROPPED: "dropped", OUTLIER: "outlier"}
 WENT_WRONG = NOT_FINITE | OUTLIER
 """Flags of a worker that takes the shared parameters."""
 

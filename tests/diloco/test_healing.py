@@ -1,0 +1,280 @@
+"""Workers that went wrong: outliers and what is not finite harm neither the others nor the run."""
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.diloco.toy import Net, batch, config, full, join, parameters, sharded
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, settle_weights
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, OUTLIER, Header
+from torchtitan_diloco.distributed.world import FSDP, WORKER
+
+LIMIT = 10.0
+WEIGHT = "blocks.3.weight"
+"""In fragment 3 of toy.config(2), whose first block is blocks.3."""
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+def judged(norms: list[float], limit: float = LIMIT) -> list[int]:
+    history = DeltaNorms()
+    return [history.judge(norm**2, limit) for norm in norms]
+
+
+def test_a_norm_is_compared_with_the_median_of_those_before() -> None:
+    usual = [1.0, 3.0, 1.0, 1.0, 9.0]
+    assert judged([*usual, 9.9, 1.0, 10.1, 1e9, 1.0]) == [0] * 7 + [OUTLIER, OUTLIER, 0]
+    assert judged([*usual, 1e9], limit=0.0) == [0] * 6
+    assert judged([*usual, math.nan, math.inf]) == [0] * 5 + [NOT_FINITE] * 2
+
+
+def test_a_short_history_and_rounds_without_a_change_give_no_alarm() -> None:
+    assert judged([10.0**number for number in range(FEWEST)]) == [0] * FEWEST
+    assert judged([0.0] * 2 * LATEST + [1.0] * FEWEST) == [0] * (2 * LATEST + FEWEST)
+    assert judged([float(number) for number in range(1000)]) == [0] * 1000, "a warm-up"
+
+
+def test_a_lasting_change_is_an_outlier_for_a_while_only() -> None:
+    found = judged([1.0] * 100 + [1000.0] * 2 * LATEST)
+    assert 0 < found.count(OUTLIER) <= LATEST
+    assert found[-1] == 0
+
+
+def header(flags: int = 0, weight: float = 2.0) -> Header:
+    return Header(flags, 1, 0, 1, 1, weight, 0)
+
+
+def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
+    sent = [header(), header(NOT_FINITE), header(OUTLIER), header(DROPPED)]
+    assert [one.weight for one in settle_weights(sent)] == [2.0, 0.0, 0.0, 0.0]
+    assert settle_weights([header(OUTLIER)] * 3) == [header()] * 3
+    mixed = settle_weights([header(OUTLIER), header(OUTLIER | DROPPED)])
+    assert mixed == [header(), header(DROPPED, 0.0)]
+
+
+# --- outliers -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def multiply(model: nn.Module, factor: float) -> None:
+    model.get_parameter(WEIGHT).mul_(factor)
+
+
+def copying_loss(model: nn.Module, worker: int, step: int) -> Tensor:
+    """Return the loss where a token follows itself, which Net can learn."""
+    tokens, _ = batch(worker, step)
+    return nn.functional.cross_entropy(model(tokens), tokens)
+
+
+@torch.no_grad()
+def shared_loss(model: nn.Module, outer: StreamingDiLoCo) -> float:
+    """Return the mean loss of the shared parameters on batches that nobody trains on."""
+    with outer.global_parameters():
+        return sum(copying_loss(model, 7, step).item() for step in range(20)) / 20
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> bool:
+    """Train as the trainer does: return whether the gradient is finite, and skip it if not."""
+    copying_loss(model, worker, step).backward()
+    norm = full(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    if norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+    return bool(norm.isfinite())
+
+
+def _jump(chosen: DiLoCoConfig, factor: float, ranks: int) -> tuple[list[float], list[Round], int]:
+    """Return shared losses before the jump and at the end, the rounds, and Adam's steps."""
+    world = join(2, ranks)
+    model = sharded(world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    outer = StreamingDiLoCo(
+        model, world.group(WORKER), chosen, optimizer=optimizer, shard_group=world.shards
+    )
+    losses = []
+    for step in range(1, 91):
+        learn(model, optimizer, world.worker, step)
+        if step == 50:
+            losses.append(shared_loss(model, outer))
+            multiply(model, factor if world.worker == 1 else 1.0)
+        outer.step()
+    outer.drain()
+    steps = optimizer.state[model.get_parameter(WEIGHT)]["step"]
+    return [*losses, shared_loss(model, outer)], outer.rounds(), int(steps)
+
+
+@pytest.mark.parametrize(("factor", "ranks"), [(1e2, 1), (1e6, 1), (1e6, 2)])
+def test_a_matrix_that_jumps_is_left_out_and_heals(
+    processes: ProcessPool, factor: float, ranks: int
+) -> None:
+    chosen = replace(config(2, delay=1), quantization=Quantization("fp4_e3m0", error_feedback=True))
+    results = processes.run(_jump, 2 * ranks, chosen, factor, ranks)
+    for rank, (losses, rounds, steps) in enumerate(results):
+        assert losses == pytest.approx(results[0][0])
+        assert losses[1] < losses[0], "the shared model goes on to learn"
+        (jumped,) = [one for one in rounds if one.participants == 1]
+        worker = rank // ranks
+        assert (jumped.fragment, jumped.flags) == (3, OUTLIER if worker == 1 else 0)
+        assert steps == 90 - (jumped.applied_step if worker == 1 else 0), "fresh moments"
+
+
+def _resumed_before_a_jump(_: int) -> list[tuple[dict[str, Tensor], list[int]]]:
+    """Return parameters and flags of the run that went on, and of the resumed one."""
+    world, chosen = join(2), config(2, delay=5)
+    models = Net(), Net()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in models]
+    loops = [
+        StreamingDiLoCo(model, world.group(WORKER), chosen, optimizer=optimizer)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    for step in range(1, 54):
+        learn(models[0], optimizers[0], world.worker, step)
+        loops[0].step()
+    saved = models[0].state_dict(), optimizers[0].state_dict(), loops[0].state_dict()
+    saved = copy.deepcopy(saved)
+    models[1].load_state_dict(saved[0])
+    optimizers[1].load_state_dict(saved[1])
+    loops[1].load_state_dict(saved[2])
+    ends = []
+    for model, optimizer, outer in zip(models, optimizers, loops, strict=True):
+        outer.rounds()
+        for step in range(54, 75):
+            learn(model, optimizer, world.worker, step)
+            if step == 55 and world.worker == 1:
+                multiply(model, 1e3)
+            outer.step()
+        outer.drain()
+        ends.append((parameters(model), [one.flags for one in outer.rounds()]))
+    return ends
+
+
+def test_a_resumed_run_decides_as_the_uninterrupted_one(processes: ProcessPool) -> None:
+    for worker, (went_on, resumed) in enumerate(processes.run(_resumed_before_a_jump, 2, 0)):
+        assert went_on[1] == resumed[1]
+        assert went_on[1].count(OUTLIER) == worker
+        torch.testing.assert_close(went_on[0], resumed[0], rtol=0, atol=0)
+
+
+# --- not finite -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def spoil(model: nn.Module) -> None:
+    value: Any = model.get_parameter(WEIGHT).detach()
+    (value.to_local() if hasattr(value, "to_local") else value)[0, 0] = math.nan
+
+
+def _poisoned(ranks: int, spoiled_step: int) -> dict[str, Any]:
+    """Spoil one shard of worker 1, and heal after steps whose gradient is not finite."""
+    world = join(2, ranks)
+    model = sharded(world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    chosen = replace(config(2, delay=5), sync_every=20)
+    outer = StreamingDiLoCo(
+        model, world.group(WORKER), chosen, optimizer=optimizer, shard_group=world.shards
+    )
+    healed, skipped = [], []
+    for step in range(1, 41):
+        finite = learn(model, optimizer, world.worker, step)
+        if not finite:
+            skipped.append(step)
+            healed.append(outer.heal(world.group(FSDP)))
+        if step == spoiled_step and world.rank == ranks:
+            spoil(model)
+        outer.step(float(finite))
+    outer.drain()
+    steps = optimizer.state[model.get_parameter(WEIGHT)]["step"]
+    shared = {name: full(value) for name, value in outer.global_state_dict().items()}
+    facts = outer.state_dict()["facts"]
+    rounds = outer.rounds()
+    return {
+        "healed": healed,
+        "skipped": skipped,
+        "steps": int(steps),
+        "rounds": [(one.fragment, one.flags, one.participants) for one in rounds],
+        "weights": {one.fragment: one.weight for one in rounds},
+        "counted": (facts["healed"], outer.metrics()["diloco/healed_fragments"]),
+        "finite": all(bool(value.isfinite().all()) for value in parameters(model).values()),
+        "shared": shared,
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_that_is_not_finite_heals_at_once(processes: ProcessPool, ranks: int) -> None:
+    """Fragment 3 is spoiled after step 5, long before its turn after step 32."""
+    results = processes.run(_poisoned, 2 * ranks, ranks, 5)
+    for rank, found in enumerate(results):
+        spoiled = rank >= ranks
+        assert found["finite"]
+        assert found["skipped"] == ([6] if spoiled else [])
+        assert found["healed"] == ([[3]] if spoiled else [])
+        assert found["counted"] == ((1, 1) if spoiled else (0, 0))
+        assert found["steps"] == (34 if spoiled else 40), "fresh moments"
+        assert {participants for _, _, participants in found["rounds"]} == {2}
+        assert found["weights"][3] == (26 if spoiled else 32), "of the steps since it was healed"
+        assert found["weights"][2] == (27 if spoiled else 28), "without the skipped step"
+        torch.testing.assert_close(found["shared"], results[0]["shared"], rtol=0, atol=0)
+
+
+def test_a_delta_taken_before_the_nan_counts(processes: ProcessPool) -> None:
+    """Fragment 3 is sent after step 32 and applied after step 37."""
+    spoiled, clean = (processes.run(_poisoned, 2, 1, step) for step in (33, 0))
+    for worker in range(2):
+        assert spoiled[worker]["finite"]
+        assert spoiled[worker]["rounds"][:5] == clean[worker]["rounds"][:5]
+        shared = (found[worker]["shared"][WEIGHT] for found in (spoiled, clean))
+        torch.testing.assert_close(*shared, rtol=0, atol=0)
+    assert spoiled[1]["healed"] == [[3]]
+
+
+def _found_at_its_turn(_: int) -> tuple[list[tuple[int, int]], int, float]:
+    """Spoil a parameter whose gradient stays finite, as rows do that no batch reads."""
+    world, model = join(2), Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    outer = StreamingDiLoCo(model, world.group(WORKER), config(2), optimizer=optimizer)
+    for step in range(1, 14):
+        learn(model, optimizer, world.worker, step)
+        if step == 11 and world.worker == 1:
+            spoil(model)
+        outer.step()
+    flagged = [(one.fragment, one.flags) for one in outer.rounds() if one.flags]
+    steps = optimizer.state[model.get_parameter(WEIGHT)]["step"]
+    return flagged, int(steps), outer.metrics()["diloco/healed_fragments"]
+
+
+def test_what_is_found_at_its_turn_starts_afresh_too(processes: ProcessPool) -> None:
+    """It is sent after step 11; step 12 is skipped, and its result is applied after it."""
+    first, second = processes.run(_found_at_its_turn, 2, 0)
+    assert first == ([], 13, 0)
+    assert second == ([(3, NOT_FINITE)], 1, 1)
+
+
+def test_moments_that_are_not_finite_heal_the_rows_of_one_fragment() -> None:
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model = nn.ModuleDict({"blocks": blocks, "embedding": nn.Embedding(40, 4)})
+    weight = model.get_parameter("embedding.weight")
+    optimizer = torch.optim.AdamW([weight], lr=0.01)
+    fragments = Fragments(pattern="balanced", layers_per_fragment=1)
+    chosen = replace(config(), fragments=fragments)
+    outer = StreamingDiLoCo(model, None, chosen, optimizer=optimizer)
+    shared = weight.detach().clone()
+    weight.sum().backward()
+    optimizer.step()
+    moved = weight.detach().clone()
+    assert outer.heal() == []
+    optimizer.state[weight]["exp_avg"][-1, -1] = math.inf
+    (index,) = outer.heal()
+    assert outer.fragments[index].name == "embedding.weight (rows 3/3)"
+    assert torch.equal(weight[27:], shared[27:])
+    assert torch.equal(weight[:27], moved[:27])
+    assert weight not in optimizer.state
+    assert outer.heal() == []
