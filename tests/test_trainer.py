@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import LossSums, loss_head
 from torchtitan_diloco.components.run_plan import AfterStep, RunPlan, after_step
+from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World, join_world
@@ -184,7 +186,7 @@ def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(
-    text: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config("debug", settings(text, metrics__log_every=3, validation__every=0))
     trainer = Trainer(config, join(config))
@@ -196,6 +198,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert trainer.skips.in_a_row == 2
+    assert [one.message for one in caplog.records if "skip" in one.message] == [
+        "step 2: gradient norm is nan; skip steps until it is finite"
+    ]
     assert not trainer.train_step(batches).skipped
     assert trainer.skips.in_a_row == 0
     assert all(math.isfinite(loss) for loss in curve(records(trainer.run()), LOSS))
@@ -209,6 +214,53 @@ def test_too_many_skipped_steps_end_the_run(text: Path, monkeypatch: pytest.Monk
     reason = r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"
     with pytest.raises(ValueError, match=reason):
         trainer.run()
+
+
+def spoiling_after(step: int, rank: int = 0) -> Any:
+    """Make the first parameter of a rank NaN after a step."""
+    plain = Trainer.train_step
+
+    def train_step(self: Trainer, batches: Any) -> StepResult:
+        result = plain(self, batches)
+        if self.step == step and self.world.rank == rank:
+            parameter: Any = next(self.model.parameters()).detach()
+            (parameter.to_local() if hasattr(parameter, "to_local") else parameter)[0] = math.nan
+        return result
+
+    return patch.object(Trainer, "train_step", train_step)
+
+
+def _spoiled_run(chosen: dict[str, str]) -> list[dict[str, Any]]:
+    with spoiling_after(3, rank=2):
+        return train(chosen)
+
+
+def test_a_worker_that_is_not_finite_heals_before_its_turn(
+    text: Path, processes: ProcessPool
+) -> None:
+    """No fragment is exchanged in this run, and two skipped steps would end it."""
+    once = {"diloco.sync_every": 100, "training.max_skipped_steps": 1}
+    found = processes.run(_spoiled_run, 4, streaming(text, **once, validation__every=0))[0]
+    losses = curve(found, LOSS)
+    assert len(losses) == 8
+    assert all(map(math.isfinite, losses))
+    skipped = curve(found, "train/skipped_steps_mean_over_workers")
+    assert skipped == [0, 0, 0, 0.5, 0, 0, 0, 0]
+    healed = curve(found, "diloco/healed_fragments_mean_over_ranks")
+    assert healed == [0, 0, 0, 0.5, 0, 0, 0, 0], "one fragment of one of two workers"
+
+
+def test_what_is_saved_is_finite(text: Path) -> None:
+    """It is healed before; where there is no shared copy, it is not saved."""
+    alone = streaming(text, diloco__workers=1, training__stop_after=3)
+    with spoiling_after(3):
+        train(alone)
+        together = settings(text, training__stop_after=3, run__folder=text.parent / "together")
+        with pytest.raises(ValueError, match=r"not be saved: .*worker-0/model/.* is not finite"):
+            train(together)
+    found = train(alone | {"training.stop_after": "0"})
+    assert sum(curve(found, "train/skipped_steps_mean_over_workers")) == 0
+    assert len(curve(found, LOSS)) == 8
 
 
 # --- what a user sees -----------------------------------------------------------------------------

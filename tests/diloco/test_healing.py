@@ -120,7 +120,7 @@ def test_a_matrix_that_jumps_is_left_out_and_heals(
     results = processes.run(_jump, 2 * ranks, chosen, factor, ranks)
     for rank, (losses, rounds, steps) in enumerate(results):
         assert losses == pytest.approx(results[0][0])
-        assert losses[1] < losses[0], "the shared model goes on to learn"
+        assert losses[1] < losses[0] / 50, "0.003, as without the jump, and 0.016 with its delta"
         (jumped,) = [one for one in rounds if one.participants == 1]
         worker = rank // ranks
         assert (jumped.fragment, jumped.flags) == (3, OUTLIER if worker == 1 else 0)
