@@ -16,6 +16,7 @@ from torchtitan_diloco.config.schema import flat_settings
         ({"training.global_batch_size": "17"}, "training.global_batch_size"),
         ({"run.name": "../elsewhere"}, "run.name"),
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
+        ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
         ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
         ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),

@@ -126,7 +126,7 @@ class DiLoCoConfig:
     measure_every: NotNegative = 10
     """Outer rounds of a fragment between two in which norms, cosines and drift are measured.
     0: never."""
-    delta_norm_limit: Annotated[float, Meta(ge=0)] = 10.0
+    delta_norm_limit: Annotated[float, Meta(ge=0)] = 20.0
     """Largest norm of a worker's delta of a fragment, as a multiple of the median of its latest 32.
     With a larger one the worker is left out of the round and takes the shared parameters, unless
     all workers exceed it. 0: no limit."""
