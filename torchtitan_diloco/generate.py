@@ -22,11 +22,11 @@ from torchtitan_diloco.export.saved_model import (
     run_command,
     saved_model_parser,
 )
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models import LanguageModel
 
 
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     tokens: Sequence[int],
     *,
     vocab_size: int,
@@ -56,12 +56,12 @@ def generate(
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, context: Sequence[int]) -> Tensor:
+def next_logits(model: LanguageModel, context: Sequence[int]) -> Tensor:
     """Return the logits of the next token, fp32 [vocabulary].
 
     They are on the CPU, where every device draws the same random numbers.
     """
-    inputs = torch.tensor([context], dtype=torch.int64, device=model.embedding.weight.device)
+    inputs = torch.tensor([context], dtype=torch.int64, device=next(model.parameters()).device)
     logits: Tensor = model(inputs, head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix))
     return logits.float().cpu()
 

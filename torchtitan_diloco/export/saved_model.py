@@ -1,4 +1,4 @@
-"""Opening a checkpoint as a whole model in fp32, with its tokenizer and settings.
+"""Opening a checkpoint as a whole model in fp32, and what the commands that do so share.
 
 The settings are those in the checkpoint's manifest, not in the run's config.toml: a resumed run may
 have changed them, and the manifest stays with the folder of the checkpoint.
@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-from torch import Tensor
-
 from torchtitan_diloco.components.checkpoint_schema import (
     MANIFEST,
     MODEL,
@@ -27,35 +24,16 @@ from torchtitan_diloco.components.checkpoint_schema import (
     step_of,
     worker_folder,
 )
-from torchtitan_diloco.components.resume import read_tensors, saved_tensors
+from torchtitan_diloco.components.resume import read_tensors
 from torchtitan_diloco.components.run_plan import vocabulary_rows
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.corpus import open_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
-from torchtitan_diloco.models import MODELS
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.utils import is_user_error
 
-
-@dataclass(frozen=True)
-class SavedModel:
-    config: Config
-    """Settings that the checkpoint was saved with."""
-    model: Decoder
-    tokenizer: Tokenizer
-    step: int
-    path: Path
-    """Folder of the checkpoint."""
-    weights: str
-    """`shared` or `worker-K`."""
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
-    def __str__(self) -> str:
-        which = "shared parameters" if self.weights == SHARED else self.weights
-        return f"{self.path}, step {self.step}, {which}"
+# --- the command line -----------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,12 +47,8 @@ def saved_model_parser(module: str, description: str) -> argparse.ArgumentParser
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
-    add(
-        "--weights",
-        default=SHARED,
-        metavar="WHICH",
-        help="shared: the parameters that all workers share (default); worker-K: worker K's own",
-    )
+    which = "shared: the parameters that all workers share (default); worker-K: worker K's own"
+    add("--weights", default=SHARED, metavar="WHICH", help=which)
     return parser
 
 
@@ -107,9 +81,31 @@ def run_command(
     try:
         command(parser.parse_args(arguments))
     except ValueError as error:
+        if not is_user_error(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    config: Config
+    """Settings that the checkpoint was saved with."""
+    model: LanguageModel
+    tokenizer: Tokenizer
+    step: int
+    path: Path
+    """Folder of the checkpoint."""
+    weights: str
+    """`shared` or `worker-K`."""
+
+    def __str__(self) -> str:
+        which = "shared parameters" if self.weights == SHARED else self.weights
+        return f"{self.path}, step {self.step}, {which}"
 
 
 def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
@@ -124,8 +120,7 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
     tokenizer = open_tokenizer(config.data)
     check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
-    with torch.device("meta"):
-        model = MODELS[config.model.name].build(config.model, rows, config.training.sequence_length)
+    model = build_model(config.model, rows, config.training.sequence_length)
     model.to_empty(device="cpu").requires_grad_(False).eval()
     _load(model, path, manifest, weights)
     return SavedModel(config, model, tokenizer, manifest.step, path, weights)
@@ -150,29 +145,16 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     return found[max(found) if step is None else step]
 
 
-def _load(model: Decoder, path: Path, manifest: Manifest, weights: str) -> None:
-    """Read the parameters from the folders of a checkpoint."""
-    folders: dict[str, Callable[[str], str]] = {}
-    if weights == SHARED and manifest.outer:
-        folders[SHARED] = shared_parameter_name
-    # Parameters that are frozen or have no outer loop are the same in all workers.
-    folders[worker_folder(0) if weights == SHARED else weights] = lambda name: MODEL + name
-    missing = {name: value.detach() for name, value in model.named_parameters()}
-    for folder, key in folders.items():
-        if not missing:
-            break
-        files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
-        if damaged := damage(path, manifest, files):
-            raise ValueError(damaged)
-        known = saved_tensors(path / folder)
-        found = {name: value for name, value in missing.items() if key(name) in known}
-        for name, value in found.items():
-            if known[key(name)].size != value.shape:
-                raise ValueError(
-                    f"{path} is of another model: {name} is {tuple(known[key(name)].size)} there, "
-                    f"and {tuple(value.shape)} with its settings and tokenizer. Put back the "
-                    "tokenizer that the run was trained with"
-                )
-        read_tensors(path / folder, {key(name): value for name, value in found.items()})
-        missing = {name: value for name, value in missing.items() if name not in found}
-    assert not missing, f"{path} has no {', '.join(missing)}"
+def _load(model: LanguageModel, path: Path, manifest: Manifest, weights: str) -> None:
+    """Read the parameters from their folder of a checkpoint."""
+    folder = weights
+    if weights == SHARED and not manifest.outer:  # without an outer loop all workers have the same
+        folder = worker_folder(0)
+    files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
+    if damaged := damage(path, manifest, files):
+        raise ValueError(damaged)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
+        tensors[saved_name] = parameter.detach()
+    read_tensors(path / folder, tensors)
