@@ -17,14 +17,8 @@ from safetensors.torch import save_file
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.export.hugging_face import save_hugging_face
-from torchtitan_diloco.export.saved_model import (
-    SavedModel,
-    find_checkpoint,
-    open_saved,
-    run_command,
-    saved_model_parser,
-)
-from torchtitan_diloco.export.weights import WEIGHTS_NAME, check_has_no_weights, new_folder
+from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
+from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = ("float32", "shared")
@@ -32,9 +26,7 @@ RANKS_NAME = "tokenizer.tiktoken"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = saved_model_parser(
-        "torchtitan_diloco.export", "Write a trained model as a folder of weights."
-    )
+    parser = CommandParser("export", "Write a trained model as a folder of weights.")
     add = parser.add_argument
     formats = "safetensors: for another run (default); hf: for transformers"
     add("--format", choices=("safetensors", "hf"), default="safetensors", help=formats)
@@ -43,11 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(_export, parser, arguments)
 
 
-def _export(options: argparse.Namespace) -> None:
-    path = find_checkpoint(options.run, options.step)
-    folder = options.out.expanduser() if options.out else _default_folder(path, options)
-    check_has_no_weights(folder)
-    saved, dtype = open_saved(path, weights=options.weights), DTYPES[options.dtype]
+def _export(saved: SavedModel, options: argparse.Namespace) -> None:
+    folder = options.out.expanduser() if options.out else _default_folder(saved.path, options)
+    dtype = DTYPES[options.dtype]
     try:
         if options.format == "hf":
             save_hugging_face(folder, saved.model, saved.tokenizer, dtype)

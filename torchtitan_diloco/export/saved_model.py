@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_diloco.components.checkpoint_schema import (
     MANIFEST,
@@ -32,63 +32,6 @@ from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.models import LanguageModel, build_model
 from torchtitan_diloco.utils import is_user_error
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)  # which `run_command` prints
-
-
-def saved_model_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """Create a parser with the arguments of `open_saved`."""
-    parser = _Parser(prog=f"python -m {module}", description=description)
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
-    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
-    which = "shared: the parameters that all workers share (default); worker-K: worker K's own"
-    add("--weights", default=SHARED, metavar="WHICH", help=which)
-    return parser
-
-
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    choices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", choices=choices, default="auto", help="default auto: a GPU")
-
-
-def in_range(
-    kind: Callable[[str], float], low: float, high: float = math.inf
-) -> Callable[[str], float]:
-    """Return the type of an argument from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            wanted = f"a number from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
-        return value
-
-    return parse
-
-
-def run_command(
-    command: Callable[[argparse.Namespace], None],
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-) -> int:
-    """Run a command and return its exit status. A mistake is a line on stderr and status 2."""
-    try:
-        command(parser.parse_args(arguments))
-    except ValueError as error:
-        if not is_user_error(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-# --- the model ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,3 +101,58 @@ def _load(model: LanguageModel, path: Path, manifest: Manifest, weights: str) ->
         saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
         tensors[saved_name] = parameter.detach()
     read_tensors(path / folder, tensors)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser with the arguments that say which model to open."""
+
+    def __init__(self, module: str, description: str) -> None:
+        super().__init__(prog=f"python -m torchtitan_diloco.{module}", description=description)
+        add = self.add_argument
+        add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+        add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
+        which = "shared: the parameters that all workers share (default); worker-K: worker K's own"
+        add("--weights", default=SHARED, metavar="WHICH", help=which)
+
+    def add_device(self) -> None:
+        devices = ("auto", "cpu", "cuda")
+        self.add_argument("--device", choices=devices, default="auto", help="default auto: a GPU")
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)  # which `run_command` prints
+
+
+def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -> Any:
+    """Return the type of an argument from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            wanted = f"a number from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
+        return value
+
+    return parse
+
+
+def run_command(
+    command: Callable[[SavedModel, argparse.Namespace], None],
+    parser: CommandParser,
+    arguments: Sequence[str] | None,
+) -> int:
+    """Open the model, run the command, and return its exit status.
+
+    A mistake is a line on stderr and status 2.
+    """
+    try:
+        options = parser.parse_args(arguments)
+        command(open_saved(options.run, options.step, options.weights), options)
+    except ValueError as error:
+        if not is_user_error(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -23,7 +23,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     The weights are moved last, and their index after them: a folder that has them is complete.
     """
-    check_has_no_weights(folder)
+    for name in (WEIGHTS_NAME, INDEX_NAME):
+        if (folder / name).exists():
+            raise ValueError(f"{folder / name} exists; choose another folder, or delete this one")
     incomplete = folder / ".incomplete"
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
@@ -34,12 +36,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         (incomplete / name).replace(folder / name)
     incomplete.rmdir()
-
-
-def check_has_no_weights(folder: Path) -> None:
-    for name in (WEIGHTS_NAME, INDEX_NAME):
-        if (folder / name).exists():
-            raise ValueError(f"{folder / name} exists; choose another folder, or delete this one")
 
 
 @torch.no_grad()
