@@ -41,7 +41,7 @@ def test_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_papers_table_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "--config", "debug", "--step-time", "70ms", "--table")
     assert "474,208 parameters" in text
-    assert text.count("\n| ") == 6
+    assert text.count("\n| ") == 7
 
 
 def test_the_step_time_from_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,9 +242,8 @@ def test_memory_is_that_of_the_real_outer_state(name: str, feedback: bool) -> No
     whole = Fragments(layers_per_fragment=0)
     diloco = DiLoCoConfig(fragments=whole, outer_optimizer=outer, quantization=wire)
     model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 30))
-    (fragment,) = StreamingDiLoCo(
-        model, None, replace(diloco, quantization=Quantization())
-    ).fragments
+    alone = replace(diloco, quantization=Quantization())
+    (fragment,) = StreamingDiLoCo(model, None, alone).fragments
     state = OuterState(fragment, outer, next(model.parameters()).device, error_feedback=feedback)
     load = workload()
     plan = replace(load.plan, parameters=fragment.parameters)
