@@ -109,6 +109,7 @@ MISTAKES = [
     (["--config", "1b", *LINK, "--mfu", "400%", "--device", "H100"], r'--mfu: "400%"'),
     (["--config", "1b", *KNOWN, "--mfu", "40%"], r"--mfu: not allowed with argument --step-time"),
     (STEP, r"give --bandwidth, as in 2Gbit"),
+    ([*STEP, "--upload", "2Gbit"], r"--upload is given without --bandwidth"),
     ([*STEP, "--bandwidth", "2Gfoo"], r'"2Gfoo" is no bandwidth .*2Gbit'),
     ([*STEP, "--bandwidth", "2"], r"write number and unit"),
     ([*STEP, "--bandwidth", "0Gbit"], r"from 1 kbit/s"),

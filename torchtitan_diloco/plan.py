@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--bandwidth", type=rates, help="of each worker, as in 2Gbit or 25MB/s; A,B,... for each")
     add("--upload", type=rates, help="where workers send at another rate than they receive")
-    add("--latency", type=parse_duration, default="0s", help="one way, half of ping, as in 30ms")
+    add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
     add_step = parser.add_mutually_exclusive_group().add_argument
     add_step("--step-time", type=seconds, help="compute of one inner step; A,B,... for each worker")
     add_step("--mfu", type=parse_share, help="in place of a step time: share of the peak, as 40%%")
@@ -117,6 +117,10 @@ def _check_flags(options: argparse.Namespace, settings: Sequence[str]) -> None:
             raise ValueError(f"{word} is unknown: {hint}")
     if options.table and (options.plot or options.write or options.probe or options.run):
         raise ValueError("--table plans nothing: leave out --plot, --write, --probe and --run")
+    if options.upload and not options.bandwidth:
+        raise ValueError(
+            "--upload is given without --bandwidth: give the rate of receiving as well"
+        )
     if not 0 < options.utilisation < 1:
         raise ValueError(f"--utilisation {options.utilisation:.0%}: give a share below 100%")
     for flag, path, suffixes in (
@@ -225,7 +229,9 @@ def _conditions(
     if options.bandwidth is not None:
         down = _for_each(options.bandwidth, "--bandwidth", diloco.workers)
         up = _for_each(options.upload or down, "--upload", diloco.workers)
-        given |= {"bits_per_second": min(up + down), "latency_seconds": options.latency}
+        given |= {"bits_per_second": min(up + down)}
+    if options.latency is not None:
+        given |= {"latency_seconds": options.latency}
     if steps is not None:
         given |= {"step_seconds": steps, "jitter": 0.0}
     if options.jitter is not None:

@@ -58,6 +58,20 @@ def test_runs_without_conditions_are_refused(
     assert told in capsys.readouterr().err
 
 
+def test_given_values_override_measured_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_summaries(tmp_path, Conditions(1e8, (1.0, 1.0), latency_seconds=0.01))
+    run = ["--config", "debug", "--run", str(tmp_path)]
+    for flags, expected in (
+        ([], "100 Mbit/s for the slowest worker, latency 10 ms"),
+        (["--latency", "50ms"], "100 Mbit/s for the slowest worker, latency 50 ms"),
+        (["--bandwidth", "2Mbit"], "2 Mbit/s for the slowest worker, latency 10 ms"),
+    ):
+        assert main([*run, *flags]) == 0
+        assert expected in capsys.readouterr().out
+
+
 def test_a_run_of_other_workers_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
