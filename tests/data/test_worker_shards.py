@@ -24,7 +24,6 @@ from torchtitan_diloco.data.worker_shards import (
     document_ends,
     learn_centres,
     share_out,
-    squared_distances,
     text_features,
 )
 
@@ -46,8 +45,8 @@ def test_alike_texts_come_together(alphabets: list[str]) -> None:
     features, sizes = np.stack([text_features(text) for text in texts]), np.full(len(texts), 300)
 
     def found() -> list[int]:
-        distances = squared_distances(features, learn_centres(features, sizes, count))
-        return [int(cluster) for cluster in assign(distances, sizes)]
+        similarity = features @ learn_centres(features, sizes, count).T
+        return [int(cluster) for cluster in assign(similarity, sizes)]
 
     of_alphabet = [set(found()[start::count]) for start in range(count)]
     assert [len(clusters) for clusters in of_alphabet] == [1] * count
@@ -71,9 +70,9 @@ def test_features_are_roots_of_frequencies_of_tokens_and_of_pairs() -> None:
 def test_no_cluster_takes_documents_once_it_is_full(
     sizes: list[int], clusters: int, seed: int
 ) -> None:
-    distances = np.random.default_rng(seed).random((len(sizes), clusters)).astype(np.float32)
-    distances[:, 0] /= 10  # everybody's favourite
-    chosen = assign(distances, np.array(sizes))
+    similarity = np.random.default_rng(seed).random((len(sizes), clusters))
+    similarity[:, 0] += 1  # everybody's favourite
+    chosen = assign(similarity, np.array(sizes))
     assert ((chosen >= 0) & (chosen < clusters)).all()
     for cluster in range(clusters):
         own = [size for size, at in zip(sizes, chosen.tolist(), strict=True) if at == cluster]
@@ -81,14 +80,14 @@ def test_no_cluster_takes_documents_once_it_is_full(
 
 
 @pytest.mark.parametrize(
-    ("distances", "expected"),
+    ("similarity", "expected"),
     [
-        ([[1, 2], [2, 1], [1, 3], [3, 1]], [0, 1, 0, 1]),  # nobody moves without need
-        ([[1, 2], [1, 9], [1, 3], [1, 1.1]], [0, 0, 0, 1]),  # full at 12.5: after the third
+        ([[2, 1], [1, 2], [3, 1], [1, 3]], [0, 1, 0, 1]),  # nobody moves without need
+        ([[9, 8], [9, 1], [9, 7], [9, 8.9]], [0, 0, 0, 1]),  # full at 12.5: after the third
     ],
 )
-def test_who_has_most_to_lose_chooses_first(distances: list[Any], expected: list[int]) -> None:
-    found = assign(np.array(distances, dtype=np.float32), np.array([5, 5, 5, 5]))
+def test_who_has_most_to_lose_chooses_first(similarity: list[Any], expected: list[int]) -> None:
+    found = assign(np.array(similarity), np.array([5, 5, 5, 5]))
     assert found.tolist() == expected
 
 
@@ -158,7 +157,6 @@ def test_shards_partition_the_documents(
     apart = [documents(of_worker(shards, worker)) for worker in range(workers)]
     whole = documents(tokens.read(0, len(tokens)).tolist())
     assert sorted(itertools.chain(*apart)) == sorted(whole)
-    assert [part.documents for part in shards.parts] == [len(own) for own in apart]
     assert shards.shares == [len(part) / len(tokens) for part in shards.parts]
     if (shard_by, workers) == ("clusters", 3):
         alphabets = [set(of_worker(shards, worker)) - {END} for worker in range(workers)]
@@ -214,9 +212,6 @@ def test_decided_once_and_the_same_anywhere(
     random = share_out(replace(data, shard_by="random"), tokens, BYTES, 3)
     others = {share_out(data, tokens, BYTES, 2).fingerprint, random.fingerprint}
     assert len({shards.fingerprint, tokens.fingerprint, *others}) == 4
-    kept.write_bytes(kept.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"cannot read .*documents\.npy: .*; delete .*worker-shar"):
-        share_out(data, tokens, BYTES, 3)
 
 
 def test_without_shards_all_share_one_order(data: Data, tokens: TokenShards) -> None:
@@ -237,8 +232,9 @@ def test_a_document_that_never_ends_is_one_too(data: Data, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("lines", "shard_by", "workers", "message"),
     [
-        (["a"] * 60, "clusters", 61, r'"clusters" gives .* has 60 for diloco\.workers = 61: use'),
-        (["same"] * 8, "clusters", 8, r"leaves workers \[.*\] of 8 .*too much alike.*\"random\""),
+        (["a"] * 6, "clusters", 7, r'"clusters" leaves workers .* of diloco\.workers = 7 .* 6 doc'),
+        (["same"] * 8, "clusters", 8, r"leaves workers \[.*\] of .*too much alike.*\"random\""),
+        (["a"] * 6, "random", 7, r"leaves workers \[.*\] of .* 6 documents of"),
         (["short", "long " * 100], "random", 2, r"shard of worker \d .*random\) of .* 6 tokens"),
     ],
 )
