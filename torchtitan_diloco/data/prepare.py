@@ -10,11 +10,11 @@ import argparse
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ from torchtitan_diloco.utils import available_cores
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _JOB_PIECES = 32  # tokenised at once by a thread
 _JOBS_AHEAD = 4  # per thread; bounds memory
+
+T = TypeVar("T")
 
 
 def prepare(
@@ -74,8 +76,8 @@ def prepare(
         if finished.exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
-        pieces = _encode_all(corpus, tokenizer, writers, validation_fraction, threads)
-        new_tokens = _write(pieces, writers, max_tokens)
+        threads, fraction = threads or available_cores(), validation_fraction
+        new_tokens = _write(corpus, tokenizer, writers, fraction, max_tokens, threads)
         started.rename(finished)
     seconds = time.monotonic() - start
     train, held_out = index.splits["train"], index.splits["validation"]
@@ -95,9 +97,7 @@ def _read_or_begin(folder: Path, new: Index) -> Index:
             index = read_index(folder / name)
             before, now = index.settings, new.settings
             keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            if keys == ["tokenizer"]:  # another path to the same ranks
-                keys = []
-            if keys:
+            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
                 changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
                 raise ValueError(
                     f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
@@ -112,69 +112,58 @@ def _read_or_begin(folder: Path, new: Index) -> Index:
     return new
 
 
-class _Encoded(NamedTuple):
-    """Tokens of a piece."""
-
-    number: int
-    split: Split
-    tokens: npt.NDArray[np.uint32]
-    ends_text: bool
-
-
 def _write(
-    pieces: Iterator[_Encoded], writers: dict[Split, ShardWriter], max_tokens: int | None
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    writers: dict[Split, ShardWriter],
+    fraction: float,
+    max_tokens: int | None,
+    threads: int,
 ) -> int:
-    """Write all pieces, or as many as `max_tokens` need. Return the number of tokens written."""
+    """Tokenise all pieces that are not written yet. Return the number of new tokens."""
+
+    def split_of(number: int) -> Split:
+        return "validation" if is_held_out(number, fraction) else "train"
+
+    def encode(number: int, piece: Piece) -> tuple[int, npt.NDArray[np.uint32], bool]:
+        # Where the next piece goes to the other split, the document ends for this one.
+        ends_text = piece.ends_document or split_of(number) != split_of(number + 1)
+        tokens = tokenizer.encode(piece.text)
+        if ends_text:
+            tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
+        return number, tokens, ends_text
+
+    done = {split: writer.end_piece for split, writer in writers.items()}
+    pieces = enumerate(corpus.pieces("tokenising"))
+    missing = ((number, piece) for number, piece in pieces if number >= done[split_of(number)])
     train, new_tokens = writers["train"], 0
-    for piece in pieces:
+    for number, tokens, ends_text in _in_threads(encode, missing, threads):
         enough = max_tokens is not None and train.tokens >= max_tokens
-        if enough and piece.number >= train.end_piece:
+        if enough and number >= train.end_piece:
             break
-        writers[piece.split].add(piece.number, piece.tokens, piece.ends_text)
-        new_tokens += len(piece.tokens)
+        writers[split_of(number)].add(number, tokens, ends_text)
+        new_tokens += len(tokens)
     for writer in writers.values():
         writer.finish_shard()
     return new_tokens
 
 
-def _encode_all(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    writers: dict[Split, ShardWriter],
-    fraction: float,
-    threads: int | None,
-) -> Iterator[_Encoded]:
-    """Yield the pieces that are not written yet, encoded by threads, in order.
+def _in_threads(
+    function: Callable[..., T], arguments: Iterator[tuple[Any, ...]], threads: int
+) -> Iterator[T]:
+    """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
 
-    Threads suffice, because tiktoken releases the interpreter's lock.
-    """
+    def run(job: list[tuple[Any, ...]]) -> list[T]:
+        return [function(*each) for each in job]
 
-    def split_of(number: int) -> Split:
-        return "validation" if is_held_out(number, fraction) else "train"
-
-    def encode(number: int, piece: Piece) -> _Encoded:
-        split, tokens = split_of(number), tokenizer.encode(piece.text)
-        # Where the next piece goes to the other split, the document ends for this one.
-        ends_text = piece.ends_document or split_of(number + 1) != split
-        if ends_text:
-            tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
-        return _Encoded(number, split, tokens, ends_text)
-
-    def encode_job(job: list[tuple[int, Piece]]) -> list[_Encoded]:
-        return [encode(number, piece) for number, piece in job]
-
-    threads = threads or available_cores()
-    done = {split: writer.end_piece for split, writer in writers.items()}
-    numbered = enumerate(corpus.pieces("tokenising"))
-    missing = ((number, piece) for number, piece in numbered if number >= done[split_of(number)])
-    jobs: deque[Future[list[_Encoded]]] = deque()
+    results: deque[Future[list[T]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        while job := list(islice(missing, _JOB_PIECES)):
-            jobs.append(pool.submit(encode_job, job))
-            if len(jobs) >= _JOBS_AHEAD * threads:
-                yield from jobs.popleft().result()
-        for done_job in jobs:
-            yield from done_job.result()
+        while job := list(islice(arguments, _JOB_PIECES)):
+            results.append(pool.submit(run, job))
+            if len(results) >= _JOBS_AHEAD * threads:
+                yield from results.popleft().result()
+        for result in results:
+            yield from result.result()
 
 
 # --- the command ---
