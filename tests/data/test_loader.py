@@ -23,7 +23,7 @@ def shards(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> TokenSha
 def build(shards: TokenShards, **changes: Any) -> TrainLoader:
     settings = {"batch_size": 2, "accumulation": 1, "rank": 0, "ranks": 1, "seed": 0}
     settings |= {"sequence_length": LENGTH, "shuffle": True, "processes": 0}
-    return TrainLoader(shards, **(settings | changes))
+    return TrainLoader([shards], **(settings | changes))
 
 
 def take(loader: TrainLoader, batches: int) -> list[list[int]]:

@@ -133,10 +133,10 @@ def of_worker(shards: WorkerShards, worker: int) -> list[int]:
     return [int(token) for token in shards.parts[worker].read(0, len(shards.parts[worker]))]
 
 
-def loader(tokens: TokenShards, shards: WorkerShards | None, **changes: int) -> TrainLoader:
+def loader(shards: WorkerShards, **changes: int) -> TrainLoader:
     layout: dict[str, Any] = {"batch_size": 2, "accumulation": 1, "processes": 0, "seed": 3}
-    layout |= {"sequence_length": LENGTH, "shuffle": True, "worker_shards": shards}
-    return TrainLoader(tokens, **(layout | changes))
+    layout |= {"sequence_length": LENGTH, "shuffle": True}
+    return TrainLoader(shards.parts, **(layout | changes))
 
 
 def sequences(reader: TrainLoader, batches: int) -> list[tuple[int, ...]]:
@@ -174,7 +174,7 @@ def test_an_epoch_of_each_worker_has_its_own_sequences_once(
         expected = [tuple(whole[start : start + LENGTH + 1]) for start in starts]
         steps = -(-len(expected) // each)
         ranks = [
-            sequences(loader(tokens, shards, rank=rank, ranks=3 * each, batch_size=1), steps)
+            sequences(loader(shards, rank=rank, ranks=3 * each, batch_size=1), steps)
             for rank in range(each * worker, each * worker + each)
         ]
         epoch = list(itertools.chain(*zip(*ranks, strict=True)))[: len(expected)]
@@ -188,13 +188,13 @@ def test_a_position_continues_where_it_was_saved(
 ) -> None:
     shards = share_out(data, tokens, BYTES, 3)
     for rank in range(6):
-        whole = sequences(loader(tokens, shards, rank=rank, ranks=6), 40)
-        first = loader(tokens, shards, rank=rank, ranks=6, processes=processes)
+        whole = sequences(loader(shards, rank=rank, ranks=6), 40)
+        first = loader(shards, rank=rank, ranks=6, processes=processes)
         seen = sequences(first, 25)
         assert first.position == 25 * 6 * 2, "samples of all ranks, the same on each"
         again = share_out(data, tokens, BYTES, 3)
-        second = loader(tokens, again, rank=rank, ranks=6, start=first.position)
-        third = loader(tokens, shards, rank=rank, ranks=6, processes=processes)
+        second = loader(again, rank=rank, ranks=6, start=first.position)
+        third = loader(shards, rank=rank, ranks=6, processes=processes)
         third.load_state_dict(first.state_dict())
         assert seen + sequences(second, 15) == seen + sequences(third, 15) == whole
 
@@ -217,8 +217,7 @@ def test_decided_once_and_the_same_anywhere(
 def test_without_shards_all_share_one_order(data: Data, tokens: TokenShards) -> None:
     shards = share_out(replace(data, shard_by="none"), tokens, BYTES, 4)
     assert (shards.fingerprint, shards.shares) == (tokens.fingerprint, [0.25] * 4)
-    found = [sequences(loader(tokens, one, rank=3, ranks=4), 9) for one in (shards, None)]
-    assert found[0] == found[1]
+    assert shards.parts == [tokens]
 
 
 def test_a_document_that_never_ends_is_one_too(data: Data, tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_documents_that_do_not_suffice(
     tokens = open_split(few, BYTES, "train")
     for rank in range(workers):  # all see it
         with pytest.raises(ValueError, match=message):
-            loader(tokens, share_out(few, tokens, BYTES, workers), rank=rank, ranks=workers)
+            loader(share_out(few, tokens, BYTES, workers), rank=rank, ranks=workers)
 
 
 def test_workers_of_a_run_count_by_their_tokens_and_resume(

@@ -5,7 +5,7 @@ Neighbours share one token, so every token but the first is a target exactly onc
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchtitan_diloco.data.order import Indices, sequence_indices
 from torchtitan_diloco.data.shards import TokenArray
-from torchtitan_diloco.data.worker_shards import WorkerShards
 from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
 
 Batch = tuple[Tensor, Tensor]
@@ -62,7 +61,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        shards: TokenArray,
+        parts: Sequence[TokenArray],
         *,
         sequence_length: int,
         batch_size: int,
@@ -73,17 +72,15 @@ class TrainLoader:
         shuffle: bool,
         processes: int,
         start: int = 0,
-        worker_shards: WorkerShards | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Begin at the global position `start`."""
+        """Begin at the global position `start`. `parts`: tokens by worker, or one part for all."""
         if processes > available_cores():
             raise ValueError(
                 f"data.loader_processes = {processes} is more than the {available_cores()} cores "
                 f"of this machine; 0 or 1 is enough for memory-mapped tokens"
             )
         # Readers for all workers, so that every rank sees if the shard of one is too short.
-        parts = worker_shards.parts if worker_shards else [shards]
         readers = [SequenceReader(part, sequence_length) for part in parts]
         self._streams, self._ranks = len(readers), ranks // len(readers)
         worker, self._rank = divmod(rank, self._ranks)
