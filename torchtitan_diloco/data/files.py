@@ -15,17 +15,13 @@ def write_whole(path: Path, content: bytes) -> None:
     with aside.open("wb") as file:
         file.write(content)
         file.flush()
-        force_to_disk(file.fileno())
+        os.fsync(file.fileno())
     aside.replace(path)
 
 
 def aside_path(path: Path) -> Path:
     """Return where a file is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.partial")
-
-
-def force_to_disk(descriptor: int) -> None:
-    os.fsync(descriptor)
 
 
 @contextlib.contextmanager

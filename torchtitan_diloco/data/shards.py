@@ -7,6 +7,7 @@ and a CRC-32 for each block of 64 KiB of them, little-endian.
 
 import functools
 import hashlib
+import os
 import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.data.files import aside_path, force_to_disk, write_whole
+from torchtitan_diloco.data.files import aside_path, write_whole
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 Split = Literal["train", "validation"]
@@ -124,7 +125,7 @@ class ShardWriter:
             checksums = np.array([zlib.crc32(block) for block in blocks], dtype="<u4").tobytes()
             file.write(checksums)
             file.flush()
-            force_to_disk(file.fileno())
+            os.fsync(file.fileno())
         path = self._path()
         aside_path(path).replace(path)
         shard = Shard(path.name, self._tokens, zlib.crc32(checksums), self.end_piece)
