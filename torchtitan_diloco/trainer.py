@@ -51,7 +51,8 @@ from torchtitan_diloco.distributed.collectives import assert_agreement, on_first
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
-from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.observed import log_summary, run_summary
 from torchtitan_diloco.utils import GarbageControl, clock, logger
 
@@ -71,8 +72,8 @@ class Trainer:
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
-        self.train_tokens = open_split(config.data, tokenizer, "train")
-        self.worker_shards = share_out(config.data, self.train_tokens, tokenizer, world.workers)
+        train_tokens = open_split(config.data, tokenizer, "train")
+        self.worker_shards = share_out(config.data, train_tokens, tokenizer, world.workers)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         self._assert_agreement()
 
@@ -84,7 +85,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.loader = TrainLoader(
-            self.train_tokens,
+            self.worker_shards.parts,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
             accumulation=self.plan.accumulation,
@@ -94,7 +95,6 @@ class Trainer:
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
             start=self.resumed.position,
-            worker_shards=self.worker_shards,
             pin_memory=world.device.type == "cuda",
         )
         self.validator = self._build_validator()
@@ -310,9 +310,9 @@ class Trainer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        config, spec, device = self.config, MODELS[self.config.model.name], self.world.device
-        with torch.device("meta"):
-            self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
+        config, device = self.config, self.world.device
+        length = config.training.sequence_length
+        self.model = build_model(config.model, self.vocab_size, length)
         counts = self.model.parameter_counts()
         self.plan = plan_run(
             config.training,
@@ -324,7 +324,7 @@ class Trainer:
         )
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self._fsdp_mesh()
-        spec.parallelize(
+        parallelize(
             self.model,
             mesh,
             parallel=config.parallel,
@@ -332,7 +332,7 @@ class Trainer:
             compile=config.compile,
             compute_dtype=dtype,
         )
-        spec.materialize(self.model, device, config.run.seed)
+        materialize(self.model, device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
         self.precision = autocast(dtype, device) if mesh is None else nullcontext()
