@@ -1,22 +1,13 @@
 """The figures of a page, each with a caption that says what it shows."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.timeline import phases
-from torchtitan_diloco.report.charts import (
-    PHASE_COLOURS,
-    SERIES,
-    TIMELINE_WIDTH,
-    Curve,
-    line_chart,
-    series_colour,
-    timeline_svg,
-)
+from torchtitan_diloco.components.timeline import PHASE_COLOURS, phases
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
 from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
@@ -25,11 +16,8 @@ from torchtitan_diloco.report.run_records import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     Array,
-    Record,
     Run,
-    number,
     of_known,
-    round_workers,
 )
 
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
@@ -193,29 +181,25 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
             ("The last exchange", 1, 1, "The same for the last exchange alone."),
         ):
             title += f", {run.name}" if len(runs) > 1 else ""
-            shown, fewer = (
-                [phase for phase in phases(run.rounds[-count:]) if phase.seconds > 0]
-                for count in (wide, narrow)
-            )
-            if not fewer:
-                continue
-            legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
-            svg = timeline_svg(title, shown, TIMELINE_WIDTH)
-            narrow_svg = timeline_svg(title, fewer, NARROW)
-            found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
+            shown, fewer = (phases(run.rounds[-count:]) for count in (wide, narrow))
+            if any(phase.seconds > 0 for phase in fewer):
+                legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
+                svg, narrow_svg = timeline_svg(title, shown), timeline_svg(title, fewer, NARROW)
+                found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
     return found
 
 
 def _rounds(
-    runs: Sequence[Run], title: str, unit: str, caption: str, value: Callable[[Record], float]
+    runs: Sequence[Run], title: str, unit: str, caption: str, value: Callable[[Run], Array]
 ) -> Figure | None:
     """Draw a value over the rounds in which it was measured, by fragment or, of several runs, by
     run."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        rows = [(record.get("fragment"), record["step"], value(record)) for record in run.rounds]
-        measured = np.array([row for row in rows if np.isfinite(row[-1])], dtype=float)
-        fragments, x, y = measured.reshape(-1, 3).T
+        values = value(run)
+        measured = np.isfinite(values)
+        x, y = run.of_rounds("step")[measured], values[measured]
+        fragments = run.of_rounds("fragment")[measured]
         if len(runs) == 1:
             names = {record.get("fragment"): record.get("fragment_name") for record in run.rounds}
             for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
@@ -229,14 +213,13 @@ def _rounds(
     return _line_figure(runs, title, caption, unit, curves, x_label="step")
 
 
-def _cosine(record: Record) -> float:
-    return _mean_over_workers(record, "cosine_to_mean")
+def _cosine(run: Run) -> Array:
+    return _mean_over_workers(run, "cosine_to_mean")
 
 
-def _drift(record: Record) -> float:
-    return _mean_over_workers(record, "drift_norm") / math.sqrt(number(record.get("parameters")))
+def _drift(run: Run) -> Array:
+    return _mean_over_workers(run, "drift_norm") / np.sqrt(run.of_rounds("parameters"))
 
 
-def _mean_over_workers(record: Record, key: str) -> float:
-    values = np.array([number(worker.get(key)) for worker in round_workers(record)])
-    return of_known(np.mean, values)
+def _mean_over_workers(run: Run, key: str) -> Array:
+    return np.array([of_known(np.mean, values) for values in run.of_workers(key)])
