@@ -60,15 +60,8 @@ def plan_run(
             f"the run has {total_steps} steps by the settings of [training], and its checkpoint is "
             f"of step {start_step}: make the run longer, or choose another run.folder"
         )
-    return RunPlan(
-        parameters,
-        embedding_parameters,
-        accumulation,
-        tokens_per_step,
-        total_steps,
-        start_step,
-        start_tokens,
-    )
+    sizes = parameters, embedding_parameters, accumulation, tokens_per_step, total_steps
+    return RunPlan(*sizes, start_step, start_tokens)
 
 
 @dataclass(frozen=True)

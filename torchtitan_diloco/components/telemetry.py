@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchtitan_diloco.components.checkpoint_schema import RunState
@@ -33,8 +34,7 @@ from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import GIB, clock, logger, peak_flops, peak_memory_bytes
 
-Item = TypeVar("Item")
-
+Batch = tuple[Tensor, Tensor]
 COUNTED = (
     "cross_entropy",
     "tokens",
@@ -72,8 +72,6 @@ class _LoggedStep(NamedTuple):
     """Logged step whose sums over ranks are in flight."""
 
     step: int
-    steps: int
-    """Since the last logged step."""
     record: Record
     names: tuple[str, ...]
     rounds: list[Round]
@@ -125,7 +123,7 @@ class Telemetry:
 
     # --- every step -------------------------------------------------------------------------------
 
-    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and count how long training waits for them."""
         started = time.perf_counter()
         for batch in batches:
@@ -148,7 +146,6 @@ class Telemetry:
             compute = seconds - (self._waited() - self._waited_before)
             for name, value in zip(OF_WORKER, (1, compute, compute**2), strict=True):
                 self.count(name, value)
-        self._steps += 1
         self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
 
     def _waited(self) -> float:
@@ -164,7 +161,7 @@ class Telemetry:
         self._interval_started += seconds
 
     def _start_counting(self) -> None:
-        self._steps, self._counters = 0, dict.fromkeys((*COUNTED, *OF_WORKER), 0.0)
+        self._counters = dict.fromkeys((*COUNTED, *OF_WORKER), 0.0)
 
     # --- a logged step ----------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class Telemetry:
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         names = tuple(counters)
-        logged = _LoggedStep(step, self._steps, record, names, rounds, sums, memory)
+        logged = _LoggedStep(step, record, names, rounds, sums, memory)
         self._in_flight.append(logged)
         self._start_counting()
         self._rounds = []
@@ -211,16 +208,16 @@ class Telemetry:
             self.round_records += records
             for found in records:
                 self._files.write(found, found["step"], round_scalars(found))
-            record = logged.record | self._step_record(logged.steps, counters, records)
+            record = logged.record | self._step_record(counters, records)
             record["memory/peak_gib_max_over_ranks"] = memory / GIB
             self.write(logged.step, record)
             logger.info(_console_line(logged.step, self._plan.total_steps, record))
 
     def _step_record(
-        self, steps: int, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
+        self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
     ) -> Record:
-        """Return the record of `steps` steps, and add the counters of all workers to the totals."""
-        size, workers = self._world.size, self._world.workers
+        """Return the record of a logged step, and add the counters of all workers to the totals."""
+        size, workers, steps = self._world.size, self._world.workers, max(counters["steps"])
         of_worker = {
             worker_key(worker, name): value
             for name in OF_WORKER

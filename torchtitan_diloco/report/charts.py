@@ -22,6 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from torchtitan_diloco.components.timeline import Phase
 from torchtitan_diloco.components.timeline_figure import (
     COLOURS,
+    LIGHT,
     STYLE,
     WIDTH,
     draw_timeline,
@@ -30,23 +31,6 @@ from torchtitan_diloco.components.timeline_figure import (
 from torchtitan_diloco.report.run_records import Array
 from torchtitan_diloco.utils import brief
 
-DARK = {
-    "surface": "#15181d",
-    "text": "#e8eaed",
-    "muted": "#a8b0bb",
-    "grid": "#2b3038",
-    "axis": "#636c78",
-    "band": "#2a313a",
-    "series-1": "#6cb2ff",
-    "series-2": "#ff9a66",
-    "series-3": "#5cd1a0",
-    "series-4": "#cda0ea",
-    "series-5": "#ecc04f",
-    "series-6": "#63cfe8",
-    "series-7": "#ff8fb9",
-    "series-8": "#a6adb8",
-}
-"""COLOURS on a dark background."""
 SERIES = 8
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
 LINE_CHART_SIZE = (430.0, 226.0)
@@ -79,8 +63,7 @@ def series_colour(series: int) -> str:
 def css_variables(root: str = ":root") -> str:
     """Return the style sheet of charts. `root` selects the elements that get the colours."""
     light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in colours.items())
-        for colours in (COLOURS, DARK)
+        "".join(f"--{name}:{pair[scheme]};" for name, pair in COLOURS.items()) for scheme in (0, 1)
     )
     return (
         f"{root}{{color-scheme:light dark;{light}}}"
@@ -132,7 +115,7 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
     axes.plot(
         curve.x,
         np.where(shown, curve.y, np.nan),
-        color=COLOURS[series_colour(curve.series)],
+        color=LIGHT[series_colour(curve.series)],
         linestyle="--" if curve.dashed else "-",
         linewidth=1.2 if curve.faint else 2.0,
         alpha=0.45 if curve.faint else None,
@@ -207,7 +190,7 @@ def _svg(
         body = body.replace(f'<g id="tip-{number}">', f"<g><title>{_escape(tooltip)}</title>")
     body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
     body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
-    for name, colour in COLOURS.items():
+    for name, colour in LIGHT.items():
         body = body.replace(colour, f"var(--{name})")
     opening = (
         f'<svg class="chart" role="img" aria-label="{_escape(title)}" '
