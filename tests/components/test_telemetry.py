@@ -171,6 +171,8 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     totals = [own.totals[worker_key(0, name)] for name in ("steps", "seconds", "squares")]
     assert totals == [2, 3, 4.5], "computed 1.5 seconds in each step"
     assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
+    starts = [found["workers"][0]["due_at_seconds"] for found in records(tmp_path, "round")]
+    assert starts == [1001, 1002], "on the clock of the whole run"
 
 
 def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:

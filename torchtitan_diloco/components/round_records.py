@@ -69,43 +69,35 @@ class RoundTable:
         self._shifts = [0.0] * world.workers
 
     def row(self, rounds: Sequence[Round]) -> list[float]:
-        values, others = list[float](), range(self._world.workers)
-        for found in rounds:
-            own = list(_of_first_rank(found, self._clock_start).values())
-            own += [found.traffic.heard_after(other) for other in others]
-            own += [_link_rate(found, other) for other in others]
-            first = self._world.rank_in_worker == 0
-            values += [*_of_every_rank(found).values(), *(own if first else [0.0] * len(own))]
-        return values
+        return [value for found in rounds for value in self._numbers(found).values()]
+
+    def _numbers(self, found: Round) -> dict[str, float]:
+        own = _of_first_rank(found, self._clock_start)
+        for other in range(self._world.workers):
+            own[f"heard_after/{other}"] = found.traffic.heard_after(other)
+            own[f"rate_from/{other}"] = _link_rate(found, other)
+        if self._world.rank_in_worker != 0:
+            own = dict.fromkeys(own, 0.0)
+        return _of_every_rank(found) | own
 
     def records(self, rounds: Sequence[Round], table: NDArray[np.float64]) -> Iterator[RoundRecord]:
         """Yield a record for each round. `table` has a row for each worker."""
-        workers = self._world.workers
-        by_round = np.split(table, len(rounds), axis=1) if rounds else []
-        for found, rows in zip(rounds, by_round, strict=True):
-            summed_keys, first_keys = _of_every_rank(found), _of_first_rank(found, 0.0)
-            ends = np.cumsum([len(summed_keys), len(first_keys), workers])
-            summed, own, heard_after, rates = (
-                part.tolist() for part in np.split(rows, ends, axis=1)
-            )
-            sums = [dict(zip(summed_keys, row, strict=True)) for row in summed]
-            first = [dict(zip(first_keys, row, strict=True)) for row in own]
-            self._align(first)
-            ahead = ahead_of_last([max(_known(row), default=math.nan) for row in heard_after])
-            columns = zip(sums, first, ahead, heard_after, rates, strict=True)
-            tables = [_worker_record(*column) for column in columns]
-            name = self._names[found.fragment]
-            yield _without_nan(_round_record(found, name, sums[0], tables))
+        parts = np.split(table, len(rounds), axis=1) if rounds else []
+        for found, part in zip(rounds, parts, strict=True):
+            keys = self._numbers(found)
+            workers = [dict(zip(keys, row, strict=True)) for row in part.tolist()]
+            self._align(workers)
+            yield _without_nan(_round_record(found, self._names[found.fragment], workers))
 
-    def _align(self, numbers: Sequence[dict[str, float]]) -> None:
+    def _align(self, workers: Sequence[dict[str, float]]) -> None:
         """Shift the moments of all workers to worker 0's clock, by the shift of the round before
         where the headers' arrival is not known."""
-        for worker, own in enumerate(numbers):
-            shift = numbers[0]["heard_at_seconds"] - own["heard_at_seconds"]
+        for worker, numbers in enumerate(workers):
+            shift = workers[0]["heard_at_seconds"] - numbers["heard_at_seconds"]
             if math.isfinite(shift):
                 self._shifts[worker] = shift
-            for key in own:
-                own[key] += self._shifts[worker] if key.endswith("_at_seconds") else 0.0
+            for key in numbers:
+                numbers[key] += self._shifts[worker] if key.endswith("_at_seconds") else 0.0
 
 
 def _link_rate(found: Round, sender: int) -> float:
@@ -123,11 +115,9 @@ def ahead_of_last(waited: Sequence[float]) -> list[float]:
     return [seconds - min(known) if len(known) > 1 else math.nan for seconds in waited]
 
 
-def _round_record(
-    found: Round, name: str, sums: Mapping[str, float], workers: Sequence[Mapping[str, Any]]
-) -> RoundRecord:
-    """Return the record of a round. `sums`: those of worker 0."""
-    ahead = [worker["ahead_of_last_seconds"] for worker in workers]
+def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
+    heard_after = [_links(numbers, "heard_after") for numbers in workers]
+    ahead = ahead_of_last([max(_known(own), default=math.nan) for own in heard_after])
     last_worker = ahead.index(0.0) if 0.0 in ahead else None
     late = _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker)
     return {
@@ -138,45 +128,49 @@ def _round_record(
         "outer_round": found.outer_round,
         "sent_step": found.sent_step,
         "applied_step": found.applied_step,
-        "parameters": round(sums["parameters"]),
+        "parameters": round(workers[0]["parameters"]),
         "participants": found.participants,
-        "update_norm": math.sqrt(sums["update_square"]),
+        "update_norm": math.sqrt(workers[0]["update_square"]),
         "last_worker": last_worker,
         "late_by_seconds": min(late, default=None),
-        "workers": workers,
+        "workers": [
+            {key: numbers[key] for key in _of_first_rank(found, 0.0)}
+            | _derived(numbers)
+            | {"ahead_of_last_seconds": seconds}
+            for numbers, seconds in zip(workers, ahead, strict=True)
+        ],
     }
 
 
-def _worker_record(
-    sums: Mapping[str, float],
-    first: Mapping[str, float],
-    ahead: float,
-    heard_after: list[float],
-    rates: list[float],
-) -> dict[str, Any]:
+def _derived(numbers: Mapping[str, float]) -> dict[str, Any]:
+    """Return what follows from the numbers of a worker."""
+
     def between(start: str, end: str) -> float:
-        seconds = first[f"{end}_at_seconds"] - first[f"{start}_at_seconds"]
+        seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
         return max(seconds, 0.0)  # a payload may arrive before the last header; NaN stays NaN
 
     waited = between("asked", "arrived")
     exposed = _known([between("due", "taken"), waited, between("arrived", "applied")])
-    norms = math.sqrt(sums["delta_square"] * sums["mean_square"])
+    norms = math.sqrt(numbers["delta_square"] * numbers["mean_square"])
     return {
-        **first,
         "transfer_seconds": between("heard", "received"),
         "exchange_seconds": between("begun", "ready"),
         "waited_seconds": waited,
         "exposed_seconds": math.fsum(exposed) if exposed else None,
-        "sent_bytes": sums["sent_bytes"],
-        "received_bytes": sums["received_bytes"],
-        "sent_bits_per_parameter": 8 * sums["sent_bytes"] / (sums["parameters"] or math.nan),
-        "outer_gradient_norm": math.sqrt(sums["delta_square"]),
-        "cosine_to_mean": sums["dot"] / norms if norms else None,
-        "drift_norm": math.sqrt(sums["drift_square"]),
-        "ahead_of_last_seconds": ahead,
-        "heard_after_seconds": heard_after,
-        "received_bits_per_second_from": rates,
+        "sent_bytes": numbers["sent_bytes"],
+        "received_bytes": numbers["received_bytes"],
+        "sent_bits_per_parameter": 8 * numbers["sent_bytes"] / (numbers["parameters"] or math.nan),
+        "outer_gradient_norm": math.sqrt(numbers["delta_square"]),
+        "cosine_to_mean": numbers["dot"] / norms if norms else None,
+        "drift_norm": math.sqrt(numbers["drift_square"]),
+        "heard_after_seconds": _links(numbers, "heard_after"),
+        "received_bits_per_second_from": _links(numbers, "rate_from"),
     }
+
+
+def _links(numbers: Mapping[str, float], name: str) -> list[float]:
+    """Return a number for every other worker, in order."""
+    return [value for key, value in numbers.items() if key.startswith(f"{name}/")]
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

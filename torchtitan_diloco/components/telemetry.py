@@ -281,30 +281,31 @@ def time_shares(sums: Mapping[str, float]) -> Record:
     wall, steps, data, agreement = (
         sums[f"time/{name}_seconds"] for name in ("wall", "step", "data", "agreement")
     )
-    exposed = sums.get("diloco/exposed_seconds")
-    between_steps = 0.0 if exposed is None else agreement
-    seconds = {
-        "compute": steps - data - (exposed or 0.0),
-        "data": data,
-        "exposed_communication": None if exposed is None else exposed + between_steps,
-        "other": wall - steps - between_steps,
-    }
+
+    def share(seconds: float) -> float:
+        return 100 * min(1.0, max(0.0, seconds / wall))
+
+    streaming = "diloco/exposed_seconds" in sums
+    exposed = sums["diloco/exposed_seconds"] if streaming else 0.0
+    agreement = agreement if streaming else 0.0
     return {
-        name: None if value is None else 100 * min(1.0, max(0.0, value / wall))
-        for name, value in seconds.items()
+        "compute": share(steps - data - exposed),
+        "data": share(data),
+        "exposed_communication": share(exposed + agreement) if streaming else None,
+        "other": share(wall - steps - agreement),
     }
 
 
 def _console_line(step: int, total_steps: int, record: Record) -> str:
-    mfu, seconds = record["speed/mfu_percent"], record["speed/seconds_per_step"] or 0.0
-    parts = [
-        f"step {step:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {record['train/loss_nats_per_token_global']:.4f}",
-        f"gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}",
-        f"lr {record['train/lr']:.2e}",
-        f"{record['speed/tokens_per_second_global']:,.0f} tokens/s",
-        f"MFU {'n/a' if mfu is None else f'{mfu:.1f} %'}",
-        f"memory {record['memory/peak_gib_max_over_ranks']:.2f} GiB",
-        f"ETA {clock((total_steps - step) * seconds)}",
-    ]
-    return "  ".join(parts)
+    values = {key: math.nan if value is None else value for key, value in record.items()}
+    mfu, eta = values["speed/mfu_percent"], (total_steps - step) * values["speed/seconds_per_step"]
+    return (
+        f"step {step:>{len(str(total_steps))}}/{total_steps}"
+        f"  loss {values['train/loss_nats_per_token_global']:.4f}"
+        f"  gradient norm {values['train/gradient_norm_mean_over_workers']:.3f}"
+        f"  lr {values['train/lr']:.2e}"
+        f"  {values['speed/tokens_per_second_global']:,.0f} tokens/s"
+        f"  MFU {'n/a' if math.isnan(mfu) else f'{mfu:.1f} %'}"
+        f"  memory {values['memory/peak_gib_max_over_ranks']:.2f} GiB"
+        f"  ETA {clock(eta)}"
+    )

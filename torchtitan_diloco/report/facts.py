@@ -58,13 +58,11 @@ def facts_table(runs: Sequence[Run]) -> Table:
 
 def detail_tables(runs: Sequence[Run]) -> list[Table]:
     """Return the workers and links of each run and the settings that differ, if there are any."""
-    tables = [table for run in runs for table in (_workers_table(run), _links_table(run))]
-    if len(runs) > 1:
-        names = [run.name for run in runs for _ in range(2)]
-        tables = [
-            table._replace(heading=f"{table.heading}, {name}")
-            for table, name in zip(tables, names, strict=True)
-        ]
+    tables = []
+    for run in runs:
+        name = f", {run.name}" if len(runs) > 1 else ""
+        for table in (_workers_table(run), _links_table(run)):
+            tables.append(table._replace(heading=table.heading + name))
     return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
 
