@@ -1,6 +1,5 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.test_trainer import records
 from torchtitan_diloco.components import record_files
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint_schema import RunState
@@ -115,11 +115,6 @@ def train(
         if step % 2 == 0:
             own.open(step, lr=0.1)
         own.publish(step)
-
-
-def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record.get("kind") == kind]
 
 
 def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:

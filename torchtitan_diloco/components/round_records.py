@@ -67,6 +67,7 @@ class RoundTable:
         """`clock_start`: the `time.perf_counter()` of moment zero."""
         self._world, self._names, self._clock_start = world, fragment_names, clock_start
         self._shifts = [0.0] * world.workers
+        self._keys = list(self._numbers(Round(0, 0, 0, 0)))
 
     def row(self, rounds: Sequence[Round]) -> list[float]:
         return [value for found in rounds for value in self._numbers(found).values()]
@@ -84,8 +85,7 @@ class RoundTable:
         """Yield a record for each round. `table` has a row for each worker."""
         parts = np.split(table, len(rounds), axis=1) if rounds else []
         for found, part in zip(rounds, parts, strict=True):
-            keys = self._numbers(found)
-            workers = [dict(zip(keys, row, strict=True)) for row in part.tolist()]
+            workers = [dict(zip(self._keys, row, strict=True)) for row in part.tolist()]
             self._align(workers)
             yield _without_nan(_round_record(found, self._names[found.fragment], workers))
 
