@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, float | None]
 """Values by name and unit. None is not known: null in metrics.jsonl, absent in TensorBoard."""
-SHOWN_ROUNDS = 12
+SHOWN_ROUNDS = 8
 """Rounds in TensorBoard's image."""
 OVERVIEW = {
     "1. Is the communication hidden?": {
