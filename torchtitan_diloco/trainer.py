@@ -37,7 +37,7 @@ from torchtitan_diloco.components.run_plan import (
     validation_due,
     vocabulary_rows,
 )
-from torchtitan_diloco.components.telemetry import StepResult, Telemetry, TimedIterator
+from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
@@ -108,7 +108,6 @@ class Trainer:
         folder, lock = self._claim_folder(stops_early=last_step < total_steps)
         self._log_plan(folder)
         self._resume()
-        batches = TimedIterator(iter(self.loader))
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
@@ -118,11 +117,12 @@ class Trainer:
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._checkpointer(folder)) as checkpointer,
         ):
+            batches = telemetry.timed(self.loader)
             if self._validation_missed():
                 telemetry.pause(self.validator.validate(self.step, telemetry))
             while self.step < last_step:
                 telemetry.step_begins()
-                telemetry.step_done(self.train_step(batches), batches.take_seconds())
+                telemetry.step_done(self.train_step(batches))
                 if profiler is not None:
                     profiler.step()
                 garbage.after_step(self.step)
@@ -131,7 +131,7 @@ class Trainer:
                 if then.drain:
                     started = time.perf_counter()
                     self.outer.drain()
-                    telemetry.drained(time.perf_counter() - started)
+                    telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.report:
                     telemetry.open(self.step, self.lr, stop.waited_seconds)
                 telemetry.publish(self.step, all=then.publish_all)

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -157,6 +158,13 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             unreadable += number < len(lines) or text.endswith("\n")
     return found, unreadable
+
+
+def number(value: object) -> float:
+    """Return a value of a JSON record as a float, NaN if it is not a number."""
+    if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
+        return float(value)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def is_user_error(error: ValueError) -> bool:
