@@ -16,12 +16,13 @@ from torch import Tensor
 from tests.conftest import WORDS
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
+from torchtitan_diloco.components.checkpoint import changed_settings
 from torchtitan_diloco.components.checkpoint_schema import (
+    TensorFolder,
     complete_checkpoints,
     read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import changed_settings, read_tensors, saved_tensors
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
@@ -86,11 +87,12 @@ def tensors(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, whole, by folder and name."""
     found: dict[str, Tensor] = {}
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+        saved = TensorFolder(path, read_manifest(path), folder.name)
         state = {
             name: torch.zeros(entry.size, dtype=entry.properties.dtype)
-            for name, entry in saved_tensors(folder).items()
+            for name, entry in saved.tensors.items()
         }
-        read_tensors(folder, state)
+        saved.fill(state)
         found |= {f"{folder.name}/{name}": value for name, value in state.items()}
     return found
 
@@ -153,8 +155,8 @@ def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
     one, other = (chosen(text, tmp_path / name, **FP4) for name in ("one", "other"))
     processes.run(run, 4, one)
     processes.run(run_and_send, 4, signal.SIGKILL, 10, other, dying=range(4))
-    saved = [saved_tensors(path / "shared") for path in complete_checkpoints(tmp_path / "one")]
-    assert any(name.startswith("next/") for names in saved for name in names)
+    saved = [tensors(path) for path in complete_checkpoints(tmp_path / "one")]
+    assert any(name.startswith("shared/next/") for names in saved for name in names)
     processes.run(run, 4, other)
     assert_same_end(tmp_path / "one", tmp_path / "other")
     assert_same_records(tmp_path / "one", tmp_path / "other")
