@@ -384,15 +384,6 @@ def test_other_data_are_read_from_the_beginning(text: Path, finished: Path) -> N
     assert read_manifest(last(finished)).state.position == 2 * 12
 
 
-def test_an_incomplete_checkpoint_is_none(text: Path, finished: Path) -> None:
-    path = last(finished)
-    path.rename(path.with_name(path.name + ".incomplete"))
-    assert step_of(last(finished)) == 12
-    run(chosen(text, finished))
-    assert records(finished)[-1]["step"] == STEPS
-    assert not list((finished / "checkpoints").glob("*.incomplete"))
-
-
 def test_a_finished_run_has_nothing_left_to_do_wherever_it_lies(text: Path, finished: Path) -> None:
     before = records(finished)
     run(chosen(text, finished))

@@ -20,6 +20,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     MANIFEST,
     METADATA,
     SHARED,
+    begin,
     checkpoint_path,
     complete_checkpoints,
     read_manifest,
@@ -77,10 +78,19 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
     assert find_start(ALONE, str(checkpoint_path(tmp_path, 2)), str(tmp_path)).state.step == 2
 
 
+def test_a_save_that_was_not_completed_is_no_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    begin(checkpoint_path(tmp_path, 2))
+    start = find_start(ALONE, "strict", str(tmp_path))
+    assert (start.state.step, start.damaged) == (1, {})
+
+
 def test_a_run_without_a_good_checkpoint_is_not_started_over(tmp_path: Path) -> None:
     for step in (1, 2):
         (write_checkpoint(tmp_path, step) / MANIFEST).unlink()
-    with pytest.raises(ValueError, match=r"all checkpoints .* damaged: .*0002 has no .*0001 has no"):
+    with pytest.raises(
+        ValueError, match=r"all checkpoints .* damaged: .*0002 has no .*0001 has no"
+    ):
         find_start(ALONE, "auto", str(tmp_path))
     assert len(complete_checkpoints(tmp_path)) == 2
 

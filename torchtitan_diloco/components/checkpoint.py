@@ -122,8 +122,7 @@ class Checkpointer:
         if self._outer.fragment_names or self._world.worker == 0:  # else all workers hold the same
             tensors = inner_tensors(self._model, self._optimizer)
             inner = {name: _copy_to_host(value, mesh) for name, value in tensors.items()}
-            states = random_states(self._world.device, self._world.rank_in_worker)
-            inner |= {name: get_state() for name, (get_state, _) in states.items()}
+            inner |= random_states(self._world.device, self._world.rank_in_worker)
         outer = self._outer.start_state_dict(mesh)
         self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
         if not self._config.asynchronous:
@@ -337,14 +336,11 @@ def _load_inner(
     if not parameters:
         tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
     states = random_states(world.device, world.rank_in_worker) if random else {}
-    loaded = {
-        name: torch.zeros(saved.tensors[name].size, dtype=torch.uint8)
-        for name in states.keys() & saved.tensors.keys()
-    }
-    saved.fill(tensors | loaded)
-    for name, value in loaded.items():
-        _, set_state = states[name]
-        set_state(value)
+    states = {name: state for name, state in states.items() if name in saved.tensors}
+    saved.fill(tensors | states)
+    for name, state in states.items():
+        set_state = torch.cuda.set_rng_state if "/cuda/" in name else torch.set_rng_state
+        set_state(state)
 
 
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")

@@ -16,7 +16,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -86,26 +86,6 @@ class Manifest:
         values = asdict(self)
         return json.dumps({**values, "crc": _crc(values)}, indent=1)
 
-    @staticmethod
-    def from_json(text: str) -> "Manifest":
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
-        crc, version = values.pop("crc", None), values.get("version")
-        if crc != _crc(values):
-            raise ValueError("its CRC-32 differs")
-        if version != VERSION:
-            raise OtherVersionError(
-                f"was saved in version {version} of the schema, and this program reads version "
-                f"{VERSION}: resume it with the version of torchtitan_diloco that saved it, or "
-                "start a new run"
-            )
-        return msgspec.convert(values, Manifest)
-
-
-class OtherVersionError(ValueError):
-    """The checkpoint is whole, but of another version of the schema."""
-
 
 class DamagedError(ValueError):
     """A file of the checkpoint is missing, or has other content than was saved."""
@@ -137,16 +117,11 @@ def inner_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     return tensors
 
 
-RandomState = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
-
-
-def random_states(device: torch.device, rank: int) -> dict[str, RandomState]:
-    """Return the functions that get and set the random states of a rank in its worker, by name."""
-    states: dict[str, RandomState] = {
-        f"{RANDOM}cpu/{rank}": (torch.get_rng_state, torch.set_rng_state)
-    }
+def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
+    """Return copies of the random states of a rank in its worker, by name."""
+    states = {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
     if device.type == "cuda":
-        states[f"{RANDOM}cuda/{rank}"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+        states[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
     return states
 
 
@@ -245,13 +220,20 @@ def fingerprint(path: Path) -> tuple[int, int]:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8"))
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
+            raise ValueError("its CRC-32 differs")
     except FileNotFoundError:
         raise DamagedError(f"{path} has no {MANIFEST}") from None
-    except OtherVersionError as error:
-        raise ValueError(f"{path} {error}") from None
     except (ValueError, RecursionError, OSError) as error:
         raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
+    if values.get("version") != VERSION:
+        raise ValueError(
+            f"{path} was saved in version {values.get('version')} of the schema, and this program "
+            f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved "
+            "it, or start a new run"
+        )
+    return msgspec.convert(values, Manifest)
 
 
 def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:

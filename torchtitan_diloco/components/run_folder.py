@@ -58,12 +58,14 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
 
     The ranks share the work of comparing checksums.
     """
-    found = on_first_rank(world, _Candidates, lambda: _candidates(resume, run_folder))
+    folder, candidates = on_first_rank(
+        world, tuple[str, list[str]], lambda: _candidates(resume, run_folder)
+    )
     damaged: dict[str, str] = {}
-    for checkpoint in found.checkpoints:
+    for checkpoint in candidates:
         manifest, wrong = _verify(world, Path(checkpoint))
         if not wrong:
-            return Start(found.folder, checkpoint, manifest, damaged)
+            return Start(folder, checkpoint, manifest, damaged)
         if resume != "auto":
             raise ValueError(
                 f'{wrong}: set checkpoint.resume to another checkpoint, or to "auto", which takes '
@@ -76,30 +78,24 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
             + "; ".join(damaged.values())
             + ". Start a new run in another run.folder, or remove them to start this one over"
         )
-    return Start(found.folder)
+    return Start(folder)
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    folder: str = ""
-    checkpoints: list[str] = field(default_factory=list)
-    """Newest first."""
-
-
-def _candidates(resume: str, run_folder: str) -> _Candidates:
+def _candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
+    """Return the folder of the run to continue and the checkpoints it may resume, newest first."""
     own = Path(run_folder).expanduser() if run_folder else None
     from_own = resume in ("auto", "strict")
     if resume == "never" or (from_own and own is None):
-        return _Candidates()
+        return "", []
     path = own if own is not None and from_own else Path(resume).expanduser()
     if not from_own and ((path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path))):
-        return _Candidates("", [str(path)])
+        return "", [str(path)]
     if found := complete_checkpoints(path):
         same = own is None or own.resolve() == path.resolve()
         newest_first = [str(checkpoint) for checkpoint in reversed(found)]
-        return _Candidates(str(path) if same else "", newest_first)
+        return str(path) if same else "", newest_first
     if from_own:
-        return _Candidates(str(path) if (path / "metrics.jsonl").exists() else "")
+        return str(path) if (path / "metrics.jsonl").exists() else "", []
     raise ValueError(
         f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
         'complete one: give "auto", "strict", "never", or such a folder'
@@ -122,7 +118,8 @@ def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
             check_files(path, manifest, by_size[world.rank :: world.size])
         except DamagedError as error:
             wrong = str(error)
-        wrong = next(filter(None, gather_objects(wrong, world.control)), "")
+        answers = enumerate(gather_objects(wrong, world.control))
+        wrong = next((f"{text} (found by rank {rank})" for rank, text in answers if text), "")
     return manifest, wrong
 
 
@@ -213,7 +210,8 @@ def lock_run_folder(path: Path, token: str = "") -> TextIO:
 
 def _check_still_latest(resume: str, folder: str, start: Start) -> None:
     """Raise if the run that held the lock before has saved since this one looked."""
-    found = [one for one in _candidates(resume, folder).checkpoints if one not in start.damaged]
+    _, candidates = _candidates(resume, folder)
+    found = [one for one in candidates if one not in start.damaged]
     if found[:1] != [start.checkpoint] * bool(start.checkpoint):
         raise ValueError(
             f"run.folder = {start.folder}: another run has just ended there, so this one would "
