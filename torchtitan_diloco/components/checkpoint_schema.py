@@ -233,7 +233,10 @@ def read_manifest(path: Path) -> Manifest:
             f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved "
             "it, or start a new run"
         )
-    return msgspec.convert(values, Manifest)
+    try:
+        return msgspec.convert(values, Manifest)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
 
 
 def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:

@@ -32,15 +32,20 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
 def on_first_rank(world: World, kind: type[Value], task: Callable[[], Value]) -> Value:
     """Run `task` on rank 0 and return its result, or raise its ValueError, on every rank.
 
-    `kind` is the type of the result.
+    `kind` is the type of the result. Rank 0 raises the error itself, so that its traceback is not
+    lost.
     """
-    value, mistake = None, ""
+    value: Value | None = None
+    failure: ValueError | None = None
     if world.is_first:
         try:
             value = task()
         except ValueError as error:
-            mistake = str(error) or repr(error)
+            failure = error
+    mistake = "" if failure is None else str(failure) or repr(failure)
     mistake = broadcast_object(mistake, str, world.control)
+    if failure is not None:
+        raise failure
     if mistake:
         raise ValueError(mistake)
     return broadcast_object(value, kind, world.control)
