@@ -69,8 +69,8 @@ class Trainer:
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
-        self.train_tokens = open_split(config.data, tokenizer, "train")
-        self.worker_shards = share_out(config.data, self.train_tokens, tokenizer, world.workers)
+        train_tokens = open_split(config.data, tokenizer, "train")
+        self.worker_shards = share_out(config.data, train_tokens, tokenizer, world.workers)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         self._assert_agreement()
 
@@ -82,7 +82,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.loader = TrainLoader(
-            self.train_tokens,
+            self.worker_shards.parts,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
             accumulation=self.plan.accumulation,
@@ -92,7 +92,6 @@ class Trainer:
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
             start=self.resumed.position,
-            worker_shards=self.worker_shards,
             pin_memory=world.device.type == "cuda",
         )
         self.validator = self._build_validator()
@@ -307,11 +306,8 @@ class Trainer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        config, device, length = (
-            self.config,
-            self.world.device,
-            self.config.training.sequence_length,
-        )
+        config, device = self.config, self.world.device
+        length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
         counts = self.model.parameter_counts()
         self.plan = plan_run(
