@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint import Checkpointer, changed_settings, restore
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -27,8 +27,7 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_end,
@@ -47,7 +46,7 @@ from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
-from torchtitan_diloco.distributed.collectives import assert_agreement, on_first_rank
+from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
@@ -65,9 +64,7 @@ OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.start = on_first_rank(
-            world, lambda: find_start(config.checkpoint.resume, config.run.folder)
-        )
+        self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         tokenizer = self.tokenizer = open_tokenizer(config.data)
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
@@ -269,7 +266,8 @@ class Trainer:
         if manifest is None:
             return
         parts = self.world, self.model, self.optimizer, self.outer
-        notes = restore(self.start, self.config.checkpoint.new_workers, *parts)
+        path, new_workers = Path(self.start.checkpoint), self.config.checkpoint.new_workers
+        notes = restore(path, manifest, new_workers, *parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
