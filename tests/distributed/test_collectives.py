@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.test_world import join, leave_world
+from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.distributed.collectives import (
     PendingReduction,
@@ -18,6 +18,7 @@ from torchtitan_diloco.distributed.collectives import (
     naming_lost_ranks,
     on_first_rank,
 )
+from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.utils import cause_of
 
 

@@ -7,9 +7,9 @@ the process.
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from queue import SimpleQueue
 from contextlib import contextmanager
 from functools import wraps
+from queue import SimpleQueue
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 Result = TypeVar("Result")

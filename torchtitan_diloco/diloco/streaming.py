@@ -136,7 +136,7 @@ class StreamingDiLoCo:
                 f"the weight of a step is {weight}: give a number from 0 up, such as its tokens"
             )
         self.step_count += 1
-        self._liveness.tick(self.step_count)
+        self._liveness.step_done(self.step_count)
         self._weights = [before + weight for before in self._weights]
         self.check()
         sent = self.schedule.sent_at(self.step_count)
@@ -244,7 +244,7 @@ class StreamingDiLoCo:
                     (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
-            self._liveness.exchanged()
+            self._liveness.exchange_done()
             round_.weight, round_.flags = header.weight, header.flags
             round_.participants = sum(one.weight > 0 for one in headers)
             if round_.participants:
@@ -252,7 +252,7 @@ class StreamingDiLoCo:
             else:
                 state.keep()
         round_.ready = time.perf_counter()
-        round_.stopped = self._liveness.stopped_since(round_.begun)
+        round_.stopped = self._liveness.clock.stopped_since(round_.begun)
         for worker, other in enumerate(headers):
             if other.flags & NOT_FINITE:
                 logger.warning(

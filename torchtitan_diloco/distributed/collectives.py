@@ -87,7 +87,7 @@ class RanksLostError(RuntimeError):
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
     """Wait for all ranks in the body; turn its failure into an error that names the lost ranks."""
     try:
-        with world.liveness.waiting():
+        with world.liveness.clock.waiting():
             yield
     except RuntimeError as error:
         if world.control is None:
