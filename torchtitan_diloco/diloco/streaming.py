@@ -69,6 +69,9 @@ class StreamingDiLoCo:
     ) -> None:
         """Every worker starts from worker 0's parameters: load weights for a restart after this.
 
+        Methods may be called from any thread, but from one at a time: another call is an error.
+        `metrics`, `rounds` and `table` are for the thread that calls `step`.
+
         Args:
             group: joins this rank with the same rank of the other workers. None or a group of one
                 is a single worker.
