@@ -46,11 +46,12 @@ def measured_round(world: World, clock: float) -> Round:
     return found
 
 
-def gathered(workers: int) -> RoundRecord:
-    """Gather one round over all ranks; each rank's clock is another."""
+def gathered(workers: int, stopped: float = 0.0) -> RoundRecord:
+    """Gather one round over all ranks; each rank's clock is another. `stopped`: worker 0."""
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
     clock = 100.0 * (world.rank + 1)
     rounds = [measured_round(world, clock)]
+    rounds[0].stopped = stopped if world.worker == 0 else 0.0
     assert PendingRounds(world, [], ["blocks"], clock_start=clock, where="").records() == []
     (record,) = PendingRounds(world, rounds, ["blocks"], clock_start=clock, where="").records()
     return record
@@ -82,6 +83,12 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
         assert rates[1 - worker] == 8 * BYTES / 2
         assert rates[worker] is None
     assert peak_mbit_per_second([first]) == pytest.approx(8 * 4 / 2)
+
+
+def test_a_worker_that_stopped_after_its_header_counts_as_the_last(processes: ProcessPool) -> None:
+    for record in processes.run(gathered, 2, 2, 30.0):
+        assert (record["last_worker"], record["late_by_seconds"]) == (0, 30.0)
+        assert [worker["stopped_seconds"] for worker in record["workers"]] == [30.0, 0.0]
 
 
 def alone(rounds: list[Round]) -> list[RoundRecord]:

@@ -183,7 +183,7 @@ class Telemetry:
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
-        self._world.liveness.clock.excuse()
+        self._world.liveness.clock.tick(counts=False)
 
     def open(self, step: int, lr: float, agreement_seconds: float = 0.0) -> None:
         """Log the steps since the last logged one. Every rank calls it at the same steps.

@@ -10,18 +10,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import wraps
 from queue import SimpleQueue
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
-
-
-class _HasLock(Protocol):
-    in_use: "threading.RLock"
-
-
-Owner = TypeVar("Owner", bound=_HasLock)
-Method = Callable[Concatenate[Owner, Arguments], Result]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -38,15 +30,15 @@ def alone(lock: "threading.RLock", name: str) -> Iterator[None]:
         lock.release()
 
 
-def one_at_a_time(method: "Method[Owner, Arguments, Result]") -> "Method[Owner, Arguments, Result]":
+def one_at_a_time(method: Method) -> Method:
     """Refuse a call while another thread is inside a method of the same object."""
 
     @wraps(method)
-    def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         with alone(self.in_use, method.__qualname__):
             return method(self, *args, **kwargs)
 
-    return guarded
+    return cast("Method", guarded)
 
 
 class BackgroundThread:

@@ -76,16 +76,11 @@ class OwnClock:
         self.last_gap = 0.0
         """Own time between the latest two steps."""
 
-    def tick(self) -> None:
-        """Note that a step was made."""
+    def tick(self, *, counts: bool = True) -> None:
+        """End a gap, at a step; one that was spent on validation or a save does not count."""
         with self._lock:
-            self.last_gap = self.idle()
+            self.last_gap = self.idle() * counts
             self._longest = max(self._longest, self.last_gap)
-            self._ticked, self._waited = time.perf_counter(), 0.0
-
-    def excuse(self) -> None:
-        """Do not count the time since the last step, such as that of a validation."""
-        with self._lock:
             self._ticked, self._waited = time.perf_counter(), 0.0
 
     @contextmanager

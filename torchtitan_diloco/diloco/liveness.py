@@ -113,7 +113,8 @@ class Liveness:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)
+        if self._threads:
+            atexit.register(self.close)
 
     @staticmethod
     def between(group: dist.ProcessGroup | None) -> "Liveness":
@@ -165,7 +166,7 @@ class Liveness:
     def check(self, where: str) -> None:
         """Raise WorkerLostError if a worker is lost; `where` completes its reason."""
         if self._lost:
-            raise WorkerLostError((loss := self._loss()).workers, f"{loss.reason}; {where}")
+            raise self._loss(where)
 
     def first_cause(self, error: WorkerLostError) -> WorkerLostError:
         """Return the error that names the first cause of a failed exchange, and tell the others."""
@@ -185,20 +186,17 @@ class Liveness:
         with self._changed:
             if self._wait_for_decision():
                 return self._lost
-        now = time.perf_counter()
-        return {
-            peer.rank: f"silent for {now - peer.heard_at:.0f} s"
-            for peer in self._peers
-            if now - peer.heard_at > self._pace.silence and not peer.ended
-        }
+            quiet = [peer for peer in self._peers if not math.isnan(peer.quiet_since)]
+            return {peer.rank: peer.quiet_why for peer in quiet}
 
     def _wait_for_decision(self) -> bool:
         """Wait a moment until it is known who is lost; return False if nobody is."""
         return self._changed.wait_for(lambda: bool(self._lost), 4 * self._pace.settle)
 
-    def _loss(self) -> WorkerLostError:
+    def _loss(self, where: str = "") -> WorkerLostError:
         workers = sorted({self._workers[rank] for rank in self._lost})
-        return WorkerLostError(workers, "; ".join(dict.fromkeys(self._lost.values())))
+        reasons = dict.fromkeys([*self._lost.values(), where])
+        return WorkerLostError(workers, "; ".join(filter(None, reasons)))
 
     def _ended(self, peers: list[Peer]) -> WorkerLostError:
         reason = f"it ended after its step {peers[0].last.step}, and this one is at {self._steps}"
@@ -282,11 +280,16 @@ class Liveness:
                 if now < next_beat or self._closed:
                     continue
                 next_beat = now + self._pace.beat
-                self._note_stop(self.clock.beat())
+                stopped = self.clock.beat()
                 for peer in self._peers:
+                    peer.heard_at += stopped  # this process could not hear it
                     if peer.sent <= peer.heard:
                         peer.sent += 1
                         self._send(peer, BEAT)
+            if stopped >= self._pace.silence:
+                logger.warning(
+                    f"this process, of worker {self.worker}, stood still: {stopped:.0f} s"
+                )
             for peer in self._peers:
                 self._report(peer, now)
             if self._group_is_destroyed():
@@ -305,13 +308,6 @@ class Liveness:
         except (ValueError, RuntimeError):
             return True
         return False
-
-    def _note_stop(self, stopped: float) -> None:
-        """Allow for a time in which this process could not hear the others."""
-        for peer in self._peers:
-            peer.heard_at += stopped
-        if stopped >= self._pace.silence:
-            logger.warning(f"this process, of worker {self.worker}, stood still: {stopped:.0f} s")
 
     def _report(self, peer: Peer, now: float) -> None:
         """Log when a peer is silent or holds up this rank, and when that has passed."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.diloco.codecs import describe as describe_codecs
 from torchtitan_diloco.diloco.codecs import kernels_name
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
@@ -18,8 +19,9 @@ from torchtitan_diloco.diloco.config import (
 )
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.transport import transports
-from torchtitan_diloco.utils import code_fingerprint, find_differences
+from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
 
 MAY_DIFFER = {"diloco.link.interface", "diloco.link.outer_state"}
 """Settings in which workers may differ."""
@@ -128,3 +130,17 @@ def pick_state_device(
             'diloco.link.backend = "nccl", or outer_state = "cpu"'
         )
     return torch.device("cpu") if host else device
+
+
+def describe_settings(config: DiLoCoConfig, workers: int, memory: int) -> list[str]:
+    """Return lines for the start of a run. `memory`: bytes of the outer state of a rank."""
+    overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
+    residual = " and what encoding lost" * wire.error_feedback
+    return [
+        f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
+        f"steps later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
+        f"{'wire':<10} {describe_codecs(wire, workers)}; summed in fp32",
+        f"{'':<10} {memory / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, one "
+        f"delta{residual}",
+    ]

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
-from torchtitan_diloco.diloco.codecs import describe as describe_codecs
 from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import Exchange
@@ -40,7 +39,6 @@ from torchtitan_diloco.diloco.fragments import (
     fragment_table,
 )
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import OuterState, square
 from torchtitan_diloco.diloco.round import NEVER, InFlight, Meter, Round, Traffic
 from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
@@ -48,11 +46,12 @@ from torchtitan_diloco.diloco.startup import (
     agree_on_run,
     broadcast_from_first,
     check_settings,
+    describe_settings,
     pick_state_device,
 )
 from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, Header, WorkerLostError
-from torchtitan_diloco.utils import GIB, cause_of, logger
+from torchtitan_diloco.utils import cause_of, logger
 
 
 class StreamingDiLoCo:
@@ -408,19 +407,8 @@ class StreamingDiLoCo:
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        every, overlap = self.config.sync_every, self.config.overlap
-        outer, wire = self.config.outer_optimizer, self.config.quantization
-        memory = sum(state.bytes for state in self._states) / GIB
-        momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
-        residual = " and what encoding lost" * wire.error_feedback
-        return [
-            f"{'outer':<10} each fragment every {every} steps, applied {overlap.delay} steps "
-            f"later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
-            f"{'wire':<10} {describe_codecs(wire, self.workers)}; summed in fp32",
-            f"{'':<10} {memory:.2f} GiB a rank for shared parameters, the outer optimizer, one "
-            f"delta{residual}",
-            self.table(),
-        ]
+        memory = sum(state.bytes for state in self._states)
+        return [*describe_settings(self.config, self.workers, memory), self.table()]
 
 
 def _close(
