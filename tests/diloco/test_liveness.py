@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_worker_killed_between_exchanges_is_named_by_all(processes: ProcessPoo
 
 
 def _leaves_because_of_another(_: int) -> str:
-    """Only worker 1 notices that worker 2 is gone; it leaves, and worker 0 hears why."""
+    """Only worker 1 notices that worker 2 is gone; it leaves at once, and worker 0 hears why."""
     world = join(3)
     liveness = watch()
     if world.worker == 0:
@@ -122,14 +123,13 @@ def _leaves_because_of_another(_: int) -> str:
     dist.barrier(group=world.control)
     if world.worker == 1:
         liveness.first_cause(WorkerLostError([2], "silent for too long"))
+        liveness.close()
         return ""
     if world.worker == 2:
         time.sleep(4)
         return ""
-    while not liveness.is_lost:
-        time.sleep(0.01)
     with pytest.raises(WorkerLostError) as error:
-        liveness.check("seen by nobody else")
+        liveness.wait(Future(), exchange=1)
     return str(error.value)
 
 

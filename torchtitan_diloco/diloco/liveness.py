@@ -90,6 +90,8 @@ class Liveness:
         self._group, self._pace, self._rank = group, pace or Pace(), rank
         self._workers = list(workers) or list(range(size))
         self.worker = self._workers[rank]
+        self._speaks = self._workers.index(self.worker) == rank
+        """The first rank speaks for its worker."""
         self.clock = OwnClock(self._pace.beat)
         self.on_silence: Callable[[int, float], None] | None = None
         """Called with a worker and the seconds of its silence whenever that is reported."""
@@ -150,7 +152,8 @@ class Liveness:
         """Wait for the result of the exchange of this number, or raise WorkerLostError."""
 
         def left() -> list[Peer]:
-            return [one for one in self._peers if one.ended and one.last.exchanges < exchange]
+            behind = [peer for peer in self._peers if peer.last.exchanges < exchange]
+            return [] if self._is_deciding else [peer for peer in behind if peer.ended]
 
         result.add_done_callback(self._notify)
         with self.clock.waiting(), self._changed:
@@ -172,7 +175,8 @@ class Liveness:
         """Return the error that names the first cause of a failed exchange, and tell the others."""
         with self._changed:
             involved = [peer for peer in self._peers if peer.worker in error.workers]
-            if ended := [peer for peer in involved if peer.ended]:
+            ended = [peer for peer in involved if peer.ended]
+            if ended and not self._is_deciding and not self._lost:
                 return self._ended(ended)
             if not self._wait_for_decision():
                 self._lost = {peer.rank: error.reason for peer in involved}
@@ -188,6 +192,11 @@ class Liveness:
                 return self._lost
             quiet = [peer for peer in self._peers if not math.isnan(peer.quiet_since)]
             return {peer.rank: peer.quiet_why for peer in quiet}
+
+    @property
+    def _is_deciding(self) -> bool:
+        """Whether a loss is known, and its cause not yet. Some may leave because of it by now."""
+        return self._decided_at < math.inf
 
     def _wait_for_decision(self) -> bool:
         """Wait a moment until it is known who is lost; return False if nobody is."""
@@ -300,6 +309,8 @@ class Liveness:
         failed = {peer.rank: peer.failure for peer in self._peers if peer.failure}
         self._lost, self._decided_at = self._lost or self._told or failed, math.inf
         self._changed.notify_all()
+        if self._speaks:  # now: the training thread may be in a step or in a save
+            logger.warning(str(self._loss()))
 
     def _group_is_destroyed(self) -> bool:
         """Return whether somebody has called `dist.destroy_process_group` before `close`."""
@@ -327,7 +338,7 @@ class Liveness:
             cause = "the link to it was cut" if peer.quiet_why == NO_SIGN else "it made no step"
             cause = "its process stood still" if stopped > seconds / 2 else cause
             line = f"{peer.name} goes on after {seconds:.0f} s: {cause}"
-        if self._workers.index(self.worker) == self._rank:  # the first rank speaks for its worker
+        if self._speaks:
             logger.warning(line)
             if self.on_silence is not None:
                 self.on_silence(peer.worker, seconds)
