@@ -3,8 +3,6 @@
 import os
 import sys
 import time
-import traceback
-from pathlib import Path
 
 import torch
 
@@ -14,7 +12,7 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import start_logging
+from torchtitan_diloco.utils import is_user_error, start_logging
 
 USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""
@@ -59,13 +57,12 @@ def set_determinism(run: Run) -> None:
 
 
 def _report(error: ValueError) -> int:
-    """Print an error of this package in one line; an error raised by torch keeps its traceback.
+    """Print a mistake of the user in one line; any other error keeps its traceback.
 
     If all ranks meet the same error, the first rank of each machine prints it, and the launcher
     ends the others. A rank that still lives ten seconds later has met an error of its own.
     """
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    if not Path(raised_in).is_relative_to(Path(__file__).parent):
+    if not is_user_error(error):
         raise error
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
