@@ -121,7 +121,7 @@ def _round_record(facts: Round, name: str, workers: Sequence[Mapping[str, float]
         _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker),
         default=None,
     )
-    stops = [numbers["stopped_seconds"] for numbers in workers]
+    stops = [max(0.0, numbers["stopped_seconds"]) for numbers in workers]  # 0 for NaN
     if max(stops) > (late_by or 0.0) and len(workers) > 1:
         last_worker, late_by = stops.index(max(stops)), max(stops)
     return {

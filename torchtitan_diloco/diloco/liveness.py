@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from torchtitan_diloco.diloco.heartbeat import (
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.utils import cause_of, logger
 
+Result = TypeVar("Result")
 FOREVER = timedelta(days=3650)
 LAST_SECONDS = 1.0
 """Seconds that a rank which leaves waits for the others' goodbyes."""
@@ -148,8 +149,8 @@ class Liveness:
     def exchange_done(self) -> None:
         self._exchanges += 1
 
-    def wait(self, result: "Future[Any]", exchange: int = 0) -> None:
-        """Wait for the result of the exchange of this number, or raise WorkerLostError."""
+    def wait(self, result: "Future[Result]", exchange: int = 0) -> Result:
+        """Return the result of the exchange of this number, or raise WorkerLostError."""
 
         def left() -> list[Peer]:
             behind = [peer for peer in self._peers if peer.last.exchanges < exchange]
@@ -160,6 +161,7 @@ class Liveness:
             self._changed.wait_for(lambda: result.done() or self._lost or left())
             if not result.done():
                 raise self._loss() if self._lost else self._ended(left())
+        return result.result()
 
     @property
     def is_lost(self) -> bool:

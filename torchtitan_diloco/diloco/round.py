@@ -81,7 +81,7 @@ class Round:
     taken: float = NEVER
     begun: float = NEVER
     ready: float = NEVER
-    stopped: float = 0.0
+    stopped: float = NEVER
     """Longest time during the exchange in which this process did not run at all."""
     asked: float = NEVER
     fetched: float = NEVER

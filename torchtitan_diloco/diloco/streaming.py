@@ -50,8 +50,14 @@ from torchtitan_diloco.diloco.startup import (
     pick_state_device,
 )
 from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
-from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, Header, WorkerLostError
-from torchtitan_diloco.utils import cause_of, logger
+from torchtitan_diloco.diloco.transport import (
+    DROPPED,
+    NOT_FINITE,
+    Header,
+    WorkerLostError,
+    true_on_all,
+)
+from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
@@ -68,16 +74,14 @@ class StreamingDiLoCo:
     ) -> None:
         """Every worker starts from worker 0's parameters: load weights for a restart after this.
 
-        Methods may be called from any thread, but from one at a time: another call is an error.
-        `metrics`, `rounds` and `table` are for the thread that calls `step`.
+        Call methods from one thread at a time, `metrics` and `rounds` from the one that trains.
 
         Args:
             group: joins this rank with the same rank of the other workers. None or a group of one
                 is a single worker.
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
                 nothing else uses, in which they agree that a delta is not finite.
-            liveness: watches the ranks of all workers. Default: a new one for the ranks of `group`,
-                which makes a gloo group of its own.
+            liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
         check_settings(config, group)
@@ -111,8 +115,7 @@ class StreamingDiLoCo:
                 timeout_seconds=config.link.timeout_seconds,
             )
         self._in_flight: dict[int, InFlight] = {}
-        self._exchanges = 0
-        """Exchanges begun so far."""
+        self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
@@ -214,7 +217,6 @@ class StreamingDiLoCo:
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         try:
             self._liveness.wait(exchanged, round_.number)
-            exchanged.result()
         except WorkerLostError as error:
             first, name = self._liveness.first_cause(error), self.fragment_names[round_.fragment]
             raise WorkerLostError(
@@ -230,7 +232,8 @@ class StreamingDiLoCo:
         round_.begun = time.perf_counter()
         measured = is_measured(header.outer_round, self.config.measure_every)
         with state.background():
-            if not self._is_finite(state.finish_delta()):
+            finite = state.finish_delta()
+            if not true_on_all(self._shard_group, finite, self.worker):
                 header = replace(header, flags=header.flags | NOT_FINITE)
             header = replace(header, weight=0.0 if header.flags else header.weight)
             if measured:
@@ -262,18 +265,6 @@ class StreamingDiLoCo:
                     f"of worker {worker} are not finite after its step {other.step}; it is left "
                     "out of this round and takes the shared ones"
                 )
-
-    def _is_finite(self, finite: bool) -> bool:
-        """Return whether the delta is finite on all ranks of this worker."""
-        if self._shard_group is None or self._shard_group.size() == 1:
-            return finite
-        bad = torch.tensor([int(not finite)])
-        try:
-            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shard_group)
-        except RuntimeError as error:
-            reason = f"one of the ranks of worker {self.worker}: {cause_of(error)}"
-            raise WorkerLostError([self.worker], reason) from error
-        return not bad.item()
 
     # --- shared model -----------------------------------------------------------------------------
 
@@ -309,9 +300,7 @@ class StreamingDiLoCo:
 
         Fragments in flight are waited for and not applied: their results are part of the state.
         """
-        saved = self.start_state_dict(mesh)
-        self._liveness.wait(saved, self._exchanges)
-        return vars(saved.result())
+        return vars(self._liveness.wait(self.start_state_dict(mesh), self._exchanges))
 
     @one_at_a_time
     def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
@@ -326,13 +315,12 @@ class StreamingDiLoCo:
         ]
         facts = {
             "step": self.step_count,
-            "settings": self._resume_settings(),
+            "settings": saving.resume_settings(self.config),
             "layout": saving.layout_of(self._states),
             "in_flight": list(self._in_flight),
         }
         return self._background.submit(partial(saving.save, snapshots, facts, mesh))
 
-    @one_at_a_time
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
 
@@ -345,7 +333,7 @@ class StreamingDiLoCo:
         self._give_up_in_flight()
         drop_gathered(self._model)
         facts, in_flight, notes = saving.load(
-            self._states, saved, self._resume_settings(), self._mixing
+            self._states, saved, saving.resume_settings(self.config), self._mixing
         )
         self.step_count = saved.facts["step"]
         self._weights = [record["weight"] for record in facts]
@@ -358,7 +346,6 @@ class StreamingDiLoCo:
             self._in_flight[index] = round_, self._background.submit(lambda: None)
         return notes
 
-    @one_at_a_time
     def restart_from_model(self, step: int) -> None:
         """Start over after so many steps; the model, equal on all workers, is the shared copy."""
         self._give_up_in_flight()
@@ -371,14 +358,6 @@ class StreamingDiLoCo:
         """Wait for what is in flight, and for a save, and forget the results."""
         self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
-
-    def _resume_settings(self) -> dict[str, Any]:
-        """Return the settings that a saved state depends on."""
-        return {
-            "diloco.sync_every": self.config.sync_every,
-            "diloco.overlap.delay": self.config.overlap.delay,
-            "diloco.outer_optimizer.name": self.config.outer_optimizer.name,
-        }
 
     # --- reports ----------------------------------------------------------------------------------
 

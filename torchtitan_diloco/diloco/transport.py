@@ -36,6 +36,19 @@ def transports(group: dist.ProcessGroup | None) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs}
 
 
+def true_on_all(group: dist.ProcessGroup | None, value: bool, worker: int) -> bool:
+    """Return whether a value is true on all ranks of this worker, which the group joins."""
+    if group is None or group.size() == 1:
+        return value
+    false = torch.tensor([int(not value)])
+    try:
+        dist.all_reduce(false, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        reason = f"one of the ranks of worker {worker}: {cause_of(error)}"
+        raise WorkerLostError([worker], reason) from error
+    return not false.item()
+
+
 # --- header ---------------------------------------------------------------------------------------
 
 HEADER_BYTES = 64
