@@ -350,11 +350,8 @@ class Trainer:
         config, group = self.config.diloco, self.world.group(WORKER)
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
-        seed = self.config.run.seed
-        shards, liveness = self.world.shards, self.world.liveness
-        return StreamingDiLoCo(
-            self.model, group, config, shard_group=shards, liveness=liveness, seed=seed
-        )
+        build = partial(StreamingDiLoCo, self.model, group, config, seed=self.config.run.seed)
+        return build(shard_group=self.world.shards, liveness=self.world.liveness)
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""
