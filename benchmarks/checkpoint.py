@@ -13,11 +13,12 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import core
-from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint import Checkpointer, restore
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
     RunState,
@@ -25,7 +26,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     read_manifest,
 )
 from torchtitan_diloco.components.optimizer import build_optimizer
-from torchtitan_diloco.components.resume import Start, restore
+from torchtitan_diloco.components.run_folder import find_start
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
@@ -41,6 +42,13 @@ def copy_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, copied)
             with copied.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def load(path: Path, world: World, *parts: Any) -> None:
+    """Verify a checkpoint and load it, as at the start of a run."""
+    manifest = find_start(world, str(path), "").manifest
+    assert manifest is not None
+    restore(path, manifest, "copy", world, *parts)
 
 
 def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[float]], int]:
@@ -64,8 +72,7 @@ def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[floa
         saver.wait()
         saved = time.perf_counter() - started
         path = checkpoint_path(folder, step)
-        begin = Start("", str(path), read_manifest(path))
-        loaded = core.seconds_of(partial(restore, begin, "copy", world, *parts), device)
+        loaded = core.seconds_of(partial(load, path, world, *parts), device)
         copied = core.seconds_of(partial(copy_files, path, folder / "copy"), device)
         shutil.rmtree(folder / "copy")
         if step:  # the first round loads code

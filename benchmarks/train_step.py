@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks import core
 from torchtitan_diloco.components.checkpoint_schema import RunState
-from torchtitan_diloco.components.telemetry import Telemetry, TimedIterator
+from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world
@@ -67,14 +67,14 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     world = join_world(config.distributed, link, device=config.run.device, workers=1, fsdp=0)
     trainer = Trainer(config, world)
     logger.setLevel("ERROR")
-    batches = TimedIterator(iter(trainer.loader))
     flops = trainer.model.flops_per_token(config.training.sequence_length)
     parts = world, None, trainer.plan, trainer.outer, RunState()
     telemetry = Telemetry(config.metrics, *parts, flops_per_token=flops, lag=1)
+    batches = telemetry.timed(trainer.loader)
 
     def step() -> None:
         telemetry.step_begins()
-        telemetry.step_done(trainer.train_step(batches), batches.take_seconds())
+        telemetry.step_done(trainer.train_step(batches))
         if trainer.step % config.metrics.log_every == 0:
             telemetry.open(trainer.step, trainer.lr)
         telemetry.publish(trainer.step)

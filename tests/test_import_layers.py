@@ -23,6 +23,14 @@ MAY_IMPORT = {
     "report": {"utils", "config", "components", "planner"},
 }
 """Commands and the trainer, which are all other modules, may import everything."""
+PICKLING = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 REMOTE_CODE = sorted((PACKAGE / "export/remote_code").glob("*.py"))
 
@@ -87,6 +95,16 @@ def test_only_public_names_of_torch(path: Path) -> None:
     for module in imported_modules(path.read_text()):
         if module.startswith("torch."):
             assert not any(part.startswith("_") for part in module.split(".")), module
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_nothing_is_unpickled(path: Path) -> None:
+    """Objects from other ranks and from files must not run code."""
+    source = path.read_text()
+    calls = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    assert not calls & PICKLING
+    if relative(path) != "components/checkpoint_schema.py":  # which restricts the classes
+        assert not imported_modules(source) & {"pickle", "marshal", "shelve", "dill"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

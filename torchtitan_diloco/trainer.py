@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint import Checkpointer, changed_settings, restore
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -27,8 +27,7 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_end,
@@ -37,7 +36,7 @@ from torchtitan_diloco.components.run_plan import (
     validation_due,
     vocabulary_rows,
 )
-from torchtitan_diloco.components.telemetry import StepResult, Telemetry, TimedIterator
+from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
@@ -47,7 +46,7 @@ from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
-from torchtitan_diloco.distributed.collectives import assert_agreement, on_first_rank
+from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
@@ -65,15 +64,13 @@ OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.start = on_first_rank(
-            world, lambda: find_start(config.checkpoint.resume, config.run.folder)
-        )
+        self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         tokenizer = self.tokenizer = open_tokenizer(config.data)
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
-        self.train_tokens = open_split(config.data, tokenizer, "train")
-        self.worker_shards = share_out(config.data, self.train_tokens, tokenizer, world.workers)
+        train_tokens = open_split(config.data, tokenizer, "train")
+        self.worker_shards = share_out(config.data, train_tokens, tokenizer, world.workers)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         self._assert_agreement()
 
@@ -85,7 +82,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
         self.loader = TrainLoader(
-            self.train_tokens,
+            self.worker_shards.parts,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
             accumulation=self.plan.accumulation,
@@ -95,7 +92,6 @@ class Trainer:
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
             start=self.resumed.position,
-            worker_shards=self.worker_shards,
             pin_memory=world.device.type == "cuda",
         )
         self.validator = self._build_validator()
@@ -109,7 +105,6 @@ class Trainer:
         folder, lock = self._claim_folder(stops_early=last_step < total_steps)
         self._log_plan(folder)
         self._resume()
-        batches = TimedIterator(iter(self.loader))
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
@@ -119,11 +114,12 @@ class Trainer:
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._checkpointer(folder)) as checkpointer,
         ):
+            batches = telemetry.timed(self.loader)
             if self._validation_missed():
                 telemetry.pause(self.validator.validate(self.step, telemetry))
             while self.step < last_step:
                 telemetry.step_begins()
-                telemetry.step_done(self.train_step(batches), batches.take_seconds())
+                telemetry.step_done(self.train_step(batches))
                 if profiler is not None:
                     profiler.step()
                 garbage.after_step(self.step)
@@ -132,7 +128,7 @@ class Trainer:
                 if then.drain:
                     started = time.perf_counter()
                     self.outer.drain()
-                    telemetry.drained(time.perf_counter() - started)
+                    telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.report:
                     telemetry.open(self.step, self.lr, stop.waited_seconds)
                 telemetry.publish(self.step, all=then.publish_all)
@@ -268,7 +264,8 @@ class Trainer:
         if manifest is None:
             return
         parts = self.world, self.model, self.optimizer, self.outer
-        notes = restore(self.start, self.config.checkpoint.new_workers, *parts)
+        path, new_workers = Path(self.start.checkpoint), self.config.checkpoint.new_workers
+        notes = restore(path, manifest, new_workers, *parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
@@ -309,11 +306,8 @@ class Trainer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        config, device, length = (
-            self.config,
-            self.world.device,
-            self.config.training.sequence_length,
-        )
+        config, device = self.config, self.world.device
+        length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
         counts = self.model.parameter_counts()
         self.plan = plan_run(

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -111,6 +112,11 @@ def brief(seconds: float) -> str:
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
 
 
+def all_reduce_bytes(parameters: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
+    return 2 * (workers - 1) / workers * 2 * parameters
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of this checkout for this Python."""
     return f"{sys.executable} -m pip install -e '{REPOSITORY}[{extra}]'"
@@ -152,6 +158,13 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             unreadable += number < len(lines) or text.endswith("\n")
     return found, unreadable
+
+
+def number(value: object) -> float:
+    """Return a value of a JSON record as a float, NaN if it is not a number."""
+    if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
+        return float(value)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def is_user_error(error: ValueError) -> bool:

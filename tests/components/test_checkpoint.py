@@ -14,9 +14,7 @@ from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
     RunState,
-    begin,
     complete_checkpoints,
-    prune,
     read_manifest,
     step_of,
 )
@@ -146,15 +144,3 @@ def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         now[0] += 30
         due.append(saver.due_by_time())
     assert due == [False, False, False, True, False, False, False, True]
-
-
-def test_incomplete_folders_are_deleted_and_the_newest_kept(tmp_path: Path) -> None:
-    copy = "step-00000005.bak"  # somebody's copy is no checkpoint of the run, and is kept
-    for name in ("step-00000001", "step-00000002", "step-00000003.incomplete", copy):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "manifest.json").touch()
-    begin(tmp_path / "checkpoints" / "step-00000004")
-    newest = tmp_path / "checkpoints" / "step-00000001"  # by a run that was taken back
-    prune(tmp_path, newest, keep_latest=1, keep_every=0)
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["step-00000001", "step-00000002", "step-00000004.incomplete", copy]

@@ -1,10 +1,10 @@
 """Resumed runs end as uninterrupted ones, on the same layout or on another one."""
 
 import os
+import pickle
 import random
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.components.test_checkpoint_schema import Touch
 from tests.conftest import WORDS
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
+from torchtitan_diloco.components.checkpoint import changed_settings
 from torchtitan_diloco.components.checkpoint_schema import (
+    TensorFolder,
     complete_checkpoints,
+    fingerprint,
     read_manifest,
     step_of,
 )
-from torchtitan_diloco.components.resume import changed_settings, read_tensors, saved_tensors
 from torchtitan_diloco.config import load_config
+from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
@@ -86,11 +90,12 @@ def tensors(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, whole, by folder and name."""
     found: dict[str, Tensor] = {}
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+        saved = TensorFolder(path, read_manifest(path), folder.name)
         state = {
             name: torch.zeros(entry.size, dtype=entry.properties.dtype)
-            for name, entry in saved_tensors(folder).items()
+            for name, entry in saved.tensors.items()
         }
-        read_tensors(folder, state)
+        saved.fill(state)
         found |= {f"{folder.name}/{name}": value for name, value in state.items()}
     return found
 
@@ -153,8 +158,8 @@ def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
     one, other = (chosen(text, tmp_path / name, **FP4) for name in ("one", "other"))
     processes.run(run, 4, one)
     processes.run(run_and_send, 4, signal.SIGKILL, 10, other, dying=range(4))
-    saved = [saved_tensors(path / "shared") for path in complete_checkpoints(tmp_path / "one")]
-    assert any(name.startswith("next/") for names in saved for name in names)
+    saved = [tensors(path) for path in complete_checkpoints(tmp_path / "one")]
+    assert any(name.startswith("shared/next/") for names in saved for name in names)
     processes.run(run, 4, other)
     assert_same_end(tmp_path / "one", tmp_path / "other")
     assert_same_records(tmp_path / "one", tmp_path / "other")
@@ -314,35 +319,41 @@ def finished(template: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "run"))
 
 
-TENSORS = "worker-0/__0_0.distcp"
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "reason"),
-    [
-        (TENSORS, lambda content: content[:-100], r" has [\d,]+ bytes instead of [\d,]+"),
-        (TENSORS, lambda content: content[:-1] + b"?", " has other content"),
-        ("manifest.json", lambda _: b"{", r" cannot be used \(.*Expecting.*\)"),
-        ("manifest.json", lambda _: b"[]", r" cannot be used \(.*not a JSON object\)"),
-        ("manifest.json", lambda content: content.replace(b": 16", b": 15"), ".*CRC-32 differs"),
-    ],
-)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(
-    text: Path, finished: Path, file: str, damage: Callable[[bytes], bytes], reason: str
+def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_resumed(
+    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    path = last(finished) / file
-    path.write_bytes(damage(path.read_bytes()))
-    expected = rf"step-00000016/{file}{reason}.*one before it is .*step-00000012"
-    with pytest.raises(ValueError, match=expected):
-        run(chosen(text, finished, **{"training.steps": 20}))
+    """Worker 1 finds what is wrong with its files; all take the same checkpoint."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    (checkpoint(folder, 12) / "manifest.json").unlink()
+    tensors_of_worker_1 = checkpoint(folder, 16) / "worker-1" / "__0_0.distcp"
+    tensors_of_worker_1.write_bytes(tensors_of_worker_1.read_bytes()[:-1] + b"?")
+    wanted = chosen(text, folder, **FP32, **{"checkpoint.keep_latest": 2})
+    processes.run(run, 2, wanted)
+    assert_same_end(whole, folder)
+    assert_same_records(whole, folder)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == [
+        "step-00000012",
+        "step-00000012.damaged",
+        "step-00000016",
+        "step-00000016.damaged",
+    ]
 
 
-def test_a_checkpoint_of_another_version_is_not_called_damaged(text: Path, finished: Path) -> None:
-    path = last(finished) / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'n": 2', b'n": 1'))
-    with pytest.raises(ValueError, match="version 1 of the schema") as raised:
+def test_a_checkpoint_that_wants_to_run_code_is_refused(
+    text: Path, finished: Path, tmp_path: Path
+) -> None:
+    path, marker = last(finished), tmp_path / "marker"
+    metadata = path / "worker-0" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Touch(marker)))
+    manifest = read_manifest(path)
+    files = manifest.files | {"worker-0/.metadata": fingerprint(metadata)}
+    (path / "manifest.json").write_text(replace(manifest, files=files).to_json())
+    with pytest.raises(ValueError, match=r"asks for pathlib.Path.touch|asks for builtins.getattr"):
         run(chosen(text, finished, **{"training.steps": 20}))
-    assert "damaged" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"asks for"):
+        open_saved(finished)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -371,15 +382,6 @@ def test_another_tokenizer_is_refused(text: Path, finished: Path) -> None:
 def test_other_data_are_read_from_the_beginning(text: Path, finished: Path) -> None:
     run(chosen(text, finished, **{"run.seed": 1, "training.steps": 18}))
     assert read_manifest(last(finished)).state.position == 2 * 12
-
-
-def test_an_incomplete_checkpoint_is_none(text: Path, finished: Path) -> None:
-    path = last(finished)
-    path.rename(path.with_name(path.name + ".incomplete"))
-    assert step_of(last(finished)) == 12
-    run(chosen(text, finished))
-    assert records(finished)[-1]["step"] == STEPS
-    assert not list((finished / "checkpoints").glob("*.incomplete"))
 
 
 def test_a_finished_run_has_nothing_left_to_do_wherever_it_lies(text: Path, finished: Path) -> None:

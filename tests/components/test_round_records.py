@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.round_records import (
-    PendingRounds,
     RoundRecord,
+    RoundTable,
     ahead_of_last,
     peak_mbit_per_second,
     round_scalars,
@@ -19,9 +20,11 @@ from torchtitan_diloco.components.round_records import (
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.round import Round, Traffic
+from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World, join_world
 
 BYTES = 10**6
+ALONE = World(0, 1, 1, torch.device("cpu"))
 
 
 def measured_round(world: World, clock: float) -> Round:
@@ -43,17 +46,29 @@ def measured_round(world: World, clock: float) -> Round:
     found.applied = clock + last + 3.5
     found.delta_square, found.mean_square, found.update_square = 9.0, 4.0, 2.0 * rank
     found.drift = torch.tensor(2.0)
+    found.stopped = 0.0
     return found
 
 
+def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[RoundRecord]:
+    """Gather rounds over all ranks, as telemetry does."""
+    table = RoundTable(world, ["blocks"], clock_start=clock)
+    row = table.row(rounds)
+    rows = np.zeros((world.workers, len(row)))
+    rows[world.worker] = row
+    sums = PendingReduction(world, rows.ravel().tolist(), "").result()
+    return list(table.records(rounds, np.reshape(sums, rows.shape)))
+
+
 def gathered(workers: int, stopped: float = 0.0) -> RoundRecord:
-    """Gather one round over all ranks; each rank's clock is another. `stopped`: worker 0."""
+    """Gather one round over all ranks; each rank's clock is another, and begins another second
+    before its round. `stopped`: worker 0."""
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+    assert gather(world, []) == []
     clock = 100.0 * (world.rank + 1)
-    rounds = [measured_round(world, clock)]
-    rounds[0].stopped = stopped if world.worker == 0 else 0.0
-    assert PendingRounds(world, [], ["blocks"], clock_start=clock, where="").records() == []
-    (record,) = PendingRounds(world, rounds, ["blocks"], clock_start=clock, where="").records()
+    found = measured_round(world, clock)
+    found.stopped = stopped if world.worker == 0 else 0.0
+    (record,) = gather(world, [found], clock - world.rank)
     return record
 
 
@@ -73,7 +88,7 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
         assert own["drift_norm"] == pytest.approx(math.sqrt(8))
         dot = 3.0 * (1 + 2 if worker == 0 else 3 + 4)
         assert own["cosine_to_mean"] == pytest.approx(dot / math.sqrt(18 * 8))
-        assert (own["due_at_seconds"], own["applied_at_seconds"]) == (0.0, 4.5), "own clock"
+        assert (own["due_at_seconds"], own["applied_at_seconds"]) == (0.0, 4.5), "worker 0's clock"
         assert (own["transfer_seconds"], own["waited_seconds"]) == (2.0, 1.0)
         assert own["exchange_seconds"] == 4.0 - worker
         assert own["exposed_seconds"] == pytest.approx(0.1 + 1.0 + 0.5)
@@ -91,19 +106,13 @@ def test_a_worker_that_stopped_after_its_header_counts_as_the_last(processes: Pr
         assert [worker["stopped_seconds"] for worker in record["workers"]] == [30.0, 0.0]
 
 
-def alone(rounds: list[Round]) -> list[RoundRecord]:
-    world = World(0, 1, 1, torch.device("cpu"))
-    return PendingRounds(world, rounds, ["blocks"], clock_start=0.0, where="").records()
-
-
 def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
-    world = World(0, 1, 1, torch.device("cpu"))
     nothing = Traffic(math.nan, math.nan, math.nan, math.nan)
     resumed = Round(0, 1, 1, 10, math.nan, 2, traffic=nothing)
-    unmeasured = measured_round(world, 0.0)
+    unmeasured = measured_round(ALONE, 0.0)
     unmeasured.delta_square = unmeasured.mean_square = unmeasured.update_square = math.nan
     unmeasured.traffic.dot, unmeasured.drift = math.nan, torch.tensor(math.nan)
-    known, record, unknown = alone([measured_round(world, 0.0), unmeasured, resumed])
+    known, record, unknown = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
     norms = {"outer_gradient_norm", "cosine_to_mean", "drift_norm"}
     (before,), (own,) = known["workers"], record["workers"]
     assert {key for key in own if own[key] is None and before[key] is not None} == norms
@@ -112,7 +121,8 @@ def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
     scalars = round_scalars(record)
     expected = tags | {"round_update_norm/fragment_0", "round_late_by_seconds/fragment_0"}
     absent = {tag for tag, value in scalars.items() if value is None}
-    assert absent == expected | {"round_transfer_seconds_mean_over_workers/fragment_0"}
+    alone = ("transfer_seconds", "ahead_of_last_seconds")
+    assert absent == expected | {f"round_{name}_mean_over_workers/fragment_0" for name in alone}
     assert scalars["round_hidden_percent_mean_over_workers/fragment_0"] == pytest.approx(
         100 * 2 / 3
     )
@@ -127,10 +137,10 @@ def test_links_are_not_known_from_a_batch_of_messages_or_from_small_ones() -> No
     assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
     assert math.isnan(together.heard_after(1))
     assert math.isnan(together.link_seconds(1))
-    found = measured_round(World(0, 1, 1, torch.device("cpu")), 0.0)
+    found = measured_round(ALONE, 0.0)
     for size, rate in ((16_383, None), (16_384, 8 * 16_384)):
         link = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
-        (record,) = alone([replace(found, traffic=link)])
+        (record,) = gather(ALONE, [replace(found, traffic=link)])
         assert record["workers"][0]["received_bits_per_second_from"] == [rate]
 
 
@@ -143,6 +153,5 @@ def test_the_last_worker_waited_the_shortest(arrivals: list[float], latency: flo
 
 
 def test_nobody_is_last_where_nobody_waited() -> None:
-    assert ahead_of_last([None]) == [None]
-    assert ahead_of_last([None, 0.3, None]) == [None, None, None]
+    assert all(map(math.isnan, [*ahead_of_last([math.nan]), *ahead_of_last([math.nan, 0.3])]))
     assert peak_mbit_per_second([]) is None

@@ -1,19 +1,106 @@
-"""The folder of a run: one run at a time, on a disk that all nodes share."""
+"""The folder of a run: what it starts from, one run at a time, a disk that all nodes share."""
 
 import os
+import re
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.components.test_checkpoint_schema import write_checkpoint
 from tests.components.test_resume import FP32, STEPS, chosen, last, run
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records
 from torchtitan_diloco.components import run_folder
-from torchtitan_diloco.components.run_folder import lock_run_folder
+from torchtitan_diloco.components.checkpoint_schema import (
+    MANIFEST,
+    METADATA,
+    SHARED,
+    begin,
+    checkpoint_path,
+    complete_checkpoints,
+    read_manifest,
+)
+from torchtitan_diloco.components.run_folder import find_start, lock_run_folder
+from torchtitan_diloco.distributed.world import World
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LOSS = "train/loss_nats_per_token_global"
+
+
+ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+TENSORS = f"{SHARED}/__0_0.distcp"
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "wrong"),
+    [
+        (TENSORS, cut_off, r"/shared/__0_0.distcp has [\d,]+ bytes instead of [\d,]+"),
+        (TENSORS, flip_a_bit, "/shared/__0_0.distcp has other content"),
+        (TENSORS, Path.unlink, "/shared/__0_0.distcp cannot be read"),
+        (f"{SHARED}/{METADATA}", flip_a_bit, "/shared/.metadata has other content"),
+        (MANIFEST, Path.unlink, " has no manifest.json"),
+        (MANIFEST, flip_a_bit, "/manifest.json cannot be used"),
+        (MANIFEST, lambda path: path.write_text("[]"), "/manifest.json cannot be used"),
+        (MANIFEST, lambda path: path.write_text("[" * 10_000), "/manifest.json cannot be used"),
+    ],
+)
+def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
+    tmp_path: Path, file: str, damage: Callable[[Path], Any], wrong: str
+) -> None:
+    for step in (1, 2, 10):
+        write_checkpoint(tmp_path, step)
+    damage(checkpoint_path(tmp_path, 10) / file)
+    start = find_start(ALONE, "auto", str(tmp_path))
+    assert (start.folder, start.state.step) == (str(tmp_path), 2)
+    ((damaged, reason),) = start.damaged.items()
+    assert damaged == str(checkpoint_path(tmp_path, 10))
+    assert re.search(f"step-00000010{wrong}", reason)
+    for resume in ("strict", str(tmp_path), damaged):  # what is named must be good
+        with pytest.raises(ValueError, match=f'step-00000010{wrong}.* "auto"'):
+            find_start(ALONE, resume, str(tmp_path))
+    assert find_start(ALONE, str(checkpoint_path(tmp_path, 2)), str(tmp_path)).state.step == 2
+
+
+def test_a_save_that_was_not_completed_is_no_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    begin(checkpoint_path(tmp_path, 2))
+    start = find_start(ALONE, "strict", str(tmp_path))
+    assert (start.state.step, start.damaged) == (1, {})
+
+
+def test_a_run_without_a_good_checkpoint_is_not_started_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (write_checkpoint(tmp_path, step) / MANIFEST).unlink()
+    with pytest.raises(
+        ValueError, match=r"all checkpoints .* damaged: .*0002 has no .*0001 has no"
+    ):
+        find_start(ALONE, "auto", str(tmp_path))
+    assert len(complete_checkpoints(tmp_path)) == 2
+
+
+def test_a_checkpoint_of_another_version_is_not_damaged(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 1)
+    (path / MANIFEST).write_text(replace(read_manifest(path), version=1).to_json())
+    with pytest.raises(ValueError, match="version 1 of the schema"):
+        find_start(ALONE, "auto", str(tmp_path))
 
 
 def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.test_trainer import records
+from torchtitan_diloco.components import record_files
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint_schema import RunState
+from torchtitan_diloco.components.record_files import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import (
     StepResult,
     Telemetry,
-    TimedIterator,
-    drop_records_after,
     time_shares,
     worker_key,
 )
@@ -96,21 +96,25 @@ def telemetry(
 def train(
     own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED, clock: Clock | None = None
 ) -> None:
-    """Train steps of two seconds, and log every second one."""
+    """Train steps of two seconds, of which half a second waits for data, and log every second."""
+
+    def load() -> Iterator[Any]:
+        for _ in steps:
+            if clock is not None:
+                clock.now += 0.5
+            yield None
+
+    batches = own.timed(load())
     for step in steps:
         own.step_begins()
+        next(batches)
         own._outer.step()
         if clock is not None:
-            clock.now += 2
-        own.step_done(result, data_seconds=0.5)
+            clock.now += 1.5
+        own.step_done(result)
         if step % 2 == 0:
             own.open(step, lr=0.1)
         own.publish(step)
-
-
-def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record.get("kind") == kind]
 
 
 def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
         own.pause(7)
         train(own, [11], clock=clock)
         clock.now += 6  # between steps, of which the final drain is training
-        own.drained(4)
+        own.count("time/step_seconds", 4)
         train(own, [12], clock=clock)
         own.publish(12, all=True)
     (record,) = records(tmp_path)
@@ -179,6 +183,8 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     totals = [own.totals[worker_key(0, name)] for name in ("steps", "seconds", "squares")]
     assert totals == [2, 3, 4.5], "computed 1.5 seconds in each step"
     assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
+    starts = [found["workers"][0]["due_at_seconds"] for found in records(tmp_path, "round")]
+    assert starts == [1001, 1002], "on the clock of the whole run"
 
 
 def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
@@ -241,7 +247,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "write_trace", full)
+    monkeypatch.setattr(record_files, "write_trace", full)
     with telemetry(tmp_path) as own:
         train(own, [1, 2, 3])
         own.draw(3)
@@ -266,10 +272,3 @@ def test_runs_that_start_over_keep_the_old_records_aside(tmp_path: Path) -> None
         drop_records_after(tmp_path / "metrics.jsonl", 0)
     kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert kept == {f"metrics-{number}.jsonl": f'{{"step": {number}}}\n' for number in (1, 2)}
-
-
-def test_waiting_for_data_is_counted_to_the_end() -> None:
-    batches = TimedIterator(iter([1, 2]))
-    assert list(batches) == [1, 2]
-    assert batches.take_seconds() > 0
-    assert batches.take_seconds() == 0

@@ -39,11 +39,6 @@ def test_epochs_and_seeds_differ() -> None:
             assert (first == second).mean() < 0.02, "unrelated orders agree in 1 of 1000 places"
 
 
-def test_without_shuffling_it_is_the_identity() -> None:
-    found = sequence_indices(np.arange(25), sequences=10, seed=3, shuffle=False).tolist()
-    assert found == [*range(10), *range(10), *range(5)]
-
-
 def test_order_is_frozen() -> None:
     """Saved runs continue with it: it may never change."""
     assert epoch_order(10, 0, seed=0).tolist() == [2, 5, 7, 4, 0, 6, 1, 3, 9, 8]

@@ -34,7 +34,7 @@ def flip_bit(path: Path, at: int) -> None:
 
 def test_any_range_across_shards(make_shards: MakeShards) -> None:
     shards, expected = TokenShards(make_shards(), "train"), np.arange(1000) % 251
-    assert (len(shards), shards.documents) == (1000, 19)
+    assert len(shards) == 1000
 
     @given(st.integers(0, 999), st.integers(1, 1000))
     def check(start: int, length: int) -> None:
@@ -57,22 +57,6 @@ def test_the_format_to_the_byte(make_shards: MakeShards) -> None:
     assert (index["format_version"], index["splits"]["validation"]) == (2, expected)
     train = [(one["tokens"], one["end_piece"]) for one in index["splits"]["train"]["shards"]]
     assert train == [(212, 4), (212, 8), (212, 12), (212, 16), (152, 19)]
-
-
-def test_shards_of_version_1(make_shards: MakeShards, tmp_path: Path) -> None:
-    """Folders of earlier releases: a header of 128 bytes, and one checksum for all of a shard."""
-    index = json.loads((make_shards() / "corpus.json").read_text()) | {"format_version": 1}
-    folder, payload = tmp_path / "old", np.arange(300, dtype="<u2").tobytes()[:100]
-    folder.mkdir()
-    (folder / "train-00000.tokens").write_bytes(bytes(128) + payload)
-    shard = {"file": "train-00000.tokens", "tokens": 50, "checksum": zlib.crc32(payload)}
-    index["splits"]["train"] = {"tokens": 50, "documents": 1, "shards": [shard]}
-    (folder / "corpus.json").write_text(json.dumps(index))
-    assert TokenShards(folder, "train").read(3, 50).tolist() == [*range(3, 50)]
-    flip_bit(folder / "train-00000.tokens", -1)
-    shards_module._map_shard.cache_clear()  # as in a new process
-    with pytest.raises(ValueError, match=r"the checksum of tokens 0 to 49 is wrong"):
-        TokenShards(folder, "train").verify()
 
 
 def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
@@ -107,7 +91,7 @@ def test_pickled_shards_map_the_files_again(make_shards: MakeShards) -> None:
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"427 bytes instead of 428"),
         (lambda path: path.write_bytes(path.read_bytes() + b"12"), r"430 bytes instead of 428"),
-        (lambda path: path.unlink(), r"cannot read the token shard .*No such file"),
+        (lambda path: path.unlink(), r"0 bytes instead of 428"),
     ],
 )
 def test_damaged_file_is_refused_on_opening(
@@ -166,9 +150,11 @@ def test_token_beyond_the_vocabulary(make_shards: MakeShards) -> None:
     ("content", "message"),
     [
         (None, r"is not a finished folder of token shards.*run the same command again"),
-        ("{", r"cannot read .*corpus\.json"),
         ('{"format_version": 2}', r"cannot read .*missing required field `settings`"),
-        ('{"format_version": 9, "settings": {}, "splits": {}}', r"has version 9 .* up to 2"),
+        (
+            '{"format_version": 9, "settings": {}, "splits": {}}',
+            r"has version 9 .* reads version 2",
+        ),
     ],
 )
 def test_damaged_index(make_shards: MakeShards, content: str | None, message: str) -> None:
@@ -179,11 +165,10 @@ def test_damaged_index(make_shards: MakeShards, content: str | None, message: st
 
 
 def test_empty_splits(make_shards: MakeShards) -> None:
-    message = r"holds out nothing of .* for validation: raise data\.validation_fraction"
+    folder = make_shards(validation=0)
+    message = r"the validation split of .*shards has no tokens: change data\.validation_fraction"
     with pytest.raises(ValueError, match=message):
-        TokenShards(make_shards("a", validation=0), "validation")
-    with pytest.raises(ValueError, match=r"no tokens to train on, from 'made by a test'"):
-        TokenShards(make_shards("b", train=0), "train")
+        TokenShards(folder, "validation")
 
 
 def test_another_tokenizer_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import gzip
+import io
 import itertools
 import json
 import os
@@ -10,15 +11,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
+import torchtitan_diloco.data.text as text_module
 from torchtitan_diloco.data.text import (
-    _ZSTD_MODULE,
     PIECE_CHARACTERS,
     is_held_out,
     open_corpus,
-    read_file,
     split_into_pieces,
     standard_library,
+    zstd,
 )
 
 
@@ -28,7 +30,7 @@ def pieces(spec: object) -> list[str]:
 
 def documents(path: Path) -> list[str]:
     found, parts = [], []
-    for piece in read_file(path):
+    for piece in open_corpus(str(path)).pieces():
         assert 0 < len(piece.text) <= PIECE_CHARACTERS
         parts.append(piece.text)
         if piece.ends_document:
@@ -42,7 +44,7 @@ def compressed(path: Path, content: bytes) -> Path:
     if path.suffix == ".gz":
         content = gzip.compress(content)
     elif path.suffix == ".zst":
-        content = pytest.importorskip(_ZSTD_MODULE).compress(content)
+        content = zstd.compress(content)
     path.write_bytes(content)
     return path
 
@@ -58,12 +60,8 @@ def test_pieces_are_the_text_whatever_the_blocks(blocks: list[str], limit: int) 
     assert [ends for _, ends in found] == [False] * (len(found) - 1) + [True] * bool(text)
     assert all(0 < len(piece) <= limit for piece, _ in found)
     assert found == list(split_into_pieces([text], limit))
-
-
-@given(st.lists(st.text(alphabet="ab", max_size=5), min_size=1))
-def test_pieces_end_at_line_ends_where_lines_are_short(lines: list[str]) -> None:
-    *others, _ = split_into_pieces(["".join(line + "\n" for line in lines)], 8)
-    assert all(piece.endswith("\n") for piece, _ in others)
+    for piece, ends_document in found:
+        assert ends_document or piece.endswith("\n") or "\n" not in piece, "at line ends if any"
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -72,7 +70,8 @@ def test_a_text_file_is_one_document(tmp_path: Path, kind: str, suffix: str) -> 
     text = "x" + "".join(f"{n}, größer \U0001f600 \r\n" for n in range(30_000))  # many blocks
     path = compressed(tmp_path / f"a{kind}{suffix}", text.encode())
     assert documents(path) == [text]
-    assert list(read_file(path))[-1].bytes_read == path.stat().st_size
+    path.write_bytes(path.read_bytes() * 2)
+    assert documents(path) == [text * 2], "a compressed file may have several frames"
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -82,14 +81,6 @@ def test_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) -> None:
     empty = ["", json.dumps({"text": ""}), "  "]  # no documents
     path = compressed(tmp_path / f"a.jsonl{suffix}", "\n".join([*lines, *empty]).encode())
     assert documents(path) == texts
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_several_frames_in_one_file(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"all.txt{suffix}"
-    frames = [compressed(path, b"frame %d\n" % number).read_bytes() for number in range(3)]
-    path.write_bytes(b"".join(frames))
-    assert documents(path) == ["frame 0\nframe 1\nframe 2\n"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -115,8 +106,8 @@ def test_a_missing_package_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, extra: str
 ) -> None:
     path = compressed(tmp_path / f"train.jsonl{suffix}", b'{"text": "a"}')
-    for module in (_ZSTD_MODULE, "datasets"):
-        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(text_module, "zstd", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     message = rf"needs the package (backports|datasets).* -m pip install -e '.*\[{extra}\]'"
     with pytest.raises(ValueError, match=message):
         pieces(path if suffix else f"hf:{tmp_path}")
@@ -136,7 +127,7 @@ def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path: Path, before: int)
     [
         (b"{nope", r": not JSON"),
         (b"[" * 100_000, r": not JSON"),
-        (b'{"text": "gr\xfc"}', r" is not UTF-8"),
+        (b'{"text": "gr\xfc"}', r": not JSON in UTF-8: .*can't decode byte 0xfc"),
         (b'{"content": "a", "id": 3}', r": no field \"text\" with a string in \['content', 'id'\]"),
         (b'{"text": 3}', r": no field \"text\" with a string"),
         (b'["text"]', r": no field \"text\" with a string in \['text'\]"),
@@ -188,14 +179,11 @@ def test_paths_folders_and_globs(
     ("spec", "message"),
     [
         ("{}/picture.png", r"picture\.png: unknown kind of file '\.png'; use \.txt \.md \.py \.js"),
-        ("{}/b.text", r"the text file {}/b\.text does not exist; nearest in {}: b\.txt"),
-        ("{}/subb/c.txt", r"/subb/c\.txt does not exist; nearest in {}: sub"),
-        ("{}/zzz*.txt", r"no file matches {}/zzz\*\.txt"),
-        ("{}/0/*.qqqq", r"no file matches .*; nearest in {}: nothing of a similar name"),
+        ("{}/c.txt", r"cannot read the text file {}/c\.txt: .*No such file"),
+        ("{}/zzz*.txt", r"{}/zzz\*\.txt has no text"),
         ("{}/empty.txt", r"empty\.txt' has no text"),
-        ("{}/no", r"does not exist"),
-        ("{}/nothing", r"the folder {}/nothing has no text .*and no shards"),
-        ("{}/link*.txt", r"cannot read {}/link\.txt, a file of the corpus"),
+        ("{}/nothing", r"{}/nothing has no text .*and no token shards"),
+        ("{}/link*.txt", r"cannot read the text file {}/link\.txt"),
         (" , ", r"names no file"),
         ("", r"names no file"),
     ],
@@ -231,19 +219,10 @@ def test_fingerprint_follows_the_files(texts: Path) -> None:
     assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.parametrize(("end", "name"), [("/*.txt", "texts"), ("/n.v2.txt", "n"), ("", "texts")])
-def test_name_is_fit_for_a_folder(tmp_path: Path, end: str, name: str) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "n.v2.txt").write_text("a")
-    assert open_corpus(f"{tmp_path}/texts{end}").name == name
-
-
 def test_progress_bar_counts_the_bytes_of_the_files(texts: Path) -> None:
-    corpus = open_corpus(f"{texts}/a.md,{texts}/b.txt")
-    with corpus.progress_bar("reading") as bar:
-        for piece in corpus.pieces():
-            bar.update(piece.bytes_read - bar.n)
-        assert bar.n == bar.total == 2
+    corpus = open_corpus(f"{texts}/a.md,{texts}/sub")
+    with tqdm(file=io.StringIO()) as bar:
+        assert [bar.n for _ in corpus.read(bar)] == [0, 1, corpus.total_bytes]
 
 
 # --- the standard library ---
@@ -253,29 +232,18 @@ def test_standard_library_is_there_and_repeatable() -> None:
     corpus = open_corpus("stdlib")
     first = list(corpus.pieces())
     assert sum(len(piece.text) for piece in first) > 3_000_000
-    assert first == list(open_corpus("stdlib").pieces())
+    assert first == list(corpus.pieces())
     own = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
     assert own[:5000] in "".join(piece.text for piece in first)
     assert corpus.fingerprint == open_corpus("stdlib").fingerprint
 
 
 def test_standard_library_without_tests_and_packages(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"{tmp_path} has no \.py file; set data\.corpus to"):
-        standard_library(tmp_path)
     ours, others = ["b/x.py", "a.py"], ["test/t.py", "b/tests/t.py", "site-packages/p.py"]
     for name in [*ours, *others]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert [piece.text for piece in standard_library(tmp_path).pieces()] == ["a.py", "b/x.py"]
-
-
-def test_standard_library_in_old_encodings(tmp_path: Path) -> None:
-    (tmp_path / "old.py").write_bytes("# coding: latin-1\n# Gr\u00fc\u00dfe\n".encode("latin-1"))
-    (piece,) = standard_library(tmp_path).pieces()
-    assert piece.text == "# coding: latin-1\n# Grüße\n"
-    (tmp_path / "broken.py").write_bytes(b"\xff\xff")
-    with pytest.raises(ValueError, match=r"cannot read .*broken\.py of the standard library"):
-        list(standard_library(tmp_path).pieces())
+    assert standard_library(tmp_path) == [tmp_path / "a.py", tmp_path / "b/x.py"]
 
 
 @given(st.floats(0.0, 0.5), st.integers(1, 3000))
@@ -299,7 +267,7 @@ def test_hugging_face_folder_of_files(tmp_path: Path) -> None:
     assert pieces(folder) == pieces(f"{folder}:train") == TEXTS
     assert pieces(f"{folder}:test") == ["of the test"]
     assert open_corpus(f"{folder}:test").fingerprint != open_corpus(folder).fingerprint
-    with pytest.raises(ValueError, match=r"cannot open the corpus .*Check .* split \(\"none\"\)"):
+    with pytest.raises(ValueError, match=r"cannot open the corpus .*:none'"):
         pieces(f"{folder}:none")
 
 
@@ -325,16 +293,8 @@ def test_hugging_face_rows_without_text(tmp_path: Path, row: dict[str, str], mes
         pieces(f"hf:{tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("hf:/nowhere/at/all", r"there is no folder /nowhere/at/all"),
-        ("hf:justaname", r"is not hf:OWNER/DATASET\[/SUBSET\]\[:SPLIT\]"),
-        ("hf:a/b/c/d", r"is not hf:OWNER/DATASET"),
-        ("hf:", r"is not hf:OWNER/DATASET"),
-        ("hf:owner/set/subset:train", r"cannot open the corpus 'hf:owner.*, and the network or"),
-    ],
-)
-def test_hugging_face_names(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"(?s){message}"):
-        pieces(spec)
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "justaname", "", "owner/set/subset:train"])
+def test_hugging_face_names(name: str) -> None:
+    message = rf"(?s)cannot open the corpus 'hf:{name}' .*Write hf:OWNER/DATASET.*the network"
+    with pytest.raises(ValueError, match=message):
+        pieces(f"hf:{name}")

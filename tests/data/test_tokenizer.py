@@ -1,5 +1,4 @@
 import base64
-import pickle
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,6 @@ def test_fingerprint_depends_on_the_encoding_not_on_the_path(tmp_path: Path) -> 
     assert BYTES.fingerprint == "3625b1f403981c51", "prepared corpora of users carry it"
 
 
-def test_pickled_tokenizer_encodes_the_same(tmp_path: Path) -> None:
-    tokenizer = from_ranks(tmp_path / "small.tiktoken", RANKS | {b"ab": 256})
-    pickled = pickle.dumps(tokenizer)
-    assert len(pickled) < 1000
-    copy = pickle.loads(pickled)
-    assert copy.fingerprint == tokenizer.fingerprint
-    assert copy.encode("abab").tolist() == tokenizer.encode("abab").tolist()
-
-
 def line(token: bytes, rank: int) -> bytes:
     return base64.b64encode(token) + b" %d" % rank
 
@@ -92,11 +82,9 @@ def test_damaged_rank_file_is_refused(tmp_path: Path, lines: list[bytes], messag
 
 
 def test_missing_rank_file_names_the_command(tmp_path: Path) -> None:
-    (tmp_path / "folder.tiktoken").mkdir()
-    for name in ("none", "folder"):
-        message = rf"(?s){name}\.tiktoken\" is not a file.*data\.train_tokenizer --source TEXT"
-        with pytest.raises(ValueError, match=message):
-            build_tokenizer(str(tmp_path / f"{name}.tiktoken"))
+    message = r"(?s)none\.tiktoken\" is not a file.*data\.train_tokenizer --source TEXT"
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(str(tmp_path / "none.tiktoken"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +103,7 @@ def test_encoding_that_cannot_be_fetched_names_the_remedies(
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"(?s)p50k_edit.*could not fetch.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer"
+    message = r"(?s)p50k_edit.*could not load.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer"
     with pytest.raises(ValueError, match=message):
         build_tokenizer("p50k_edit")
 
@@ -130,7 +118,7 @@ def test_named_encoding_keeps_its_own_end_of_document(
     monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["named"])
     monkeypatch.setattr(tiktoken, "get_encoding", lambda _: encoding)
     if not special:
-        with pytest.raises(ValueError, match=r'"named" has no <\|endoftext\|> token'):
+        with pytest.raises(ValueError, match=r'"named": .* with an <\|endoftext\|> token'):
             build_tokenizer("named")
         return
     tokenizer = build_tokenizer("named")

@@ -24,7 +24,6 @@ from torchtitan_diloco.data.worker_shards import (
     document_ends,
     learn_centres,
     share_out,
-    squared_distances,
     text_features,
 )
 
@@ -46,8 +45,8 @@ def test_alike_texts_come_together(alphabets: list[str]) -> None:
     features, sizes = np.stack([text_features(text) for text in texts]), np.full(len(texts), 300)
 
     def found() -> list[int]:
-        distances = squared_distances(features, learn_centres(features, sizes, count))
-        return [int(cluster) for cluster in assign(distances, sizes)]
+        similarity = features @ learn_centres(features, sizes, count).T
+        return [int(cluster) for cluster in assign(similarity, sizes)]
 
     of_alphabet = [set(found()[start::count]) for start in range(count)]
     assert [len(clusters) for clusters in of_alphabet] == [1] * count
@@ -71,9 +70,9 @@ def test_features_are_roots_of_frequencies_of_tokens_and_of_pairs() -> None:
 def test_no_cluster_takes_documents_once_it_is_full(
     sizes: list[int], clusters: int, seed: int
 ) -> None:
-    distances = np.random.default_rng(seed).random((len(sizes), clusters)).astype(np.float32)
-    distances[:, 0] /= 10  # everybody's favourite
-    chosen = assign(distances, np.array(sizes))
+    similarity = np.random.default_rng(seed).random((len(sizes), clusters))
+    similarity[:, 0] += 1  # everybody's favourite
+    chosen = assign(similarity, np.array(sizes))
     assert ((chosen >= 0) & (chosen < clusters)).all()
     for cluster in range(clusters):
         own = [size for size, at in zip(sizes, chosen.tolist(), strict=True) if at == cluster]
@@ -81,14 +80,14 @@ def test_no_cluster_takes_documents_once_it_is_full(
 
 
 @pytest.mark.parametrize(
-    ("distances", "expected"),
+    ("similarity", "expected"),
     [
-        ([[1, 2], [2, 1], [1, 3], [3, 1]], [0, 1, 0, 1]),  # nobody moves without need
-        ([[1, 2], [1, 9], [1, 3], [1, 1.1]], [0, 0, 0, 1]),  # full at 12.5: after the third
+        ([[2, 1], [1, 2], [3, 1], [1, 3]], [0, 1, 0, 1]),  # nobody moves without need
+        ([[9, 8], [9, 1], [9, 7], [9, 8.9]], [0, 0, 0, 1]),  # full at 12.5: after the third
     ],
 )
-def test_who_has_most_to_lose_chooses_first(distances: list[Any], expected: list[int]) -> None:
-    found = assign(np.array(distances, dtype=np.float32), np.array([5, 5, 5, 5]))
+def test_who_has_most_to_lose_chooses_first(similarity: list[Any], expected: list[int]) -> None:
+    found = assign(np.array(similarity), np.array([5, 5, 5, 5]))
     assert found.tolist() == expected
 
 
@@ -134,10 +133,10 @@ def of_worker(shards: WorkerShards, worker: int) -> list[int]:
     return [int(token) for token in shards.parts[worker].read(0, len(shards.parts[worker]))]
 
 
-def loader(tokens: TokenShards, shards: WorkerShards | None, **changes: int) -> TrainLoader:
+def loader(shards: WorkerShards, **changes: int) -> TrainLoader:
     layout: dict[str, Any] = {"batch_size": 2, "accumulation": 1, "processes": 0, "seed": 3}
-    layout |= {"sequence_length": LENGTH, "shuffle": True, "worker_shards": shards}
-    return TrainLoader(tokens, **(layout | changes))
+    layout |= {"sequence_length": LENGTH, "shuffle": True}
+    return TrainLoader(shards.parts, **(layout | changes))
 
 
 def sequences(reader: TrainLoader, batches: int) -> list[tuple[int, ...]]:
@@ -158,7 +157,6 @@ def test_shards_partition_the_documents(
     apart = [documents(of_worker(shards, worker)) for worker in range(workers)]
     whole = documents(tokens.read(0, len(tokens)).tolist())
     assert sorted(itertools.chain(*apart)) == sorted(whole)
-    assert [part.documents for part in shards.parts] == [len(own) for own in apart]
     assert shards.shares == [len(part) / len(tokens) for part in shards.parts]
     if (shard_by, workers) == ("clusters", 3):
         alphabets = [set(of_worker(shards, worker)) - {END} for worker in range(workers)]
@@ -176,7 +174,7 @@ def test_an_epoch_of_each_worker_has_its_own_sequences_once(
         expected = [tuple(whole[start : start + LENGTH + 1]) for start in starts]
         steps = -(-len(expected) // each)
         ranks = [
-            sequences(loader(tokens, shards, rank=rank, ranks=3 * each, batch_size=1), steps)
+            sequences(loader(shards, rank=rank, ranks=3 * each, batch_size=1), steps)
             for rank in range(each * worker, each * worker + each)
         ]
         epoch = list(itertools.chain(*zip(*ranks, strict=True)))[: len(expected)]
@@ -190,13 +188,13 @@ def test_a_position_continues_where_it_was_saved(
 ) -> None:
     shards = share_out(data, tokens, BYTES, 3)
     for rank in range(6):
-        whole = sequences(loader(tokens, shards, rank=rank, ranks=6), 40)
-        first = loader(tokens, shards, rank=rank, ranks=6, processes=processes)
+        whole = sequences(loader(shards, rank=rank, ranks=6), 40)
+        first = loader(shards, rank=rank, ranks=6, processes=processes)
         seen = sequences(first, 25)
         assert first.position == 25 * 6 * 2, "samples of all ranks, the same on each"
         again = share_out(data, tokens, BYTES, 3)
-        second = loader(tokens, again, rank=rank, ranks=6, start=first.position)
-        third = loader(tokens, shards, rank=rank, ranks=6, processes=processes)
+        second = loader(again, rank=rank, ranks=6, start=first.position)
+        third = loader(shards, rank=rank, ranks=6, processes=processes)
         third.load_state_dict(first.state_dict())
         assert seen + sequences(second, 15) == seen + sequences(third, 15) == whole
 
@@ -214,16 +212,12 @@ def test_decided_once_and_the_same_anywhere(
     random = share_out(replace(data, shard_by="random"), tokens, BYTES, 3)
     others = {share_out(data, tokens, BYTES, 2).fingerprint, random.fingerprint}
     assert len({shards.fingerprint, tokens.fingerprint, *others}) == 4
-    kept.write_bytes(kept.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"cannot read .*documents\.npy: .*; delete .*worker-shar"):
-        share_out(data, tokens, BYTES, 3)
 
 
 def test_without_shards_all_share_one_order(data: Data, tokens: TokenShards) -> None:
     shards = share_out(replace(data, shard_by="none"), tokens, BYTES, 4)
     assert (shards.fingerprint, shards.shares) == (tokens.fingerprint, [0.25] * 4)
-    found = [sequences(loader(tokens, one, rank=3, ranks=4), 9) for one in (shards, None)]
-    assert found[0] == found[1]
+    assert shards.parts == [tokens]
 
 
 def test_a_document_that_never_ends_is_one_too(data: Data, tmp_path: Path) -> None:
@@ -237,8 +231,9 @@ def test_a_document_that_never_ends_is_one_too(data: Data, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("lines", "shard_by", "workers", "message"),
     [
-        (["a"] * 60, "clusters", 61, r'"clusters" gives .* has 60 for diloco\.workers = 61: use'),
-        (["same"] * 8, "clusters", 8, r"leaves workers \[.*\] of 8 .*too much alike.*\"random\""),
+        (["a"] * 6, "clusters", 7, r'"clusters" leaves workers .* of diloco\.workers = 7 .* 6 doc'),
+        (["same"] * 8, "clusters", 8, r"leaves workers \[.*\] of .*too much alike.*\"random\""),
+        (["a"] * 6, "random", 7, r"leaves workers \[.*\] of .* 6 documents of"),
         (["short", "long " * 100], "random", 2, r"shard of worker \d .*random\) of .* 6 tokens"),
     ],
 )
@@ -251,7 +246,7 @@ def test_documents_that_do_not_suffice(
     tokens = open_split(few, BYTES, "train")
     for rank in range(workers):  # all see it
         with pytest.raises(ValueError, match=message):
-            loader(tokens, share_out(few, tokens, BYTES, workers), rank=rank, ranks=workers)
+            loader(share_out(few, tokens, BYTES, workers), rank=rank, ranks=workers)
 
 
 def test_workers_of_a_run_count_by_their_tokens_and_resume(

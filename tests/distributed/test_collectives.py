@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
+from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.distributed.collectives import (
     PendingReduction,
     RanksLostError,
     assert_agreement,
-    gather_objects,
     naming_lost_ranks,
     on_first_rank,
 )
@@ -28,7 +28,7 @@ def _combine() -> tuple[Any, ...]:
     total = PendingReduction(world, values, "in the test")
     largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
     gathered = gather_objects({"rank": world.rank}, world.control)
-    first = on_first_rank(world, lambda: f"from rank {world.rank}")
+    first = on_first_rank(world, str, lambda: f"from rank {world.rank}")
     return total.result(), largest.result(), gathered, first
 
 
@@ -48,7 +48,7 @@ def _refuse() -> tuple[str, str]:
         raise ValueError(f"rank {world.rank} refuses")
 
     with pytest.raises(ValueError, match="refuses") as refused:
-        on_first_rank(world, refuse)
+        on_first_rank(world, type(None), refuse)
     assert_agreement(world, {"corpus": "same"})
     with pytest.raises(ValueError, match="differently") as different:
         assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "text": "same"})

@@ -276,7 +276,7 @@ def flip_a_bit(content: bytes) -> bytes:
     ("damage", "message"),
     [(truncate, "has .* bytes instead of"), (flip_a_bit, "has other content")],
 )
-def test_a_damaged_file_is_named_and_the_earlier_checkpoint_offered(
+def test_a_damaged_file_is_named(
     trained: Path,
     tmp_path: Path,
     damage: Callable[[bytes], bytes],
@@ -289,7 +289,7 @@ def test_a_damaged_file_is_named_and_the_earlier_checkpoint_offered(
     file.write_bytes(damage(file.read_bytes()))
     for main in COMMANDS.values():
         assert main([str(folder)]) == 2
-        expected = rf"error: .*step-00000024/shared/__0_0.distcp {message}.*step-00000016"
+        expected = rf"error: .*step-00000024/shared/__0_0.distcp {message}.* --step"
         assert re.match(expected, capsys.readouterr().err)
     assert not (folder / "export").exists()
     for usable in (["--step", "16"], ["--weights", "worker-0"]):

@@ -60,11 +60,10 @@ def round_records(
 ) -> list[dict[str, Any]]:
     """Return a round for every tenth step, fragment after fragment.
 
-    The last worker is the last to arrive, and its link to worker 0 is slow. Every worker has a
-    clock of its own. Norms are measured in every `measure_every`-th round of a fragment.
+    The last worker is the last to arrive, and its link to worker 0 is slow. Norms are measured
+    in every `measure_every`-th round of a fragment.
     """
     rng = random.Random(seed)
-    clocks = [0.0, *(rng.uniform(-500, 500) for _ in range(workers - 1))]
     records = []
     for number, sent_step in enumerate(range(30, steps - 2, 10)):
         outer_round, fragment = divmod(number, len(FRAGMENTS))
@@ -73,7 +72,7 @@ def round_records(
         measured = outer_round % measure_every == 0
         tables = [
             {
-                **_moments(due, arrivals, worker, clocks[worker], seconds),
+                **_moments(due, arrivals, worker, seconds),
                 "cosine_to_mean": 0.75 + rng.gauss(0, 0.02) if measured else None,
                 "drift_norm": 0.3 + 0.5 * math.exp(-number / 30) if measured else None,
                 "ahead_of_last_seconds": max(arrivals) - arrivals[worker],
@@ -106,9 +105,7 @@ def round_records(
     return records
 
 
-def _moments(
-    due: float, arrivals: list[float], worker: int, clock: float, seconds: float
-) -> dict[str, Any]:
+def _moments(due: float, arrivals: list[float], worker: int, seconds: float) -> dict[str, Any]:
     """Return the times of a round, of which the transfer takes the longest."""
     heard, asked = max(arrivals) + 0.05, due + 3 * seconds
     moments = {
@@ -123,7 +120,7 @@ def _moments(
         "arrived": asked + 0.1,
         "applied": asked + 0.13,
     }
-    at = {f"{name}_at_seconds": moment - clock for name, moment in moments.items()}
+    at = {f"{name}_at_seconds": moment for name, moment in moments.items()}
     return {**at, "waited_seconds": 0.1, "sent_bytes": 1_500_000, "received_bytes": 1_500_000}
 
 

@@ -1,40 +1,56 @@
-"""Saving a run while training goes on."""
+"""Saving a run while training goes on, and resuming it, on the same layout or another one."""
 
 import shutil
 import time
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_schema import (
+    METADATA,
+    MODEL,
     SHARED,
     Manifest,
+    TensorFolder,
     begin,
+    cause_in_dcp,
     checkpoint_path,
     complete,
     fingerprint,
     incomplete,
+    inner_tensors,
     prune,
+    random_states,
     worker_folder,
 )
-from torchtitan_diloco.components.inner_state import copy_to_host, inner_tensors, random_states
+from torchtitan_diloco.config.loader import flatten
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.distributed.collectives import gather_objects, naming_lost_ranks
+from torchtitan_diloco.diloco.state_dict import (
+    SavedState,
+    facts_for_new_worker,
+    shaped_like,
+    shared_parameter_name,
+)
+from torchtitan_diloco.distributed.collectives import naming_lost_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger
 
@@ -42,6 +58,15 @@ Result = TypeVar("Result")
 Files = dict[str, tuple[int, int]]
 LAST_SECONDS = 20.0
 """Seconds that a run which ends with an error waits for a save in progress."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank adds to the manifest."""
+
+    facts: dict[str, Any]
+    exchanged: dict[str, float]
+    files: Files
 
 
 class SaveError(Exception):
@@ -96,9 +121,8 @@ class Checkpointer:
         mesh, inner = self._world.host_mesh, dict[str, Tensor]()
         if self._outer.fragment_names or self._world.worker == 0:  # else all workers hold the same
             tensors = inner_tensors(self._model, self._optimizer)
-            inner = {name: copy_to_host(value, mesh) for name, value in tensors.items()}
-            states = random_states(self._world.device, self._world.rank_in_worker)
-            inner |= {name: get_state() for name, (get_state, _) in states.items()}
+            inner = {name: _copy_to_host(value, mesh) for name, value in tensors.items()}
+            inner |= random_states(self._world.device, self._world.rank_in_worker)
         outer = self._outer.start_state_dict(mesh)
         self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
         if not self._config.asynchronous:
@@ -135,7 +159,8 @@ class Checkpointer:
             nothing = SavedState({}, {}, {}, {})
             saved = self._agree(lambda: nothing if outer is None else outer.result())
             files = self._agree(lambda: self._write_tensors(incomplete(path), inner, saved))
-            parts = gather_objects((saved.facts, saved.exchanged, files), self._world.saving)
+            part = _Part(saved.facts, saved.exchanged, files)
+            parts = gather_objects(part, self._world.saving)
             manifest = _merge(manifest, parts, self._world.ranks_per_worker)
             self._agree(lambda: self._finish(path, manifest) if self._world.is_first else None)
         except SaveError as error:
@@ -170,7 +195,7 @@ class Checkpointer:
                 save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
             written = list((folder / name).glob(f"__{rank}_*.distcp"))
             if rank == 0:
-                written.append(folder / name / ".metadata")
+                written.append(folder / name / METADATA)
             files |= {f"{name}/{file.name}": fingerprint(file) for file in written}
         return files
 
@@ -194,40 +219,138 @@ class Checkpointer:
         try:
             result = task()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            failure = f"{_cause(error)} (rank {self._world.rank})"
+            failure = f"{cause_in_dcp(error)} (rank {self._world.rank})"
         failures = [text for text in gather_objects(failure, self._world.saving) if text]
         if failures:
             raise SaveError("; ".join(dict.fromkeys(failures)))
         return result
 
 
-def _merge(
-    manifest: Manifest,
-    parts: list[tuple[dict[str, Any], dict[str, float], Files]],
-    ranks_per_worker: int,
-) -> Manifest:
+def _copy_to_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    local = value.to_local() if isinstance(value, DTensor) else value.detach()
+    return shaped_like(value, local.to("cpu", copy=True), mesh)
+
+
+def _merge(manifest: Manifest, parts: list[_Part], ranks_per_worker: int) -> Manifest:
     """Add what all ranks know once their parts are written.
 
     Exchanges that were in flight belong to the saved state, but are not in the totals yet.
     """
     totals = Counter[str](manifest.state.totals)
-    for _, exchanged, _ in parts:
-        totals.update(exchanged)
+    for part in parts:
+        totals.update(part.exchanged)
     return replace(
         manifest,
         state=replace(manifest.state, totals=dict(totals)),
-        outer=[facts for facts, _, _ in parts[::ranks_per_worker] if facts],
-        files={name: known for _, _, files in parts for name, known in files.items()},
+        outer=[part.facts for part in parts[::ranks_per_worker] if part.facts],
+        files={name: known for part in parts for name, known in part.files.items()},
     )
 
 
-def _cause(error: BaseException) -> str:
-    """Return the first cause of an error: DCP wraps the errors of all ranks."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    hint = ", which a full disk may cause" if "inline_container" in str(error) else ""
-    return f"{type(error).__name__}: {error}".splitlines()[0] + hint
+# --- resume ---------------------------------------------------------------------------------------
+
+NO_OUTER_LOOP_SAVED = (
+    "the saved run had no outer loop: the shared parameters start as its model, outer momentum "
+    "from zero"
+)
+
+
+def restore(
+    path: Path,
+    manifest: Manifest,
+    new_workers: str,
+    world: World,
+    model: nn.Module,
+    optimizer: AdamW,
+    outer: OuterLoop,
+) -> list[str]:
+    """Load a checkpoint and return what could not be carried over, one line each.
+
+    `new_workers` is `checkpoint.new_workers`. Without an outer loop, which has no fragments, all
+    workers hold one model and resume from worker 0.
+    """
+    streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
+    worker = world.worker if streaming and streamed else 0
+    existed = worker < manifest.workers
+    own = TensorFolder(path, manifest, worker_folder(worker % manifest.workers))
+    _check_model(path, own, model)
+    if existed or new_workers == "copy":
+        same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
+        _load_inner(own, model, optimizer, world, parameters=existed, random=existed and same_ranks)
+    if not streamed:
+        outer.restart_from_model(manifest.step)
+        return [NO_OUTER_LOOP_SAVED] if streaming else []
+    shared = TensorFolder(path, manifest, SHARED)
+    if existed:
+        facts = manifest.outer[worker]
+    else:
+        facts = facts_for_new_worker(manifest.outer[0])
+        named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
+        # Frozen parameters are not shared: they stay what the workers have agreed on.
+        shared.fill({name: one.detach() for name, one in named if name in shared.tensors})
+    own_names = own.tensors if existed else ()
+    saved = SavedState.template(model, facts, shared.tensors, own_names, world.host_mesh)
+    shared.fill(saved.shared)
+    own.fill(saved.own)
+    notes = outer.load_state_dict(saved)
+    if not streaming or manifest.workers == world.workers:
+        return notes
+    change = f"{manifest.workers} workers are now {world.workers}"
+    if manifest.workers > world.workers:
+        end = f"what those from {world.workers} on had not sent yet is left behind"
+    else:
+        how = "as a copy" if new_workers == "copy" else "fresh"
+        end = f"the new ones start from the shared parameters, their inner optimizer {how}"
+    return [*notes, f"{change}: {end}"]
+
+
+def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
+    theirs = {
+        name.removeprefix(MODEL): tuple(known.size)
+        for name, known in saved.tensors.items()
+        if name.startswith(MODEL)
+    }
+    mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if differing:
+        name = differing[0]
+        there, here = theirs.get(name, "absent"), mine.get(name, "absent")
+        raise ValueError(
+            f"{path} is of another model: {name} is {there} there and {here} in this run, and "
+            f"{len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
+            "training.sequence_length as in the run's config.toml"
+        )
+
+
+def _load_inner(
+    saved: TensorFolder,
+    model: nn.Module,
+    optimizer: AdamW,
+    world: World,
+    *,
+    parameters: bool,
+    random: bool,
+) -> None:
+    """Load the state of the optimizer, and on request parameters and random states."""
+    tensors = inner_tensors(model, optimizer)
+    if not parameters:
+        tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
+    states = random_states(world.device, world.rank_in_worker) if random else {}
+    states = {name: state for name, state in states.items() if name in saved.tensors}
+    saved.fill(tensors | states)
+    for name, state in states.items():
+        set_state = torch.cuda.set_rng_state if "/cuda/" in name else torch.set_rng_state
+        set_state(state)
+
+
+NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
+
+
+def changed_settings(before: str, now: str) -> list[str]:
+    """Return the differences between the settings of two TOML texts, one line each."""
+    old, new = (dict(flatten(tomllib.loads(text))) for text in (before, now))
+    return [
+        f"{key} was {old.get(key, 'not set')}, is {new.get(key, 'not set')}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and not key.startswith(NOT_COMPARED)
+    ]

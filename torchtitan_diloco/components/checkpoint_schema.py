@@ -1,4 +1,4 @@
-"""The format of a checkpoint: its folders, the names of its tensors, and its manifest.
+"""The folder of a checkpoint: its files, the names of its tensors, its manifest, and checks.
 
 RUN/checkpoints/step-00001000/manifest.json  `Manifest`
                               shared/        outer loop: `SavedState.shared`
@@ -6,22 +6,34 @@ RUN/checkpoints/step-00001000/manifest.json  `Manifest`
                                              states, and `SavedState.own` of the outer loop
 
 The folder has its name only once it is complete. Folders of tensors are in the format of
-`torch.distributed.checkpoint`.
+`torch.distributed.checkpoint` (DCP). Whatever a checkpoint holds, reading it runs no code of it.
 """
 
 import json
 import os
+import pickle
 import re
 import shutil
+import warnings
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import AdamW
 
 VERSION = 2
-MANIFEST, SHARED, INCOMPLETE = "manifest.json", "shared", ".incomplete"
+MANIFEST, METADATA, SHARED = "manifest.json", ".metadata", "shared"
+INCOMPLETE, DAMAGED = ".incomplete", ".damaged"
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of the tensors in a worker's folder; all other names there are the outer loop's."""
 
@@ -74,31 +86,46 @@ class Manifest:
         values = asdict(self)
         return json.dumps({**values, "crc": _crc(values)}, indent=1)
 
-    @staticmethod
-    def from_json(text: str) -> "Manifest":
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
-        if values.get("version") != VERSION:
-            raise OtherVersionError(values.get("version"))
-        if values.pop("crc", None) != _crc(values):
-            raise ValueError("its CRC-32 differs")
-        return msgspec.convert(values, Manifest)
 
-
-class OtherVersionError(ValueError):
-    """The checkpoint is whole, but of another version of the schema."""
-
-    def __init__(self, found: object) -> None:
-        super().__init__(
-            f"was saved in version {found} of the schema, and this program reads version "
-            f"{VERSION}: resume it with the version of torchtitan_diloco that saved it, or start "
-            "a new run"
-        )
+class DamagedError(ValueError):
+    """A file of the checkpoint is missing, or has other content than was saved."""
 
 
 def _crc(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def inner_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """Return the parameters and the optimizer's state by name: the tensors themselves.
+
+    State that does not exist yet is created as AdamW does it in its first step.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
+    on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
+            state["exp_avg"] = torch.zeros_like(parameter.detach())
+            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        for key, value in state.items():
+            tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
+    return tensors
+
+
+def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
+    """Return copies of the random states of a rank in its worker, by name."""
+    states = {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+# --- folders --------------------------------------------------------------------------------------
 
 
 def worker_folder(worker: int) -> str:
@@ -114,9 +141,14 @@ def step_of(path: Path) -> int:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    found = (path.parent for path in (run / "checkpoints").glob(f"step-*/{MANIFEST}"))
-    return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=step_of)
+    """Return the checkpoints of a run whose save was completed, oldest first."""
+    found = (run / "checkpoints").glob("step-*")
+    return sorted((path for path in found if is_checkpoint(path)), key=step_of)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether this is the name of a complete checkpoint."""
+    return re.fullmatch(r"step-\d+", path.name) is not None
 
 
 def begin(path: Path) -> None:
@@ -152,10 +184,28 @@ def complete(path: Path, manifest: Manifest) -> None:
 
 def prune(run: Path, newest: Path, *, keep_latest: int, keep_every: int) -> None:
     """Delete all checkpoints but the latest and those at steps to keep."""
-    for path in complete_checkpoints(run)[:-keep_latest]:
+    known = [path for path in complete_checkpoints(run) if (path / MANIFEST).exists()]
+    for path in known[:-keep_latest]:
         if path != newest and (not keep_every or step_of(path) % keep_every):
             path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
             shutil.rmtree(incomplete(path), ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither found nor deleted, and return its path."""
+    names = (f"{path}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    return path.rename(next(name for name in names if not Path(name).exists()))
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def fingerprint(path: Path) -> tuple[int, int]:
@@ -168,17 +218,25 @@ def fingerprint(path: Path) -> tuple[int, int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in the folder `path`."""
+    """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
     try:
-        return Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8"))
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
+            raise ValueError("its CRC-32 differs")
     except FileNotFoundError:
+        raise DamagedError(f"{path} has no {MANIFEST}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
+    if values.get("version") != VERSION:
         raise ValueError(
-            f"{path} has no {MANIFEST}: give the folder of a run or of one of its checkpoints"
-        ) from None
-    except OtherVersionError as error:
-        raise ValueError(f"{path} {error}") from None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path / MANIFEST} cannot be used ({error}){_offer(path)}") from None
+            f"{path} was saved in version {values.get('version')} of the schema, and this program "
+            f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved "
+            "it, or start a new run"
+        )
+    try:
+        return msgspec.convert(values, Manifest)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
 
 
 def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:
@@ -191,34 +249,100 @@ def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint
         )
 
 
-def damage(path: Path, manifest: Manifest, files: list[str]) -> str:
-    """Return what is wrong with these files of a checkpoint, or an empty string."""
-    for name in files:
+def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise DamagedError if one of these files of a checkpoint is damaged."""
+    for name in names:
         size, crc = manifest.files[name]
         file = path / name
         try:
             found = file.stat().st_size
             if found != size:
-                return f"{file} has {found:,} bytes instead of {size:,}{_offer(path)}"
+                raise DamagedError(f"{file} has {found:,} bytes instead of {size:,}")
             if fingerprint(file)[1] != crc:
-                return f"{file} has other content than was saved (its CRC-32 differs){_offer(path)}"
+                raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
         except OSError as error:
-            return f"{file} cannot be read ({error.strerror}){_offer(path)}"
-    return ""
+            raise DamagedError(f"{file} cannot be read ({error.strerror})") from None
 
 
-def _offer(path: Path) -> str:
-    """Name the checkpoint before a damaged one."""
-    own = complete_checkpoints(path.parent.parent)
-    earlier = [one for one in own if one.name < path.name]
-    if not earlier:
-        return ": there is no earlier checkpoint, so start a new run in another run.folder"
-    return f": the one before it is {earlier[-1]}; to resume from that, remove the damaged folder"
+# --- reading tensors ------------------------------------------------------------------------------
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class TensorFolder(FileSystemReader):
+    """Reads the tensors in one folder of a checkpoint.
+
+    All that is read must be in the manifest, whose checksums have been compared before.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, folder: str) -> None:
+        super().__init__(path / folder)
+        file = path / folder / METADATA
+        try:
+            with file.open("rb") as content:
+                metadata: Metadata = _MetadataUnpickler(content).load()
+            known = metadata.state_dict_metadata.items()
+            used = {METADATA, *(info.relative_path for info in metadata.storage_data.values())}
+        except Exception as error:
+            raise ValueError(f"{file} does not describe tensors ({error})") from error
+        if unknown := [name for name in used if f"{folder}/{name}" not in manifest.files]:
+            raise ValueError(f"{path / MANIFEST} has no checksum of {folder}/{unknown[0]}")
+        self._metadata = metadata
+        self.tensors = {name: one for name, one in known if isinstance(one, TensorStorageMetadata)}
+        """Size and type of each tensor, by name."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+    def fill(self, template: dict[str, Tensor]) -> None:
+        """Fill the tensors of the template, whatever ranks wrote them.
+
+        Each rank reads its own part.
+        """
+        if not template:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load(template, storage_reader=self, no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(f"{self.path} cannot be read: {cause_in_dcp(error)}") from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Refuses all but the classes that describe tensors.
+
+    `BytesStorageMetadata` is none of them: DCP unpickles such entries without any limit.
+    """
+
+    ALLOWED = {
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},  # Python 3.13
+        "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "uint8"},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.distributed.checkpoint.metadata": {
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
+        return super().find_class(module, name)
+
+
+def cause_in_dcp(error: BaseException) -> str:
+    """Return the first cause of an error: DCP wraps the errors of all ranks."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    hint = ", which a full disk may cause" if "inline_container" in str(error) else ""
+    return f"{type(error).__name__}: {error}".splitlines()[0] + hint

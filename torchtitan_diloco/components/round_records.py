@@ -1,158 +1,157 @@
-"""Round records: one record of each round of a fragment, gathered from all workers.
+"""Round records: one record of each round of a fragment, with the numbers of all workers.
 
-Durations are compared between machines, moments are not: every machine has a clock of its own. The
-last worker to arrive at an exchange waits the shortest time for the headers of the others, so how
-late it was is a difference of durations. A worker whose process stopped during the exchange found
-the others' headers late, and held up the round all the same: it counts as the last.
+Every machine has a clock of its own. The last header of a round arrives at all workers at the same
+moment, up to its latency, so the moments of a worker are shifted until this one is worker 0's. How
+late a worker was is a difference of durations, which needs no common clock: the last worker to
+arrive waits the shortest time for the headers of the others. A worker whose process stopped during
+the exchange found them late, and held up the round all the same: it counts as the last.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from torchtitan_diloco.diloco.round import Round, Traffic
-from torchtitan_diloco.distributed.collectives import PendingReduction
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.distributed.world import World
 
 RoundRecord = dict[str, Any]
-
-
-class Field(NamedTuple):
-    """Number that every rank measures in a round."""
-
-    combine: Literal["sum", "first", "moment"]
-    """Over the ranks of a worker: their sum, or the value of the first one. A moment is the first
-    rank's as well, in seconds since `clock_start`."""
-    read: Callable[[Round], float]
-
-
-FIELDS: dict[str, Field] = {
-    "parameters": Field("sum", lambda r: r.values),
-    "sent_bytes": Field("sum", lambda r: r.traffic.bytes_sent),
-    "received_bytes": Field("sum", lambda r: r.traffic.bytes_received),
-    "delta_square": Field("sum", lambda r: r.delta_square),
-    "mean_square": Field("sum", lambda r: r.mean_square),
-    "dot": Field("sum", lambda r: r.traffic.dot),
-    "drift_square": Field("sum", lambda r: float(r.drift) ** 2),
-    "update_square": Field("sum", lambda r: r.update_square),
-    "weight": Field("first", lambda r: r.weight),
-    "stopped_seconds": Field("first", lambda r: r.stopped),
-    "encoding_seconds": Field("first", lambda r: r.traffic.encoding_seconds),
-    "decoding_seconds": Field("first", lambda r: r.traffic.decoding_seconds),
-    "due_at_seconds": Field("moment", lambda r: r.due),
-    "taken_at_seconds": Field("moment", lambda r: r.taken),
-    "begun_at_seconds": Field("moment", lambda r: r.begun),
-    "encoded_at_seconds": Field("moment", lambda r: r.traffic.encoded),
-    "heard_at_seconds": Field("moment", lambda r: max(r.traffic.heard.values(), default=math.nan)),
-    "received_at_seconds": Field("moment", lambda r: r.traffic.received),
-    "ready_at_seconds": Field("moment", lambda r: r.ready),
-    "asked_at_seconds": Field("moment", lambda r: r.asked),
-    "arrived_at_seconds": Field("moment", lambda r: r.fetched),
-    "applied_at_seconds": Field("moment", lambda r: r.applied),
-}
-LINK_FIELDS: dict[str, Callable[[Traffic, int], float]] = {
-    "heard_after_seconds": Traffic.heard_after,
-    "link_bytes": lambda traffic, other: traffic.link_bytes.get(other, 0),
-    "link_seconds": Traffic.link_seconds,
-}
-"""Numbers that the first rank of a worker measures for every other worker."""
-
 LEAST_LINK_BYTES = 16_384
 """The time of a smaller message shows when a thread woke up, not how fast the link is."""
 
 
-class PendingRounds:
-    """Rounds whose numbers are being summed over all ranks in the background.
-
-    A rank fills in its own worker's numbers and leaves those of other workers zero, so that the sum
-    is a table of all workers. Every rank starts it at the same step, with the same rounds.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        rounds: Sequence[Round],
-        names: Sequence[str],
-        *,
-        clock_start: float,
-        where: str,
-    ) -> None:
-        """`names`: of all fragments. `clock_start`: the `time.perf_counter()` at moment zero."""
-        self._rounds, self._names, self._workers = rounds, names, world.workers
-        measured = [_measured(world, facts, clock_start) for facts in rounds]
-        self._keys = list(measured[0]) if rounds else []
-        table = [
-            value if worker == world.worker else 0.0
-            for numbers in measured
-            for worker in range(world.workers)
-            for value in numbers.values()
-        ]
-        self._sums = PendingReduction(world, table, where)
-
-    def records(self) -> list[RoundRecord]:
-        """Wait for the sums and return one record for each round."""
-        values, records = iter(self._sums.result()), []
-        for facts in self._rounds:
-            workers = [{key: next(values) for key in self._keys} for _ in range(self._workers)]
-            records.append(_round_record(facts, self._names[facts.fragment], workers))
-        return records
-
-
-def _measured(world: World, facts: Round, clock_start: float) -> dict[str, float]:
-    """Return this rank's numbers: FIELDS by name, and LINK_FIELDS by NAME/WORKER."""
-    first = world.rank_in_worker == 0
-    numbers = {}
-    for name, field in FIELDS.items():
-        start = clock_start if field.combine == "moment" else 0.0
-        numbers[name] = field.read(facts) - start if first or field.combine == "sum" else 0.0
-    for name, read in LINK_FIELDS.items():
-        for other in range(world.workers):
-            numbers[f"{name}/{other}"] = read(facts.traffic, other) if first else 0.0
-    return numbers
-
-
-def _round_record(facts: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
-    """Return a record of the numbers of each worker. Those that are not known are NaN there and
-    None in the record."""
-    waited = [_known(_links(numbers, "heard_after_seconds")) for numbers in workers]
-    ahead = ahead_of_last([max(seconds, default=None) for seconds in waited])
-    last_worker = ahead.index(0.0) if 0.0 in ahead else None
-    late_by = min(
-        _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker),
-        default=None,
-    )
-    stops = [max(0.0, numbers["stopped_seconds"]) for numbers in workers]  # 0 for NaN
-    if max(stops) > (late_by or 0.0) and len(workers) > 1:
-        last_worker, late_by = stops.index(max(stops)), max(stops)
+def _of_every_rank(found: Round) -> dict[str, float]:
+    """Return the numbers of a round that are summed over the ranks of a worker."""
     return {
-        "kind": "round",
-        "step": facts.applied_step,
-        "fragment": facts.fragment,
-        "fragment_name": name,
-        "outer_round": facts.outer_round,
-        "sent_step": facts.sent_step,
-        "applied_step": facts.applied_step,
-        "parameters": round(workers[0]["parameters"]),
-        "participants": facts.participants,
-        "update_norm": _finite(math.sqrt(workers[0]["update_square"])),
-        "last_worker": last_worker,
-        "late_by_seconds": late_by,
-        "workers": [_worker_record(*pair) for pair in zip(workers, ahead, strict=True)],
+        "parameters": found.values,
+        "sent_bytes": found.traffic.bytes_sent,
+        "received_bytes": found.traffic.bytes_received,
+        "delta_square": found.delta_square,
+        "mean_square": found.mean_square,
+        "dot": found.traffic.dot,
+        "drift_square": float(found.drift) ** 2,
+        "update_square": found.update_square,
     }
 
 
-def ahead_of_last(waited: Sequence[float | None]) -> list[float | None]:
+def _of_first_rank(found: Round, start: float) -> dict[str, float]:
+    """Return the numbers of a round that the first rank of a worker measures for it, as they are
+    in the record. A new one is added here. Moments are seconds since `start`."""
+    traffic = found.traffic
+    return {
+        "weight": found.weight,
+        "stopped_seconds": found.stopped,
+        "encoding_seconds": traffic.encoding_seconds,
+        "decoding_seconds": traffic.decoding_seconds,
+        "due_at_seconds": found.due - start,
+        "taken_at_seconds": found.taken - start,
+        "begun_at_seconds": found.begun - start,
+        "encoded_at_seconds": traffic.encoded - start,
+        "heard_at_seconds": max(traffic.heard.values(), default=math.nan) - start,
+        "received_at_seconds": traffic.received - start,
+        "ready_at_seconds": found.ready - start,
+        "asked_at_seconds": found.asked - start,
+        "arrived_at_seconds": found.fetched - start,
+        "applied_at_seconds": found.applied - start,
+    }
+
+
+class RoundTable:
+    """Turns the rounds of all ranks into records.
+
+    `row` returns what a rank knows of its worker's numbers, so that the sum over the ranks of the
+    worker is a row of the table that `records` reads.
+    """
+
+    def __init__(self, world: World, fragment_names: Sequence[str], clock_start: float) -> None:
+        """`clock_start`: the `time.perf_counter()` of moment zero."""
+        self._world, self._names, self._clock_start = world, fragment_names, clock_start
+        self._shifts = [0.0] * world.workers
+        self._keys = list(self._numbers(Round(0, 0, 0, 0)))
+
+    def row(self, rounds: Sequence[Round]) -> list[float]:
+        return [value for found in rounds for value in self._numbers(found).values()]
+
+    def _numbers(self, found: Round) -> dict[str, float]:
+        own = _of_first_rank(found, self._clock_start)
+        for other in range(self._world.workers):
+            own[f"heard_after/{other}"] = found.traffic.heard_after(other)
+            own[f"rate_from/{other}"] = _link_rate(found, other)
+        if self._world.rank_in_worker != 0:
+            own = dict.fromkeys(own, 0.0)
+        return _of_every_rank(found) | own
+
+    def records(self, rounds: Sequence[Round], table: NDArray[np.float64]) -> Iterator[RoundRecord]:
+        """Yield a record for each round. `table` has a row for each worker."""
+        parts = np.split(table, len(rounds), axis=1) if rounds else []
+        for found, part in zip(rounds, parts, strict=True):
+            workers = [dict(zip(self._keys, row, strict=True)) for row in part.tolist()]
+            self._align(workers)
+            yield _without_nan(_round_record(found, self._names[found.fragment], workers))
+
+    def _align(self, workers: Sequence[dict[str, float]]) -> None:
+        """Shift the moments of all workers to worker 0's clock, by the shift of the round before
+        where the headers' arrival is not known."""
+        for worker, numbers in enumerate(workers):
+            shift = workers[0]["heard_at_seconds"] - numbers["heard_at_seconds"]
+            stopped = numbers["stopped_seconds"] > 0 or workers[0]["stopped_seconds"] > 0
+            if math.isfinite(shift) and not stopped:
+                self._shifts[worker] = shift
+            for key in numbers:
+                numbers[key] += self._shifts[worker] if key.endswith("_at_seconds") else 0.0
+
+
+def _link_rate(found: Round, sender: int) -> float:
+    """Return the bit/s of another worker's payload, NaN where it could not be measured."""
+    size, seconds = found.traffic.link_bytes.get(sender, 0), found.traffic.link_seconds(sender)
+    return 8 * size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else math.nan
+
+
+def ahead_of_last(waited: Sequence[float]) -> list[float]:
     """Return how much earlier than the last worker each one arrived.
 
     `waited` is how long each worker waited for the headers of the others.
     """
     known = _known(waited)
-    if len(known) < 2:
-        return [None] * len(waited)
-    return [None if seconds is None else seconds - min(known) for seconds in waited]
+    return [seconds - min(known) if len(known) > 1 else math.nan for seconds in waited]
 
 
-def _worker_record(numbers: Mapping[str, float], ahead: float | None) -> dict[str, Any]:
+def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
+    heard_after = [_links(numbers, "heard_after") for numbers in workers]
+    ahead = ahead_of_last([max(_known(own), default=math.nan) for own in heard_after])
+    last_worker = ahead.index(0.0) if 0.0 in ahead else None
+    late = _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker)
+    late_by = min(late, default=None)
+    stops = [max(0.0, numbers["stopped_seconds"]) for numbers in workers]  # 0 for NaN
+    if max(stops) > (late_by or 0.0) and len(workers) > 1:
+        last_worker, late_by = stops.index(max(stops)), max(stops)
+    return {
+        "kind": "round",
+        "step": found.applied_step,
+        "fragment": found.fragment,
+        "fragment_name": name,
+        "outer_round": found.outer_round,
+        "sent_step": found.sent_step,
+        "applied_step": found.applied_step,
+        "parameters": round(workers[0]["parameters"]),
+        "participants": found.participants,
+        "update_norm": math.sqrt(workers[0]["update_square"]),
+        "last_worker": last_worker,
+        "late_by_seconds": late_by,
+        "workers": [
+            {key: numbers[key] for key in _of_first_rank(found, 0.0)}
+            | _derived(numbers)
+            | {"ahead_of_last_seconds": seconds}
+            for numbers, seconds in zip(workers, ahead, strict=True)
+        ],
+    }
+
+
+def _derived(numbers: Mapping[str, float]) -> dict[str, Any]:
+    """Return what follows from the numbers of a worker."""
+
     def between(start: str, end: str) -> float:
         seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
         return max(seconds, 0.0)  # a payload may arrive before the last header; NaN stays NaN
@@ -160,100 +159,55 @@ def _worker_record(numbers: Mapping[str, float], ahead: float | None) -> dict[st
     waited = between("asked", "arrived")
     exposed = _known([between("due", "taken"), waited, between("arrived", "applied")])
     norms = math.sqrt(numbers["delta_square"] * numbers["mean_square"])
-    values = {
-        **{name: numbers[name] for name, field in FIELDS.items() if field.combine != "sum"},
+    return {
         "transfer_seconds": between("heard", "received"),
         "exchange_seconds": between("begun", "ready"),
         "waited_seconds": waited,
-        "exposed_seconds": math.fsum(exposed) if exposed else math.nan,
+        "exposed_seconds": math.fsum(exposed) if exposed else None,
         "sent_bytes": numbers["sent_bytes"],
         "received_bytes": numbers["received_bytes"],
         "sent_bits_per_parameter": 8 * numbers["sent_bytes"] / (numbers["parameters"] or math.nan),
         "outer_gradient_norm": math.sqrt(numbers["delta_square"]),
-        "cosine_to_mean": numbers["dot"] / norms if norms else math.nan,
+        "cosine_to_mean": numbers["dot"] / norms if norms else None,
         "drift_norm": math.sqrt(numbers["drift_square"]),
+        "heard_after_seconds": _links(numbers, "heard_after"),
+        "received_bits_per_second_from": _links(numbers, "rate_from"),
     }
-    sizes, seconds = _links(numbers, "link_bytes"), _links(numbers, "link_seconds")
-    record: dict[str, Any] = {name: _finite(value) for name, value in values.items()}
-    for name in ("sent_bytes", "received_bytes"):
-        record[name] = None if record[name] is None else round(record[name])
-    record["ahead_of_last_seconds"] = ahead
-    record["heard_after_seconds"] = list(map(_finite, _links(numbers, "heard_after_seconds")))
-    record["received_bits_per_second_from"] = [
-        8 * size / time if size >= LEAST_LINK_BYTES and time > 0 else None
-        for size, time in zip(sizes, seconds, strict=True)
-    ]
-    return record
 
 
 def _links(numbers: Mapping[str, float], name: str) -> list[float]:
-    """Return a number of LINK_FIELDS for every worker."""
+    """Return a number for every other worker, in order."""
     return [value for key, value in numbers.items() if key.startswith(f"{name}/")]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-OVERVIEW = {
-    "1. Is the communication hidden?": {
-        "share of time, percent": [r"time/share_.*_percent"],
-        "hidden share of each round, percent": [r"round_hidden_percent_mean_over_workers/.*"],
-        "exposed seconds of each round": [r"round_exposed_seconds_mean_over_workers/.*"],
-    },
-    "2. Does it learn?": {
-        "loss, nats per token": [r"train/loss.*", r"validation/loss.*"],
-        "tokens per second": [r"speed/tokens_per_second_global"],
-    },
-    "3. What goes over the links?": {
-        "Mbit/s": [r"diloco/bandwidth_.*"],
-        "transfer seconds of each round": [r"round_transfer_seconds_mean_over_workers/.*"],
-    },
-    "4. Do the workers agree?": {
-        "cosine of each worker's change to the mean": [
-            r"round_cosine_to_mean_mean_over_workers/.*"
-        ],
-        "norm of the outer gradient": [r"round_outer_gradient_norm_mean_over_workers/.*"],
-        "drift from the shared parameters": [r"round_drift_norm_mean_over_workers/.*"],
-        "who came last, seconds": [r"round_late_by_seconds/.*"],
-    },
-}
-"""Custom scalars of TensorBoard: sections, their charts, and the tags in each chart."""
-
-MEANS_OVER_WORKERS = (
-    "outer_gradient_norm",
-    "cosine_to_mean",
-    "drift_norm",
-    "exposed_seconds",
-    "transfer_seconds",
-    "encoding_seconds",
-    "decoding_seconds",
-    "sent_bytes",
-    "received_bytes",
-    "sent_bits_per_parameter",
-    "weight",
-)
+def _without_nan(value: Any) -> Any:
+    """Replace floats that are not finite, which means not known, by None."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def round_scalars(record: RoundRecord) -> dict[str, float | None]:
-    """Return the numbers of a round by TensorBoard tag."""
-
-    def mean(key: str) -> float | None:
-        known = _known(worker[key] for worker in record["workers"])
-        return math.fsum(known) / len(known) if known else None
-
-    scalars = {f"round_{key}_mean_over_workers": mean(key) for key in MEANS_OVER_WORKERS}
-    waited, exchange = mean("waited_seconds"), mean("exchange_seconds")
+    """Return the numbers of a round by TensorBoard tag: means over workers, without moments."""
+    scalars: dict[str, float | None] = {}
+    for key, value in record["workers"][0].items():
+        if not isinstance(value, list) and not key.endswith("_at_seconds"):
+            known = _known(worker[key] for worker in record["workers"])
+            mean = math.fsum(known) / len(known) if known else None
+            scalars[f"{key}_mean_over_workers"] = mean
+    waited, exchange = (
+        scalars[f"{key}_seconds_mean_over_workers"] for key in ("waited", "exchange")
+    )
     if waited is not None and exchange:
-        scalars["round_hidden_percent_mean_over_workers"] = 100 * max(0.0, 1 - waited / exchange)
-    for key in ("update_norm", "late_by_seconds", "participants"):
-        scalars[f"round_{key}"] = record[key]
-    tag = "{}/fragment_" + str(record["fragment"])
-    return {tag.format(key): value for key, value in scalars.items()}
+        scalars["hidden_percent_mean_over_workers"] = 100 * max(0.0, 1 - waited / exchange)
+    scalars |= {key: record[key] for key in ("update_norm", "late_by_seconds", "participants")}
+    return {f"round_{key}/fragment_{record['fragment']}": scalars[key] for key in scalars}
 
 
 def peak_mbit_per_second(rounds: Sequence[RoundRecord]) -> float | None:

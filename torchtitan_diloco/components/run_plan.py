@@ -60,15 +60,8 @@ def plan_run(
             f"the run has {total_steps} steps by the settings of [training], and its checkpoint is "
             f"of step {start_step}: make the run longer, or choose another run.folder"
         )
-    return RunPlan(
-        parameters,
-        embedding_parameters,
-        accumulation,
-        tokens_per_step,
-        total_steps,
-        start_step,
-        start_tokens,
-    )
+    sizes = parameters, embedding_parameters, accumulation, tokens_per_step, total_steps
+    return RunPlan(*sizes, start_step, start_tokens)
 
 
 @dataclass(frozen=True)
@@ -135,13 +128,11 @@ def log_plan(
     plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path
 ) -> None:
     """Log how the numbers of the run are derived, one line each."""
-    workers, ranks = world.workers, world.ranks_per_worker
+    workers, ranks, start = world.workers, world.ranks_per_worker, plan.start_step
     gib = INNER_BYTES * plan.parameters / ranks / GIB
-    total_tokens = plan.tokens_at(plan.total_steps)
-    steps = f"x {plan.tokens_per_step:,} tokens"
-    if plan.start_step:
-        before = f"{plan.start_tokens:,} tokens up to step {plan.start_step:,}"
-        steps = f"({before}, then {plan.tokens_per_step:,} a step)"
+    total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
+    resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
+    steps = resumed if start else f"x {each} tokens"
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}",
         "device": describe_device(world.device),
@@ -150,8 +141,7 @@ def log_plan(
         "them embedding",
         "data": data_line,
         "step": f"{workers} workers x {ranks} ranks x {plan.accumulation} micro-batches x "
-        f"{training.batch_size} sequences x {training.sequence_length:,} tokens = "
-        f"{plan.tokens_per_step:,} tokens",
+        f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens",
         "run": f"{plan.total_steps:,} steps {steps} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} per parameter",
         "memory": f"{plan.parameters:,} parameters x {INNER_BYTES} bytes / {ranks} ranks = "

@@ -3,12 +3,10 @@
 import contextlib
 import fcntl
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-LOCK_NAME = ".lock"
-_NOTICE_AFTER_SECONDS = 10.0
+from torchtitan_diloco.utils import logger
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -16,7 +14,8 @@ def write_whole(path: Path, content: bytes) -> None:
     aside = aside_path(path)
     with aside.open("wb") as file:
         file.write(content)
-        force_to_disk(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)
 
 
@@ -25,34 +24,23 @@ def aside_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def force_to_disk(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
 @contextlib.contextmanager
 def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
     """Hold the folder's lock. The system releases it when the process ends, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_NAME).open("a")
-    except OSError as error:
-        raise ValueError(f"cannot write into the folder {folder.absolute()}: {error}") from error
-    message = f"data: waiting for another process that is writing {folder}"
-    notice = threading.Timer(_NOTICE_AFTER_SECONDS, print, [message], {"flush": True})
-    with file:
-        notice.start()
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process is writing {folder.absolute()}; wait until it ends, or choose "
-                f"another folder"
-            ) from error
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / ".lock").open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise ValueError(f"another process is writing {folder.absolute()}") from None
+                logger.info(f"waiting for another process that is writing {folder}")
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise ValueError(
-                f"the file system of {folder.absolute()} has no file locks ({error}); choose a "
-                f"folder on a local disk"
+                f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
+                f"write to, on a disk with file locks"
             ) from error
-        finally:
-            notice.cancel()
         yield

@@ -6,8 +6,8 @@ Neighbours share one token, so every token but the first is a target exactly onc
 
 import itertools
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.order import Indices, sequence_indices
-from torchtitan_diloco.data.shards import TokenArray, TokenShards
-from torchtitan_diloco.data.worker_shards import WorkerShards
+from torchtitan_diloco.data.shards import TokenArray
 from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
 
 Batch = tuple[Tensor, Tensor]
@@ -34,11 +33,11 @@ class SequenceReader(Dataset[Batch]):
         self._tokens, self._length = tokens, sequence_length
         self.sequences = (len(tokens) - 1) // sequence_length
         if self.sequences < 1:
-            more = ", a larger data.validation_fraction" if tokens.split == "validation" else ""
             raise ValueError(
                 f"{tokens.name} is shorter than one sequence: it has {len(tokens)} tokens, "
                 f"training.sequence_length = {sequence_length} needs {sequence_length + 1}. Use a "
-                f"larger corpus{more} or a smaller training.sequence_length."
+                f"larger corpus, a smaller training.sequence_length or, for the validation split, "
+                f"a larger data.validation_fraction."
             )
 
     def __getitem__(self, indices: Indices) -> Batch:
@@ -51,56 +50,20 @@ class SequenceReader(Dataset[Batch]):
         return inputs, targets
 
 
-@dataclass
-class SampleStream:
-    """Numbers of the sequences in each micro-batch of one rank, without end.
-
-    A step takes ranks * accumulation * batch_size consecutive positions of the global order, and
-    rank r the r-th equal part of them.
-    """
-
-    sequences: int
-    seed: int
-    shuffle: bool
-    rank: int
-    ranks: int
-    accumulation: int
-    batch_size: int
-    start: int
-    """Position of the first sample of the first step."""
-    taken: int = 0
-    """Micro-batches that this rank has taken."""
-
-    def position(self) -> int:
-        """Return the position of the first sample of the current step."""
-        step_size = self.ranks * self.accumulation * self.batch_size
-        return self.start + self.taken // self.accumulation * step_size
-
-    def __iter__(self) -> Iterator[Indices]:
-        for first in itertools.count(self.taken, _MICRO_BATCHES_AT_ONCE):
-            numbers = first + np.arange(_MICRO_BATCHES_AT_ONCE)
-            steps, within = np.divmod(numbers, self.accumulation)
-            parts = (steps * self.ranks + self.rank) * self.accumulation + within
-            positions = self.start + parts[:, None] * self.batch_size + np.arange(self.batch_size)
-            yield from sequence_indices(
-                positions.ravel(), sequences=self.sequences, seed=self.seed, shuffle=self.shuffle
-            ).reshape(positions.shape)
-
-
-class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
+class TrainLoader:
     """Endless stream of this rank's micro-batches, epoch after epoch.
 
-    A step takes the next ranks * accumulation * batch_size samples of one global order, so its
-    samples do not depend on how many ranks share it. Workers with shards of their own each have an
-    order of their own, which their ranks share in the same way.
+    A step takes the next ranks * accumulation * batch_size samples of one global order, and rank r
+    the r-th equal part of them. So its samples do not depend on how many ranks share it. Workers
+    with shards of their own each have an order of their own, which their ranks share in this way.
 
-    The state is one integer, the position in the order of samples. torchdata's own state describes
-    its reading processes and fits no other number of them, of ranks or of samples in a batch.
+    The state is one integer, the position in the order of samples. It continues with any number of
+    ranks, loader processes and samples in a batch, which torchdata's own state does not.
     """
 
     def __init__(
         self,
-        shards: TokenShards,
+        parts: Sequence[TokenArray],
         *,
         sequence_length: int,
         batch_size: int,
@@ -111,61 +74,65 @@ class TrainLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no
         shuffle: bool,
         processes: int,
         start: int = 0,
-        worker_shards: WorkerShards | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Begin at the global position `start`."""
+        """Begin at the global position `start`. `parts`: tokens by worker, or one part for all."""
         if processes > available_cores():
             raise ValueError(
                 f"data.loader_processes = {processes} is more than the {available_cores()} cores "
                 f"of this machine; 0 or 1 is enough for memory-mapped tokens"
             )
-        sources: list[TokenArray] = [*(worker_shards.parts if worker_shards else ())] or [shards]
         # Readers for all workers, so that every rank sees if the shard of one is too short.
-        readers = [SequenceReader(source, sequence_length) for source in sources]
-        self._streams = len(readers)
-        ranks //= self._streams
-        worker, rank = divmod(rank, ranks)
-        self._stream = SampleStream(
-            sequences=readers[worker].sequences,
-            seed=seed,
-            shuffle=shuffle,
-            rank=rank,
-            ranks=ranks,
-            accumulation=accumulation,
-            batch_size=batch_size,
-            start=start // self._streams,
+        readers = [SequenceReader(part, sequence_length) for part in parts]
+        self._streams, self._ranks = len(readers), ranks // len(readers)
+        worker, self._rank = divmod(rank, self._ranks)
+        self._reader = reader = readers[worker]
+        self._order = partial(
+            sequence_indices, sequences=reader.sequences, seed=seed, shuffle=shuffle
         )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
-            super().__init__(
-                readers[worker],
-                batch_size=None,  # the reader makes whole batches
-                sampler=self._stream,
-                num_workers=processes,
-                pin_memory=pin_memory,
-                generator=torch.Generator(),  # draws nothing from the random numbers of the run
-                snapshot_every_n_steps=None,
-            )
+        self._batch_size, self._accumulation = batch_size, accumulation
+        self._processes, self._pin_memory = processes, pin_memory
+        self.load_state_dict({"position": start})
 
     @property
     def position(self) -> int:
         """Position of the first sample of the current step: samples that all ranks took before."""
-        return self._stream.position() * self._streams
+        step_size = self._ranks * self._accumulation * self._batch_size
+        return (self._start + self._taken // self._accumulation * step_size) * self._streams
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
-        super().load_state_dict({})  # drops the last iterator, and what it has read ahead
-        for batch in super().__iter__():
-            self._stream.taken += 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # in torchdata
+            batches = StatefulDataLoader(
+                self._reader,
+                batch_size=None,  # the reader makes whole batches
+                sampler=self._micro_batches(),
+                num_workers=self._processes,
+                pin_memory=self._pin_memory,
+                generator=torch.Generator(),  # draws nothing from the random numbers of the run
+                snapshot_every_n_steps=None,
+            )
+        for batch in batches:
+            self._taken += 1
             yield batch
+
+    def _micro_batches(self) -> Iterator[Indices]:
+        """Yield the numbers of the sequences in each micro-batch of this rank."""
+        for first in itertools.count(self._taken, _MICRO_BATCHES_AT_ONCE):
+            numbers = first + np.arange(_MICRO_BATCHES_AT_ONCE)
+            steps, within = np.divmod(numbers, self._accumulation)
+            parts = (steps * self._ranks + self._rank) * self._accumulation + within
+            positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
+            yield from self._order((self._start + positions).ravel()).reshape(positions.shape)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a position. Take a new iterator afterwards."""
-        self._stream.start, self._stream.taken = state_dict["position"] // self._streams, 0
+        self._start: int = state_dict["position"] // self._streams
+        self._taken = 0  # micro-batches since then
 
 
 class ValidationBatches:
@@ -177,7 +144,7 @@ class ValidationBatches:
 
     def __init__(
         self,
-        shards: TokenShards,
+        shards: TokenArray,
         *,
         sequence_length: int,
         batch_size: int,

@@ -1,29 +1,182 @@
 """Tokenises a corpus into a folder of token shards.
 
 python -m torchtitan_diloco.data.prepare --source stdlib --tokenizer bytes --out corpora/stdlib
+
+The same text and settings give the same bytes, whatever the number of threads, and also if the job
+was killed and started again: finished shards are kept, and their text is not tokenised again.
 """
 
 import argparse
 import re
-import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
-from torchtitan_diloco.data.corpus import DEFAULT_SHARD_TOKENS, prepare
-from torchtitan_diloco.data.shards import INDEX_NAME, TokenShards, read_index
-from torchtitan_diloco.data.text import open_corpus
-from torchtitan_diloco.data.tokenizer import build_tokenizer
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_diloco.data.files import only_writer
+from torchtitan_diloco.data.shards import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    SPLITS,
+    STARTED_NAME,
+    Index,
+    ShardWriter,
+    Split,
+    SplitIndex,
+    TokenShards,
+    read_index,
+    write_index,
+)
+from torchtitan_diloco.data.text import PIECE_CHARACTERS, Corpus, Piece, is_held_out, open_corpus
+from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.utils import available_cores
+
+DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
+_JOB_PIECES = 32  # tokenised at once by a thread
+_JOBS_AHEAD = 4  # per thread; bounds memory
+
+T = TypeVar("T")
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    validation_fraction: float,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    max_tokens: int | None = None,
+    threads: int | None = None,
+    wait: bool = False,
+) -> bool:
+    """Write the shards of both splits, then the index. Return whether there was anything to do.
+
+    `wait`: for another process that writes the folder; otherwise that is an error.
+    """
+    settings = {
+        "source": corpus.spec,
+        "source_fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "validation_fraction": validation_fraction,
+        "shard_tokens": shard_tokens,
+        "max_tokens": max_tokens,
+        "piece_characters": PIECE_CHARACTERS,
+    }
+    start, finished, started = time.monotonic(), folder / INDEX_NAME, folder / STARTED_NAME
+    with only_writer(folder, wait=wait):
+        index = _read_or_begin(folder, Index(FORMAT_VERSION, settings, {}))
+        if finished.exists():
+            return False
+        writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
+        threads, fraction = threads or available_cores(), validation_fraction
+        new_tokens = _write(corpus, tokenizer, writers, fraction, max_tokens, threads)
+        started.rename(finished)
+    seconds = time.monotonic() - start
+    train, held_out = index.splits["train"], index.splits["validation"]
+    print(
+        f"data: tokenised {corpus.spec} with {tokenizer.name} in {seconds:.1f} s "
+        f"({new_tokens / seconds / 1e6:.2f} M tokens/s): {train.tokens:,} tokens in "
+        f"{train.documents:,} documents to train on, {held_out.tokens:,} held out, in {folder}",
+        flush=True,
+    )
+    return True
+
+
+def _read_or_begin(folder: Path, new: Index) -> Index:
+    """Return the index of a folder, which must have the settings of the new one, or write that."""
+    for name in (INDEX_NAME, STARTED_NAME):
+        if (folder / name).exists():
+            index = read_index(folder / name)
+            before, now = index.settings, new.settings
+            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
+                changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
+                raise ValueError(
+                    f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
+                    f"same ones to continue, or another folder."
+                )
+            return index
+    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if foreign:
+        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
+    new.splits = {split: SplitIndex() for split in SPLITS}
+    write_index(folder / STARTED_NAME, new)
+    return new
+
+
+def _write(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    writers: dict[Split, ShardWriter],
+    fraction: float,
+    max_tokens: int | None,
+    threads: int,
+) -> int:
+    """Tokenise all pieces that are not written yet. Return the number of new tokens."""
+
+    def split_of(number: int) -> Split:
+        return "validation" if is_held_out(number, fraction) else "train"
+
+    def encode(number: int, piece: Piece) -> tuple[int, npt.NDArray[np.uint32], bool]:
+        # Where the next piece goes to the other split, the document ends for this one.
+        ends_text = piece.ends_document or split_of(number) != split_of(number + 1)
+        tokens = tokenizer.encode(piece.text)
+        if ends_text:
+            tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
+        return number, tokens, ends_text
+
+    done = {split: writer.end_piece for split, writer in writers.items()}
+    pieces = enumerate(corpus.pieces("tokenising"))
+    missing = ((number, piece) for number, piece in pieces if number >= done[split_of(number)])
+    train, new_tokens = writers["train"], 0
+    for number, tokens, ends_text in _in_threads(encode, missing, threads):
+        enough = max_tokens is not None and train.tokens >= max_tokens
+        if enough and number >= train.end_piece:
+            break
+        writers[split_of(number)].add(number, tokens, ends_text)
+        new_tokens += len(tokens)
+    for writer in writers.values():
+        writer.finish_shard()
+    return new_tokens
+
+
+def _in_threads(
+    function: Callable[..., T], arguments: Iterator[tuple[Any, ...]], threads: int
+) -> Iterator[T]:
+    """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
+
+    def run(job: list[tuple[Any, ...]]) -> list[T]:
+        return [function(*each) for each in job]
+
+    results: deque[Future[list[T]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        while job := list(islice(arguments, _JOB_PIECES)):
+            results.append(pool.submit(run, job))
+            if len(results) >= _JOBS_AHEAD * threads:
+                yield from results.popleft().result()
+        for result in results:
+            yield from result.result()
+
+
+# --- the command ---
 
 
 def parse_quantity(text: str) -> int:
-    """Return a whole number: 1000000, 1_000_000, 1e6, 1M and 1MB are the same."""
-    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    value = (
-        0.5 if match is None else float(match[1]) * 1000 ** "_KMGT".index(match[2].upper() or "_")
-    )
-    if value != int(value):
+    """Return a whole number from 1 on: 1000000, 1_000_000, 1e6, 1M and 1MB are the same."""
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([KMGT]?)B?", text, re.IGNORECASE)
+    scale = 1000 ** "_KMGT".index(match[2].upper() or "_") if match else 0
+    value = float(match[1]) * scale if match else 0
+    if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number such as 1000000, 1e6, 1M or 1GB"
+            f"{text!r} is not a whole number from 1 on such as 1000000, 1e6, 1M or 1GB"
         )
     return int(value)
 
@@ -38,72 +191,49 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", default="bytes", help="bytes, a .tiktoken file, or a tiktoken encoding")
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
-    add(
-        "--shard-tokens",
-        type=parse_quantity,
-        default=DEFAULT_SHARD_TOKENS,
-        metavar="N",
-        help="a shard is closed once it has N tokens, such as 100M (default 2**28)",
-    )
-    add("--threads", type=int, help="default: every core")
-    add("--max-tokens", type=parse_quantity, metavar="N", help="stop at N tokens to train on")
+    shard_help = "a shard is closed once it has so many tokens, such as 100M (default 2**28)"
+    add("--shard-tokens", type=parse_quantity, default=DEFAULT_SHARD_TOKENS, help=shard_help)
+    add("--threads", type=parse_quantity, help="default: every core")
+    add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
     add("--verify", action="store_true", help="check every byte; without --source: only that")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    options = parser.parse_args(arguments)
     try:
-        if options.source is None and not options.verify:
-            raise ValueError("--source is missing; --verify alone checks a finished folder")
-        if options.source is not None:
-            _prepare(options)
-        if options.verify:
-            _verify(options.out)
+        _run(options)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:
-        print(f"\ninterrupted; the same command continues {options.out}", file=sys.stderr)
-        return 130
-    return 0
+        parser.exit(130, f"\ninterrupted; the same command continues {options.out}\n")
 
 
-def _prepare(options: argparse.Namespace) -> None:
-    for name in ("shard_tokens", "max_tokens", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+def _run(options: argparse.Namespace) -> None:
+    if options.source is None and not options.verify:
+        raise ValueError("--source is missing; --verify alone checks a finished folder")
     if not 0 <= options.validation_fraction <= 0.5:
         share = options.validation_fraction
         raise ValueError(f"--validation-fraction {share:g} is not between 0 and 0.5")
-    done = prepare(
-        open_corpus(options.source),
-        build_tokenizer(options.tokenizer),
-        options.out,
-        validation_fraction=options.validation_fraction,
-        shard_tokens=options.shard_tokens,
-        max_tokens=options.max_tokens,
-        threads=options.threads,
-    )
-    for split, index in done.splits.items():
-        print(f"{split}: {index.tokens:,} tokens, {index.documents:,} documents")
-    if done.new_tokens == 0:
-        print(f"{options.out} was complete already")
-        return
-    rate = done.new_tokens / done.seconds / 1e6
-    print(
-        f"{options.out}: {done.new_tokens:,} tokens in {done.seconds:.1f} s, {rate:.2f} M tokens/s"
-    )
-
-
-def _verify(folder: Path) -> None:
-    for split, index in read_index(folder / INDEX_NAME).splits.items():
-        if index.shards:
-            shards = TokenShards(folder, split)
-            shards.verify()
-            print(f"{split}: {len(shards):,} tokens as they were written")
+    if options.source is not None:
+        done = prepare(
+            open_corpus(options.source),
+            build_tokenizer(options.tokenizer, options.source),
+            options.out,
+            validation_fraction=options.validation_fraction,
+            shard_tokens=options.shard_tokens,
+            max_tokens=options.max_tokens,
+            threads=options.threads,
+        )
+        if not done:
+            print(f"{options.out} was complete already")
+    if options.verify:
+        for split, index in read_index(options.out / INDEX_NAME).splits.items():
+            if index.shards:
+                TokenShards(options.out, split).verify()
+            print(f"{split}: {index.tokens:,} tokens as they were written")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,13 @@
 """Token shards: how tokens lie on disk, writing them, and reading them through memory maps.
 
 A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, ... and an index
-`corpus.json`, which is written last: a folder without it is not finished. A shard is its tokens and
-a CRC-32 for each block of 64 KiB of them, little-endian.
+`corpus.json`, which gets its name last: a folder without it is not finished. A shard is its tokens
+and a CRC-32 for each block of 64 KiB of them, little-endian.
 """
 
 import functools
 import hashlib
+import os
 import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.data.files import aside_path, force_to_disk, write_whole
+from torchtitan_diloco.data.files import aside_path, write_whole
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 Split = Literal["train", "validation"]
@@ -28,7 +29,6 @@ STARTED_NAME = "prepare.json"
 """Index of a folder that is not finished: settings, and shards so far."""
 FORMAT_VERSION = 2
 BLOCK_BYTES = 1 << 16
-_HEADER_BYTES_V1 = 128  # version 1 had a header, and one checksum for all tokens of a shard
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Shard(msgspec.Struct, frozen=True):
     file: str
     tokens: int
     checksum: int
-    """CRC-32 of the checksums of all blocks (in version 1: of the tokens)."""
+    """CRC-32 of the checksums of all blocks."""
     end_piece: int = 0
     """All pieces of the source before this one are in this shard or before it, if of its split."""
 
@@ -65,17 +65,15 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 def read_index(path: Path) -> Index:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path.parent} is not a finished folder of token shards: it has no {path.name}. If "
-            f"`prepare` was interrupted, run the same command again."
-        ) from error
     except (OSError, msgspec.MsgspecError) as error:
-        raise ValueError(f"cannot read {path}: {error}; prepare the corpus again") from error
-    if not 1 <= index.format_version <= FORMAT_VERSION:
         raise ValueError(
-            f"{path} has version {index.format_version} of the shard format, this code reads up to "
-            f"{FORMAT_VERSION}; prepare the corpus again"
+            f"{path.parent} is not a finished folder of token shards: cannot read {path.name} "
+            f"({error}). If `prepare` was interrupted, run the same command again."
+        ) from error
+    if index.format_version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has version {index.format_version} of the shard format, and this code reads "
+            f"version {FORMAT_VERSION}; prepare the corpus again"
         )
     return index
 
@@ -127,7 +125,7 @@ class ShardWriter:
             checksums = np.array([zlib.crc32(block) for block in blocks], dtype="<u4").tobytes()
             file.write(checksums)
             file.flush()
-            force_to_disk(file.fileno())
+            os.fsync(file.fileno())
         path = self._path()
         aside_path(path).replace(path)
         shard = Shard(path.name, self._tokens, zlib.crc32(checksums), self.end_piece)
@@ -136,12 +134,6 @@ class ShardWriter:
         self._done.documents += self._documents
         write_index(self._folder / STARTED_NAME, self._index)
         self._file, self._tokens, self._documents = None, 0, 0
-
-    def discard_partial(self) -> None:
-        """Give up the shard that is being written, after an error."""
-        if self._file is not None:
-            self._file.close()
-            aside_path(self._path()).unlink()
 
     def _path(self) -> Path:
         return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
@@ -152,8 +144,6 @@ class TokenArray(ABC):
 
     name: str
     """Name for messages."""
-    split: Split
-    documents: int
     fingerprint: str
     """Equal for two arrays exactly if they hold the same tokens, wherever they lie."""
     ends: npt.NDArray[np.int64]
@@ -184,31 +174,31 @@ class TokenShards(TokenArray):
     def __init__(
         self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
     ) -> None:
-        self.folder, self.split = Path(folder), split
-        self.name = f"the {split} split of {folder}"
+        self.folder, self.name = Path(folder), f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
-        self.settings: dict[str, Any] = index.settings
-        self._shards, self.documents = index.splits[split].shards, index.splits[split].documents
-        self._version, self.vocab_size = index.format_version, index.settings["vocab_size"]
-        made_with, source = self.settings["tokenizer_fingerprint"], self.settings.get("source")
-        if not self._shards and split == "train":
-            raise ValueError(f"{folder} has no tokens to train on, from {source!r}")
+        self._shards, settings = index.splits[split].shards, index.settings
+        self._vocab_size = settings["vocab_size"]
         if not self._shards:
             raise ValueError(
-                f"{folder} holds out nothing of {source!r} for validation: raise "
-                f"data.validation_fraction (for a shard folder: prepare it with a larger "
-                f"--validation-fraction), or set data.validation_corpus"
+                f"{self.name} has no tokens: change data.validation_fraction (for a shard folder: "
+                f"prepare it with another --validation-fraction), or set data.validation_corpus"
             )
+        made_with = settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
             raise ValueError(
                 f'data.tokenizer = "{tokenizer.name}" (fingerprint {tokenizer.fingerprint}) is not '
-                f'what {folder} was prepared with: "{self.settings["tokenizer"]}" ({made_with}); '
+                f'what {folder} was prepared with: "{settings["tokenizer"]}" ({made_with}); '
                 f"set data.tokenizer to that one, or prepare the corpus again in another folder"
             )
         for shard in self._shards:
-            self._check_size(shard)
+            path = self.folder / shard.file
+            expected = shard.tokens * token_type(self._vocab_size).itemsize
+            expected += 4 * -(-expected // BLOCK_BYTES)
+            size = path.stat().st_size if path.exists() else 0
+            if size != expected:
+                raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
         self.ends = np.cumsum([shard.tokens for shard in self._shards])
-        facts = self.vocab_size, made_with
+        facts = self._vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
@@ -219,38 +209,23 @@ class TokenShards(TokenArray):
 
     def _read_part(self, part: int, start: int, stop: int) -> Tokens:
         shard = self._shards[part]
-        mapped = _map_shard(self.folder / shard.file, shard, self._version, self.vocab_size)
-        return mapped.read(start, stop)
-
-    def _check_size(self, shard: Shard) -> None:
-        path = self.folder / shard.file
-        expected = shard.tokens * token_type(self.vocab_size).itemsize
-        expected += _HEADER_BYTES_V1 if self._version == 1 else 4 * -(-expected // BLOCK_BYTES)
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise ValueError(f"cannot read the token shard {path}: {error}") from error
-        if size != expected:
-            raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
+        return _map_shard(self.folder / shard.file, shard, self._vocab_size).read(start, stop)
 
 
 class _MappedShard:
     """Tokens of one shard, mapped. A block is compared with its checksum when it is first read: no
     token is used unchecked, and a start does not wait until a large corpus is read."""
 
-    def __init__(self, path: Path, shard: Shard, version: int, vocab_size: int) -> None:
+    def __init__(self, path: Path, shard: Shard, vocab_size: int) -> None:
         dtype = token_type(vocab_size)
         content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        start = _HEADER_BYTES_V1 if version == 1 else 0
-        end = start + shard.tokens * dtype.itemsize
+        end = shard.tokens * dtype.itemsize
         self._path, self._vocab_size = path, vocab_size
-        self._tokens: Tokens = content[start:end].view(dtype)
-        self._block_tokens, self._checksums = shard.tokens, [shard.checksum]
-        if version > 1:
-            self._block_tokens = BLOCK_BYTES // dtype.itemsize
-            self._checksums = content[end:].view("<u4").tolist()
-            if zlib.crc32(content[end:].data) != shard.checksum:
-                raise ValueError(_damaged(path, f"{INDEX_NAME} lists other checksums"))
+        self._tokens: Tokens = content[:end].view(dtype)
+        self._checksums = content[end:].view("<u4")
+        if zlib.crc32(self._checksums.data) != shard.checksum:
+            raise ValueError(_damaged(path, f"{INDEX_NAME} lists other checksums"))
+        self._block_tokens = BLOCK_BYTES // dtype.itemsize
         self._checked = np.zeros(len(self._checksums), dtype=np.bool_)
 
     def read(self, start: int, stop: int) -> Tokens:

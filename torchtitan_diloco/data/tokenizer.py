@@ -88,19 +88,22 @@ class Tokenizer:
         except KeyError:
             return "\N{REPLACEMENT CHARACTER}".encode()
 
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, {self.vocab_size} tokens, {self.fingerprint})"
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return build_tokenizer, (self.name,)  # smaller than the ranks
+def build_tokenizer(spec: str, source: str = "TEXT") -> Tokenizer:
+    """Build `bytes`, the tokenizer of a `.tiktoken` rank file, or a named tiktoken encoding.
 
-
-def build_tokenizer(spec: str) -> Tokenizer:
-    """Build `bytes`, the tokenizer of a `.tiktoken` rank file, or a named tiktoken encoding."""
+    `source`: the text that a missing rank file should be learned from, for the error.
+    """
     if spec == "bytes":
         ranks, pattern = {bytes([byte]): byte for byte in range(256)}, _BYTES_PATTERN
     elif spec.endswith(".tiktoken"):
-        ranks, pattern = read_ranks(Path(spec).expanduser()), SPLIT_PATTERN
+        path, pattern = Path(spec).expanduser(), SPLIT_PATTERN
+        if not path.is_file():
+            raise ValueError(
+                f'data.tokenizer = "{spec}" is not a file ({path.absolute()}). Make it with\n    '
+                + _train_command(source, spec)
+            )
+        ranks = read_ranks(path)
     else:
         return _named_encoding(spec)
     special = {END_OF_DOCUMENT: len(ranks)}
@@ -110,8 +113,7 @@ def build_tokenizer(spec: str) -> Tokenizer:
     return Tokenizer(spec, encoding, pattern=pattern)
 
 
-def train_command(source: str, out: str) -> str:
-    """Return the command line that learns a rank file, to print to a user."""
+def _train_command(source: str, out: str) -> str:
     module = "torchtitan_diloco.data.train_tokenizer"
     options = ["--source", source, "--vocab-size", "32000", "--out", out]
     return shlex.join([sys.executable, "-m", module, *options])
@@ -128,21 +130,17 @@ def _named_encoding(name: str) -> Tokenizer:
         )
     try:
         encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # a failed download, or a damaged one
+        # The name implies its pattern. A KeyError: it has no token for the end of a document.
+        return Tokenizer(name, encoding, pattern=name)
+    except (OSError, ValueError, KeyError) as error:  # a failed download, or a damaged one
         fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         raise ValueError(
-            f'data.tokenizer = "{name}": tiktoken could not fetch this encoding '
-            f"({type(error).__name__}: {error}). On a machine with a network, with "
-            f"TIKTOKEN_CACHE_DIR set to a folder that you set here too, run\n    "
+            f'data.tokenizer = "{name}": tiktoken could not load this encoding with an '
+            f"{END_OF_DOCUMENT} token ({type(error).__name__}: {error}). On a machine with a "
+            f"network, with TIKTOKEN_CACHE_DIR set to a folder that you set here too, run\n    "
             f"{shlex.join([sys.executable, '-c', fetch])}\nor learn a tokenizer, offline, with"
-            f"\n    {train_command('TEXT', 'OWN.tiktoken')}"
+            f"\n    {_train_command('TEXT', 'OWN.tiktoken')}"
         ) from error
-    if END_OF_DOCUMENT not in encoding.special_tokens_set:
-        raise ValueError(
-            f'data.tokenizer = "{name}" has no {END_OF_DOCUMENT} token to end a document with. '
-            f"Choose another one of {', '.join(sorted(known))}."
-        )
-    return Tokenizer(name, encoding, pattern=name)  # the name implies its pattern
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -150,24 +148,19 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
     tiktoken's own reader keeps a copy by path, so it would miss a change of the file.
     """
-    if not path.is_file():
-        raise ValueError(
-            f'data.tokenizer = "{path}" is not a file. Make it with\n    '
-            + train_command("TEXT", str(path))
-        )
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines()):
         try:
             encoded, rank = line.split()
             token = base64.b64decode(encoded, validate=True)
-            if int(rank) != len(ranks) or not token or token in ranks:
-                raise ValueError(f"rank {len(ranks)} and a new token should follow")
+            if int(rank) != number or not token or token in ranks:
+                raise ValueError(f"rank {number} and a new token should follow")
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is not a token in base64, a space and its "
-                f"rank: {error}"
+                f"{path}, line {number + 1}: {line[:80]!r} is not a token in base64, a space and "
+                f"its rank: {error}"
             ) from error
-        ranks[token] = len(ranks)
+        ranks[token] = number
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(

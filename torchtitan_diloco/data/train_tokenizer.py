@@ -5,7 +5,6 @@ python -m torchtitan_diloco.data.train_tokenizer --source stdlib --vocab-size 40
 
 import argparse
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,15 +16,12 @@ from torchtitan_diloco.data.text import Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, build_tokenizer, format_ranks
 from torchtitan_diloco.utils import install_command
 
-SMALLEST_VOCABULARY = 257  # every byte, and the end-of-document token
-
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> dict[bytes, int]:
     """Return the ranks of vocab_size - 1 tokens. The end of a document is the last token."""
-    if vocab_size < SMALLEST_VOCABULARY:
+    if vocab_size < 257:
         raise ValueError(
-            f"--vocab-size {vocab_size} is too small: every byte and the end-of-document token "
-            f"make {SMALLEST_VOCABULARY}"
+            f"--vocab-size {vocab_size} is too small: every byte and the end of a document make 257"
         )
     ranks = ranks_of(learn_bpe(_sample(corpus, max_bytes), vocab_size - 1))
     if len(ranks) < vocab_size - 1:
@@ -74,19 +70,16 @@ def _sample(corpus: Corpus, max_bytes: int) -> Iterator[str]:
     its beginning. Lone surrogates, which UTF-8 cannot hold, are left out."""
     share = min(1.0, max_bytes / corpus.total_bytes) if corpus.total_bytes else 1.0
     taken = 0
-    with corpus.progress_bar("learning from") as bar:
-        for number, piece in enumerate(corpus.pieces()):
-            if not is_held_out(number, share):  # the same even spread as of held-out pieces
-                continue
+    for number, piece in enumerate(corpus.pieces("learning from")):
+        if is_held_out(number, share):  # the same even spread as of held-out pieces
             encoded = piece.text.encode(errors="ignore")
             taken += len(encoded)
             if taken > max_bytes:
                 break
-            bar.update(piece.bytes_read - bar.n)
             yield encoded.decode()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_diloco.data.train_tokenizer",
         description="Learn a byte-level BPE tokenizer and write it as a .tiktoken rank file.",
@@ -103,23 +96,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if out.suffix != ".tiktoken":
             raise ValueError(f"--out {out} must end in .tiktoken, which marks a rank file")
         if out.exists():
-            raise ValueError(
-                f"--out {out} exists; shards may depend on it. Choose another name or delete it."
-            )
+            raise ValueError(f"--out {out} exists, and shards may depend on it; choose another")
         out.parent.mkdir(parents=True, exist_ok=True)
         ranks = train_tokenizer(open_corpus(options.source), options.vocab_size, options.max_bytes)
         write_whole(out, format_ranks(ranks))
-        tokenizer = build_tokenizer(str(out))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        parser.exit(2, f"error: {error}\n")
+    tokenizer = build_tokenizer(str(out))
     print(
         f"{out}: {tokenizer.vocab_size:,} tokens (256 bytes, {tokenizer.vocab_size - 257:,} "
         f"merges, 1 end of document), fingerprint {tokenizer.fingerprint}, in "
         f"{time.monotonic() - start:.1f} s"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,19 +19,18 @@ from torchtitan_diloco.data.shards import TokenArray, Tokens, TokenShards
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating]
 
 BUCKET_BITS = 9
 FULL = 1.25
 """A cluster takes no more documents at so many times an equal share of the tokens."""
 
-_VERSION = 1  # of what decides who gets which document
+_VERSION = 2  # of what decides who gets which document
 _CHUNK_TOKENS = 1 << 22
 _DOCUMENTS_AT_ONCE = 1024
 _LEARNED_FROM = 8192  # documents, evenly spread, that the centres are learned from
 _STARTS = 4
 _ITERATIONS = 20
-_WORKERS_LISTED = 8
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -39,9 +38,8 @@ class WorkerTokens(TokenArray):
     """Documents of one worker."""
 
     def __init__(self, tokens: TokenShards, name: str, starts: Integers, stops: Integers) -> None:
-        self._tokens, self._starts = tokens, starts
+        self._tokens, self._starts, self.name = tokens, starts, name
         self.ends = np.cumsum(stops - starts)
-        self.name, self.split, self.documents = name, tokens.split, len(starts)
         identity = tokens.fingerprint.encode() + starts.tobytes() + stops.tobytes()
         self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
 
@@ -53,35 +51,30 @@ class WorkerTokens(TokenArray):
 class WorkerShards:
     """Tokens that each worker reads, and its weight in the mean over workers."""
 
-    def __init__(
-        self, tokens: TokenShards, workers: int, parts: Sequence[WorkerTokens] = ()
-    ) -> None:
+    def __init__(self, parts: Sequence[TokenArray], workers: int) -> None:
         self.parts = parts
-        """By worker. Empty: all workers take turns in one order of all tokens."""
-        self.shares = [len(part) / len(tokens) for part in parts] or [1 / workers] * workers
+        """By worker. A single one: all workers take turns in one order of its tokens."""
+        self._sizes = [len(part) for part in parts]
+        each = self._sizes if len(parts) > 1 else [1] * workers
+        self.shares = [size / sum(each) for size in each]
         """Share of the tokens of each worker."""
-        self.fingerprint = tokens.fingerprint
+        self.fingerprint = parts[0].fingerprint
         """Changes when the tokens of any worker do."""
-        if parts:
+        if len(parts) > 1:
             digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode())
             self.fingerprint = digest.hexdigest()[:16]
-        self._tokens = len(tokens)
 
     def __str__(self) -> str:
-        if not self.parts:
-            return f"{self._tokens:,} tokens"
-        each = [f"{len(part):,} in {part.documents:,} documents" for part in self.parts]
-        if len(each) > _WORKERS_LISTED:
-            sizes = sorted(map(len, self.parts))
-            each = [f"from {sizes[0]:,} to {sizes[-1]:,}"]
-        return f"{self._tokens:,} tokens (by worker: {', '.join(each)})"
+        total, least, most = sum(self._sizes), min(self._sizes), max(self._sizes)
+        by_worker = f" (by worker: {least:,} to {most:,})" if len(self.parts) > 1 else ""
+        return f"{total:,} tokens{by_worker}"
 
 
 def share_out(data: Data, tokens: TokenShards, tokenizer: Tokenizer, workers: int) -> WorkerShards:
     """Decide which worker reads which documents. The result is kept in `data.cache_folder`; of
     several processes one does the work and the others wait."""
     if data.shard_by == "none":
-        return WorkerShards(tokens, workers)
+        return WorkerShards([tokens], workers)
     key = f"worker-shards-{tokens.fingerprint[:8]}-{data.shard_by}-{workers}-v{_VERSION}"
     folder = Path(data.cache_folder).expanduser() / key
     path = folder / "documents.npy"
@@ -92,19 +85,14 @@ def share_out(data: Data, tokens: TokenShards, tokenizer: Tokenizer, workers: in
                 content = io.BytesIO()
                 np.save(content, np.stack([stops, _workers_of(data, tokens, stops, workers)]))
                 write_whole(path, content.getvalue())
-    try:
-        stops, chosen = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(
-            f"cannot read {path}: {error}; delete {folder} to make it again"
-        ) from error
+    stops, chosen = np.load(path)
     starts = np.concatenate([[0], stops[:-1]])
     parts = []
     for worker in range(workers):
         name = f"the shard of worker {worker} (data.shard_by = {data.shard_by}) of {tokens.name}"
         own = chosen == worker
         parts.append(WorkerTokens(tokens, name, starts[own], stops[own]))
-    return WorkerShards(tokens, workers, parts)
+    return WorkerShards(parts, workers)
 
 
 def document_ends(tokens: TokenShards, end_of_document: int) -> Integers:
@@ -118,21 +106,16 @@ def document_ends(tokens: TokenShards, end_of_document: int) -> Integers:
 
 def _workers_of(data: Data, tokens: TokenShards, stops: Integers, workers: int) -> Integers:
     """Return the worker of each document."""
-    if len(stops) < workers:
-        raise ValueError(
-            f'data.shard_by = "{data.shard_by}" gives every worker documents of its own, and '
-            f"{tokens.name} has {len(stops)} for diloco.workers = {workers}: use a corpus of more "
-            f'documents (a file or a .jsonl line is one), fewer workers, or data.shard_by = "none"'
-        )
     sizes = np.diff(stops, prepend=0)
     by_text = data.shard_by == "clusters"
     chosen = _clusters(tokens, stops, sizes, workers) if by_text else deal_out(sizes, workers)
     empty = np.flatnonzero(np.bincount(chosen, minlength=workers) == 0).tolist()
     if empty:
         raise ValueError(
-            f'data.shard_by = "{data.shard_by}" leaves workers {empty} of {workers} without a '
-            f"document: the {len(stops)} documents of {tokens.name} are too few or too much alike. "
-            f'Use fewer workers, or data.shard_by = "random"'
+            f'data.shard_by = "{data.shard_by}" leaves workers {empty} of diloco.workers = '
+            f"{workers} without a document: the {len(stops)} documents of {tokens.name} (a file or "
+            f"a .jsonl line is one) are too few or too much alike. Use another corpus, fewer "
+            f'workers, or data.shard_by = "random" or "none"'
         )
     return chosen
 
@@ -161,15 +144,14 @@ def _clusters(tokens: TokenShards, stops: Integers, sizes: Integers, workers: in
     documents = np.arange(len(stops))
     sample = documents[:: -(-len(stops) // _LEARNED_FROM)]
     centres = learn_centres(np.concatenate(list(features(sample))), sizes[sample], workers)
-    distances = [squared_distances(block, centres) for block in features(documents)]
-    return assign(np.concatenate(distances), sizes)
+    return assign(np.concatenate([block @ centres.T for block in features(documents)]), sizes)
 
 
 def text_features(tokens: Tokens) -> Floats:
     """Return how often each token and each pair of neighbours occurs, hashed into buckets.
 
-    These are roots of frequencies. Their Euclidean distance (Hellinger's) is not dominated by the
-    few most frequent tokens.
+    These are roots of frequencies: a product of two texts (their Bhattacharyya coefficient) is not
+    dominated by the few most frequent tokens.
     """
     ids = tokens.astype(np.uint64)
     features = []
@@ -181,59 +163,49 @@ def text_features(tokens: Tokens) -> Floats:
 
 
 def learn_centres(features: Floats, sizes: Integers, clusters: int) -> Floats:
-    """Return [clusters, features] centres by k-means++, the best of some starts. A document counts
-    by its tokens, and no cluster is overfull."""
-    best, least = features[:clusters], np.inf
+    """Return [clusters, features] directions by k-means, the best of some starts.
+
+    A document counts by its tokens, and no cluster is overfull.
+    """
+    best, highest = features[:clusters], 0.0
     for start in range(_STARTS):
         centres = _initial_centres(features, sizes, clusters, np.random.default_rng(start))
         for _ in range(_ITERATIONS):
-            chosen, before = assign(squared_distances(features, centres), sizes), centres.copy()
-            for cluster in np.unique(chosen):
-                own = chosen == cluster
-                centres[cluster] = np.average(features[own], axis=0, weights=sizes[own])
-            if np.array_equal(centres, before):
-                break
-        distances = squared_distances(features, centres)
-        inertia = float((distances[np.arange(len(sizes)), assign(distances, sizes)] * sizes).sum())
-        if inertia < least:
-            best, least = centres, inertia
+            similarity = features @ centres.T
+            chosen = assign(similarity, sizes)
+            total = float(sizes @ similarity[np.arange(len(sizes)), chosen])
+            if total > highest:
+                best, highest = centres, total
+            sums = (sizes * (chosen == np.arange(clusters)[:, None])) @ features
+            centres = sums / np.linalg.norm(sums, axis=1, keepdims=True).clip(1)
     return best
 
 
 def _initial_centres(
     features: Floats, sizes: Integers, clusters: int, random: np.random.Generator
 ) -> Floats:
-    """Draw each next centre in proportion to its tokens and its distance from those before."""
-    nearest = np.ones(len(sizes))
-    chosen: list[int] = []
+    """Draw each next centre by its tokens and its distance from those before (k-means++)."""
+    distances, drawn = np.ones(len(sizes)), []
     for _ in range(clusters):
-        mass = np.cumsum(nearest * sizes)
-        drawn = int(np.searchsorted(mass, random.random() * mass[-1], side="right"))
-        chosen.append(min(drawn, len(sizes) - 1))
-        nearest = squared_distances(features, features[chosen]).min(axis=1)
-    return features[chosen]
+        chances = sizes * distances
+        drawn.append(random.choice(len(sizes), p=chances / chances.sum()))
+        # The product of a text with itself is 2: tokens and pairs count 1 each.
+        distances = np.minimum(distances, 1 - features @ features[drawn[-1]] / 2).clip(1e-9)
+    return features[drawn]
 
 
-def squared_distances(features: Floats, centres: Floats) -> Floats:
-    """Return [documents, clusters]."""
-    squares = (features**2).sum(axis=1)[:, None] + (centres**2).sum(axis=1)[None, :]
-    distances: Floats = np.maximum(squares - 2 * features @ centres.T, 0)
-    return distances
+def assign(similarity: Floats, sizes: Integers) -> Integers:
+    """Return the most similar cluster of each document that is not full.
 
-
-def assign(distances: Floats, sizes: Integers) -> Integers:
-    """Return the nearest cluster of each document that is not full. Those with the largest gap
-    between their two nearest clusters choose first."""
-    clusters = distances.shape[1]
+    Documents with the largest gap between their two most similar clusters choose first.
+    """
+    clusters = similarity.shape[1]
     full = FULL * sizes.sum() / clusters
-    chosen: Integers = distances.argmin(axis=1).astype(np.int64)
-    if clusters == 1 or np.bincount(chosen, weights=sizes, minlength=clusters).max() < full:
-        return chosen
-    two_nearest = np.partition(distances, 1, axis=1)[:, :2]
-    preferences = np.argsort(distances, axis=1, kind="stable")
-    filled = [0] * clusters
-    for document in np.argsort(two_nearest[:, 0] - two_nearest[:, 1], kind="stable").tolist():
-        cluster = next(choice for choice in preferences[document].tolist() if filled[choice] < full)
+    best_two = np.sort(similarity, axis=1)[:, -2:]
+    filled = np.zeros(clusters, dtype=np.int64)
+    chosen = np.empty(len(sizes), dtype=np.int64)
+    for document in np.argsort(best_two[:, 0] - best_two[:, -1], kind="stable"):
+        cluster = np.where(filled < full, similarity[document], -np.inf).argmax()
         chosen[document] = cluster
-        filled[cluster] += int(sizes[document])
+        filled[cluster] += sizes[document]
     return chosen

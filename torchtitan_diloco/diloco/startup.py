@@ -2,7 +2,6 @@
 
 import hashlib
 import secrets
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torchtitan_diloco.diloco.config import (
 )
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.transport import transports
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
@@ -64,18 +64,14 @@ def agree_on_run(
         "model": _layout(fragments),
         "codec kernels": kernels_name() if on_gpu else "torch",
     }
-    gathered: list[Any] = [(mine, secrets.token_hex(8))]
-    if group is not None and group.size() > 1:
-        gathered = gathered * group.size()
-        dist.all_gather_object(gathered, gathered[0], group=group)
-        differences = find_differences([settings for settings, _ in gathered], "worker")
-        if differences:
-            raise ValueError(
-                "workers were started differently; give all of them the same:\n  "
-                + "\n  ".join(differences)
-            )
-    # Worker 0's random part keeps two runs of one configuration apart.
-    name = "/".join([*mine.values(), gathered[0][1]])
+    differences = find_differences(gather_objects(mine, group), "worker")
+    if differences:
+        raise ValueError(
+            "workers were started differently; give all of them the same:\n  "
+            + "\n  ".join(differences)
+        )
+    # A random part from worker 0 keeps two runs of one configuration apart.
+    name = "/".join([*mine.values(), broadcast_object(secrets.token_hex(8), str, group)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 

@@ -88,7 +88,7 @@ class SavedState:
         return {name: value for (found, _, name), value in pairs if found == kind}
 
 
-def shaped_like(parameter: nn.Parameter, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Shape values on this rank as a parameter is, sharded on the parameter's mesh or another."""
     value = parameter.detach()
     if not isinstance(value, DTensor):

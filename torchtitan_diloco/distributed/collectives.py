@@ -2,24 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import cause_of, code_fingerprint, find_differences
 
 Value = TypeVar("Value")
-
-
-def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the value of every rank of the group, on every rank."""
-    if group is None:
-        return [value]
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
@@ -33,26 +25,26 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
         )
 
 
-def on_first_rank(world: World, task: Callable[[], Value]) -> Value:
+def on_first_rank(world: World, kind: type[Value], task: Callable[[], Value]) -> Value:
     """Run `task` on rank 0 and return its result, or raise its ValueError, on every rank.
 
-    Rank 0 raises the error itself, so that its traceback is not lost.
+    `kind` is the type of the result. Rank 0 raises the error itself, so that its traceback is not
+    lost.
     """
-    outcome: list[Any] = [None, ""]
+    value: Value | None = None
     failure: ValueError | None = None
     if world.is_first:
         try:
-            outcome[0] = task()
+            value = task()
         except ValueError as error:
-            failure, outcome[1] = error, str(error) or repr(error)
-    if world.control is not None:
-        dist.broadcast_object_list(outcome, src=0, group=world.control)
+            failure = error
+    mistake = "" if failure is None else str(failure) or repr(failure)
+    mistake = broadcast_object(mistake, str, world.control)
     if failure is not None:
         raise failure
-    if outcome[1]:
-        raise ValueError(outcome[1])
-    result: Value = outcome[0]
-    return result
+    if mistake:
+        raise ValueError(mistake)
+    return broadcast_object(value, kind, world.control)
 
 
 class PendingReduction:

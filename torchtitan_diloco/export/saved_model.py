@@ -16,15 +16,17 @@ from torchtitan_diloco.components.checkpoint_schema import (
     MANIFEST,
     MODEL,
     SHARED,
+    DamagedError,
     Manifest,
+    TensorFolder,
+    check_files,
     check_tokenizer,
     complete_checkpoints,
-    damage,
+    is_checkpoint,
     read_manifest,
     step_of,
     worker_folder,
 )
-from torchtitan_diloco.components.resume import read_tensors
 from torchtitan_diloco.components.run_plan import vocabulary_rows
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.corpus import open_tokenizer
@@ -54,7 +56,13 @@ class SavedModel:
 def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
     """Open the checkpoint of a run at `step` (default: the latest), or a checkpoint's folder."""
     path = find_checkpoint(run, step)
-    manifest = read_manifest(path)
+    try:
+        return _open(path, read_manifest(path), weights)
+    except DamagedError as error:
+        raise ValueError(f"{error}: choose another one with --step, or by its folder") from None
+
+
+def _open(path: Path, manifest: Manifest, weights: str) -> SavedModel:
     workers = [worker_folder(worker) for worker in range(manifest.workers)]
     if weights not in (SHARED, *workers):
         known = ", ".join([SHARED, *workers])
@@ -71,11 +79,12 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:
     """Return the folder of a checkpoint: `run` itself, or the one of `run` at `step`."""
-    path = run.expanduser()
-    if (path / MANIFEST).exists():
-        found = {read_manifest(path).step: path.absolute()}
+    path = run.expanduser().absolute()
+    if (path / MANIFEST).exists():  # whatever the name of the folder is
+        found = {read_manifest(path).step: path}
     else:
-        found = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(path)}
+        candidates = [path] if is_checkpoint(path) else complete_checkpoints(path)
+        found = {step_of(one): one for one in candidates if one.is_dir()}
     if not found:
         problem = "has no complete checkpoint" if path.is_dir() else "does not exist"
         raise ValueError(
@@ -94,13 +103,12 @@ def _load(model: LanguageModel, path: Path, manifest: Manifest, weights: str) ->
     if weights == SHARED and not manifest.outer:  # without an outer loop all workers have the same
         folder = worker_folder(0)
     files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
-    if damaged := damage(path, manifest, files):
-        raise ValueError(damaged)
+    check_files(path, manifest, files)
     tensors = {}
     for name, parameter in model.named_parameters():
         saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
         tensors[saved_name] = parameter.detach()
-    read_tensors(path / folder, tensors)
+    TensorFolder(path, manifest, folder).fill(tensors)
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_diloco.components.timeline import phases
+from torchtitan_diloco.report.charts import save_timeline
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
 
@@ -47,9 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _save_timeline(runs: Sequence[Run], path: Path) -> None:
-    from torchtitan_diloco.components.timeline import phases
-    from torchtitan_diloco.report.charts import save_timeline
-
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"--timeline {path}: the file name must end in .svg or .png")
     if len(runs) > 1:

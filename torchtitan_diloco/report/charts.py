@@ -17,66 +17,28 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from torchtitan_diloco.components.timeline import LANES, PHASE_NAMES, Phase
+from torchtitan_diloco.components.timeline import Phase
+from torchtitan_diloco.components.timeline_figure import (
+    COLOURS,
+    LIGHT,
+    STYLE,
+    WIDTH,
+    draw_timeline,
+    short_number,
+)
 from torchtitan_diloco.report.run_records import Array
 from torchtitan_diloco.utils import brief
 
-COLOURS = {  # name: on a light and on a dark background
-    "surface": ("#ffffff", "#15181d"),
-    "text": ("#1a1d21", "#e8eaed"),
-    "muted": ("#565f6b", "#a8b0bb"),
-    "grid": ("#e4e7eb", "#2b3038"),
-    "axis": ("#9aa3ad", "#636c78"),
-    "band": ("#dde4ec", "#2a313a"),
-    # Readers with a colour vision deficiency can tell most of these apart as well.
-    "series-1": ("#0b62b0", "#6cb2ff"),
-    "series-2": ("#c24a17", "#ff9a66"),
-    "series-3": ("#1b7f53", "#5cd1a0"),
-    "series-4": ("#8d4fa8", "#cda0ea"),
-    "series-5": ("#936500", "#ecc04f"),
-    "series-6": ("#0f7796", "#63cfe8"),
-    "series-7": ("#bd3470", "#ff8fb9"),
-    "series-8": ("#66707c", "#a6adb8"),
-}
-LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 SERIES = 8
-PHASE_COLOURS = {"computing": "band"} | {
-    name: f"series-{number}"
-    for name, number in zip(PHASE_NAMES, (5, 2, 4, 1, 8, 3, 6), strict=True)
-}
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
-STYLE: Any = {
-    "axes.edgecolor": LIGHT["axis"],
-    "axes.labelcolor": LIGHT["muted"],
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.xmargin": 0.02,
-    "figure.dpi": 72,  # a unit of the SVG is a point
-    "font.size": 12.5,
-    "grid.color": LIGHT["grid"],
-    "text.color": LIGHT["text"],
-    "xaxis.labellocation": "right",
-    "xtick.color": LIGHT["axis"],
-    "xtick.labelcolor": LIGHT["muted"],
-    "ytick.labelcolor": LIGHT["muted"],
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-}
-STEPS = [1, 2, 5, 10]
-"""Distances of the numbers on an axis, up to a power of ten."""
 LINE_CHART_SIZE = (430.0, 226.0)
 """Small, so that texts are readable on a telephone."""
 HOVER_STRIPS = 48
 MAX_DOTS = 80
 LARGEST = 1e100
 """Values beyond are not drawn: an axis cannot be computed for all floating-point numbers."""
-TIMELINE_WIDTH, MARGINS = 980.0, 98.0
-LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
-MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -124,18 +86,21 @@ def line_chart(
 
     `log`: with a logarithmic y axis; `top`: end of the y axis.
     """
-    figure = Figure(_inches(*LINE_CHART_SIZE), layout="constrained")
+    width, height = LINE_CHART_SIZE
+    figure = Figure((width / 72, height / 72), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, yscale="log" if log else "linear")
     for curve in curves:
         _plot(axes, curve, log)
     axes.set_ylim(top=top)
     low, high = axes.get_ylim()
     few = (1, 2, 5) if high < 1000 * low else (1,)
-    axes.yaxis.set_major_locator(LogLocator(subs=few) if log else MaxNLocator(5, steps=STEPS))
+    axes.yaxis.set_major_locator(
+        LogLocator(subs=few) if log else MaxNLocator(5, steps=[1, 2, 5, 10])
+    )
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(_short)
+        axis.set_major_formatter(short_number)
     axes.grid(axis="y")
     svg = _svg(figure, title)
     return svg.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
@@ -175,7 +140,7 @@ def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
                 lines.append(f"{curve.name}: {curve.y[inside[-1]]:.4g}")
                 position = max(position, curve.x[inside[-1]])
         if lines:
-            tooltip = _escape("\n".join([f"{_short(position)} {x_label}", *lines]))
+            tooltip = _escape("\n".join([f"{short_number(position)} {x_label}", *lines]))
             strips += (
                 f'<rect class="hover" x="{left + place * width / HOVER_STRIPS:.2f}" '
                 f'y="{LINE_CHART_SIZE[1] - bottom - height:.2f}" height="{height:.2f}" '
@@ -184,91 +149,29 @@ def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
     return strips
 
 
-def timeline_svg(title: str, phases: Sequence[Phase], width: float) -> str:
+def timeline_svg(title: str, phases: Sequence[Phase], width: float = WIDTH) -> str:
     """Return the two threads of every worker over time as SVG, without title and legend."""
-    figure, tooltips = _draw_timeline(phases, width)
-    return _svg(figure, title, tooltips)
+    figure, shown = draw_timeline(phases, width)
+    return _svg(figure, title, [_bar_tooltip(phase) for phase in shown])
 
 
 def save_timeline(title: str, phases: Sequence[Phase], path: Path) -> None:
     """Write a timeline with title and legend to an .svg or .png file."""
-    figure, tooltips = _draw_timeline(phases, TIMELINE_WIDTH, title)
+    figure, shown = draw_timeline(phases, title=title)
     if path.suffix == ".svg":
+        tooltips = [_bar_tooltip(phase) for phase in shown]
         path.write_text(_svg(figure, title, tooltips, standalone=True), encoding="utf-8")
     else:
         figure.savefig(path, dpi=144)
 
 
-@rc_context(STYLE)
-def _draw_timeline(
-    phases: Sequence[Phase], width: float, title: str = ""
-) -> tuple[Figure, list[str]]:
-    """Draw two lanes per worker. Return the figure and the tooltips of its bars."""
-    workers = sorted({phase.worker for phase in phases})
-    hidden = len(workers) - MAX_WORKERS
-    rows = {
-        (worker, lane): row * WORKER_STEP + number * LANE_STEP
-        for row, worker in enumerate(workers[:MAX_WORKERS])
-        for number, lane in enumerate(LANES)
-    }
-    start = min(phase.start_seconds for phase in phases)
-    end = max(phase.end_seconds for phase in phases) - start
-    lanes = WORKER_STEP * len(rows) / len(LANES)
-    figure = Figure(_inches(width, lanes + (112 if title else 54)), layout="constrained")
-    more = f"; {hidden} more workers are not shown" if hidden > 0 else ""
-    x_label = f"seconds, from {start:,.2f} s on worker 0's clock{more}"
-    axes = figure.add_subplot(xlabel=x_label, xlim=(0, end), ylim=(lanes, 0))
-    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=STEPS))
-    axes.xaxis.set_major_formatter(_short)
-    names = [f"worker {worker}" if lane == "training" else lane for worker, lane in rows]
-    axes.set_yticks([top + LANE / 2 for top in rows.values()], names)
-    for (_, lane), top, label in zip(rows, rows.values(), axes.get_yticklabels(), strict=True):
-        if lane == "training":
-            axes.add_patch(Rectangle((0, top), end, LANE, color=LIGHT["band"], linewidth=0))
-            label.set(color=LIGHT["text"], weight="bold")
-        else:
-            axes.axhline(top + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
-    shown = [phase for phase in phases if (phase.worker, phase.lane) in rows]
-    for number, phase in enumerate(shown):
-        corner = (phase.start_seconds - start, rows[phase.worker, phase.lane])
-        _draw_bar(axes, phase, corner, end / (width - MARGINS), f"tip-{number}")
-    if title:
-        keys = [Patch(color=LIGHT[colour], label=name) for name, colour in PHASE_COLOURS.items()]
-        style: Any = {"ncols": 8, "frameon": False, "handlelength": 0.8, "alignment": "left"}
-        style["title_fontproperties"] = {"size": 14, "weight": "bold"}
-        figure.legend(handles=keys, title=title, loc="outside upper left", **style)
-    return figure, [_bar_tooltip(phase) for phase in shown]
-
-
-def _draw_bar(
-    axes: Axes, phase: Phase, corner: tuple[float, float], seconds_per_point: float, gid: str
-) -> None:
-    """Draw a phase, with the number of its fragment if there is room."""
-    length = max(phase.seconds, seconds_per_point)
-    colour = LIGHT[PHASE_COLOURS[phase.name]]
-    axes.add_patch(Rectangle(corner, length, LANE, facecolor=colour, linewidth=0, gid=gid))
-    fragment, centre = str(phase.fragment), (corner[0] + length / 2, corner[1] + LANE / 2)
-    if length / seconds_per_point > 8 * len(fragment) + 4:
-        text = axes.text(*centre, fragment, color=LIGHT["surface"])
-        text.set(ha="center", va="center_baseline")
-
-
 def _bar_tooltip(phase: Phase) -> str:
     name = f" ({phase.fragment_name})" if phase.fragment_name else ""
-    sent = "" if phase.sent_bytes is None else f", {_short(phase.sent_bytes)}B sent"
+    sent = f", {short_number(phase.sent_bytes)}B sent" if np.isfinite(phase.sent_bytes) else ""
     return (
         f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
         f"fragment {phase.fragment}{name}, round {phase.outer_round}{sent}"
     )
-
-
-def _inches(width: float, height: float) -> tuple[float, float]:
-    return width / 72, height / 72
-
-
-def _short(value: float, _: object = None) -> str:
-    """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
-    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def _svg(
@@ -287,8 +190,8 @@ def _svg(
         body = body.replace(f'<g id="tip-{number}">', f"<g><title>{_escape(tooltip)}</title>")
     body = re.sub(r'(?<=<g) id="[^"]*"|; font-family:[^;"]*|<!--.*?-->', "", body)
     body = re.sub(r" transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d\d)\d{4}(?=[ \"\n])", "", body)
-    for name, light in LIGHT.items():
-        body = body.replace(light, f"var(--{name})")
+    for name, colour in LIGHT.items():
+        body = body.replace(colour, f"var(--{name})")
     opening = (
         f'<svg class="chart" role="img" aria-label="{_escape(title)}" '
         f'viewBox="0 0 {width:g} {height:g}" xmlns:xlink="http://www.w3.org/1999/xlink"'

@@ -4,12 +4,11 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.ticker import EngFormatter
 
-from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
     SENT_BYTES,
@@ -17,11 +16,9 @@ from torchtitan_diloco.report.run_records import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     Run,
-    number,
     of_known,
-    round_workers,
 )
-from torchtitan_diloco.utils import brief, clock
+from torchtitan_diloco.utils import all_reduce_bytes, brief, clock, number
 
 SHARES = {
     "compute": "time/share_compute_percent_mean_over_ranks",
@@ -30,11 +27,11 @@ SHARES = {
     "other": "time/share_other_percent_mean_over_ranks",
 }
 ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
-PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
 """Settings that name a run without changing it."""
 MAX_LINKS = 12
 _loss, _count, _percent = "{:.4f}".format, "{:,.0f}".format, "{:.1f} %".format
+_bytes, _bits = EngFormatter("B", places=1), EngFormatter("bit/s", places=1)
 
 
 class Cell(NamedTuple):
@@ -62,10 +59,10 @@ def detail_tables(runs: Sequence[Run]) -> list[Table]:
     """Return the workers and links of each run and the settings that differ, if there are any."""
     tables = []
     for run in runs:
-        for table in (workers_table(run), links_table(run)):
-            name = f", {run.name}" if len(runs) > 1 else ""
+        name = f", {run.name}" if len(runs) > 1 else ""
+        for table in (_workers_table(run), _links_table(run)):
             tables.append(table._replace(heading=table.heading + name))
-    return [table for table in (*tables, differences_table(runs)) if table.rows]
+    return [table for table in (*tables, _differences_table(runs)) if table.rows]
 
 
 def notes(runs: Sequence[Run]) -> Iterator[str]:
@@ -94,24 +91,22 @@ def _facts(run: Run) -> dict[str, Cell]:
         "tokens, all workers": _cell(tokens, _count, f"{run.last_step:,} steps"),
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
         "tokens/s, all workers": _cell(rate, _count, "median"),
-        **_bytes(run),
+        **_sent_bytes(run),
         "communication hidden": _cell(hidden_percent(run), _percent, "of the time of exchanges"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
         "utilisation": _utilisation(run),
-        "last to arrive": _last_to_arrive(run),
-        "slowest link": _slowest_link(run),
+        **_slowest(run),
     }
 
 
-def _bytes(run: Run) -> dict[str, Cell]:
+def _sent_bytes(run: Run) -> dict[str, Cell]:
     sent = run.total(SENT_BYTES) / (run.workers or math.nan)
     expected = data_parallel_bytes(run)
-    in_bytes = partial(quantity, unit="B")
-    counted = _cell(sent, in_bytes, "counted in the buffers")
+    counted = _cell(sent, _bytes, "counted in the buffers")
     if run.settings.get("diloco.method") == "none":
-        counted = _cell(expected, in_bytes, "bf16 gradients, every step; computed, not counted")
+        counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
     times = f"{expected / sent:,.1f} times as much; " if sent > 0 else ""
-    compared = _cell(expected, in_bytes, f"{times}bf16 gradients, every step")
+    compared = _cell(expected, _bytes, f"{times}bf16 gradients, every step")
     if math.isnan(expected):
         compared = Cell(note="one worker" if run.workers == 1 else "model size not recorded")
     return {"sent by each worker": counted, "data parallelism would send": compared}
@@ -120,31 +115,29 @@ def _bytes(run: Run) -> dict[str, Cell]:
 def _utilisation(run: Run) -> Cell:
     if not run.summary:
         return Cell(note="not recorded: the run has not ended")
-    measured = number(run.summary.get("measured_utilisation_percent"))
-    predicted = _cell(number(run.summary.get("predicted_utilisation_percent")), _percent)
-    return _cell(measured, _percent, f"measured; {predicted.text} predicted")
-
-
-def _last_to_arrive(run: Run) -> Cell:
-    for worker, rounds, late, *_ in workers_table(run).rows[:1]:
-        if late.text != ABSENT:
-            return Cell(worker.text, f"in {rounds.text} rounds, by {late.text} (median)")
-    return Cell()
-
-
-def _slowest_link(run: Run) -> Cell:
-    for pair, rate, rounds in links_table(run).rows[:1]:
-        return Cell(rate.text, f"{pair.text}, median of {rounds.text} rounds")
-    return Cell()
-
-
-def workers_table(run: Run) -> Table:
-    """Return who arrives last and who waits, the worker that was last most often first."""
-    last, late = (
-        np.array([number(record.get(key)) for record in run.rounds])
-        for key in ("last_worker", "late_by_seconds")
+    measured, predicted = (
+        _cell(number(run.summary.get(f"{name}_utilisation_percent")), _percent)
+        for name in ("measured", "predicted")
     )
-    ahead, waited = (run.round_values(key) for key in ("ahead_of_last_seconds", "waited_seconds"))
+    return measured._replace(note=f"measured; {predicted.text} predicted")
+
+
+def _slowest(run: Run) -> dict[str, Cell]:
+    """Return the worker and the link that the others wait for, from the tables' first rows."""
+    found = {"last to arrive": Cell(), "slowest link": Cell()}
+    for worker, rounds, late, *_ in _workers_table(run).rows[:1]:
+        if late != Cell():
+            note = f"in {rounds.text} rounds, by {late.text} (median)"
+            found["last to arrive"] = Cell(worker.text, note)
+    for pair, rate, rounds in _links_table(run).rows[:1]:
+        found["slowest link"] = Cell(rate.text, f"{pair.text}, median of {rounds.text} rounds")
+    return found
+
+
+def _workers_table(run: Run) -> Table:
+    """Return who arrives last and who waits, the worker that was last most often first."""
+    last, late = run.of_rounds("last_worker"), run.of_rounds("late_by_seconds")
+    ahead, waited = run.of_workers("ahead_of_last_seconds"), run.of_workers("waited_seconds")
     keys = "time/longest_gap_seconds_max_over_ranks", "time/longest_gap_worker"
     gaps, culprits = (np.array([number(one.get(key)) for one in run.steps]) for key in keys)
     workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
@@ -166,11 +159,11 @@ def workers_table(run: Run) -> Table:
     return Table("Workers", columns, rows)
 
 
-def links_table(run: Run) -> Table:
+def _links_table(run: Run) -> Table:
     """Return the measured rate between every pair of workers."""
     rates = defaultdict[tuple[int, int], list[float]](list)
     for record in run.rounds:
-        for receiver, table in enumerate(round_workers(record)):
+        for receiver, table in enumerate(record["workers"]):
             for sender, rate in enumerate(table.get("received_bits_per_second_from") or []):
                 if math.isfinite(number(rate)):
                     rates[sender, receiver].append(rate)
@@ -178,7 +171,7 @@ def links_table(run: Run) -> Table:
     rows = [
         [
             Cell(f"worker {sender} to worker {receiver}"),
-            Cell(quantity(rate, "bit/s"), "median"),
+            Cell(_bits(rate), "median"),
             Cell(f"{rounds:,}", "rounds"),
         ]
         for rate, sender, receiver, rounds in links[:MAX_LINKS]
@@ -186,7 +179,7 @@ def links_table(run: Run) -> Table:
     return Table("Links, slowest first", ["from, to", "rate of a payload", "measured in"], rows)
 
 
-def differences_table(runs: Sequence[Run]) -> Table:
+def _differences_table(runs: Sequence[Run]) -> Table:
     """Return the settings that are not the same in all runs that have a config.toml."""
     runs = [run for run in runs if run.settings]
     rows = []
@@ -220,19 +213,14 @@ def mean_share(run: Run, key: str) -> float:
     keys = (key, "time/wall_seconds_mean_over_ranks")
     rows = [[number(record.get(name)) for name in keys] for record in run.steps]
     known = [row for row in rows if np.isfinite(row).all() and row[1] > 0]
-    shares, seconds = np.reshape(known, (-1, 2)).T
-    return float(np.average(shares, weights=seconds)) if known else math.nan
+    if not known:
+        return math.nan
+    shares, seconds = np.transpose(known)
+    return float(np.average(shares, weights=seconds))
 
 
 def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
     return Cell(form(value), note) if math.isfinite(value) else Cell()
-
-
-def quantity(value: float, unit: str) -> str:
-    """Return a value with three digits and a prefix: `1.23 GB`."""
-    scale, prefix = next((pair for pair in PREFIXES if abs(value) >= pair[0]), (1.0, ""))
-    digits = max(0, 3 - len(f"{abs(value / scale):.0f}"))
-    return f"{value / scale:,.{digits}f} {prefix}{unit}"
 
 
 def setting_text(value: object) -> str:

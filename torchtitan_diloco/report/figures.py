@@ -1,22 +1,13 @@
 """The figures of a page, each with a caption that says what it shows."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.timeline import phases
-from torchtitan_diloco.report.charts import (
-    PHASE_COLOURS,
-    SERIES,
-    TIMELINE_WIDTH,
-    Curve,
-    line_chart,
-    series_colour,
-    timeline_svg,
-)
+from torchtitan_diloco.components.timeline import PHASE_COLOURS, phases
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
 from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
@@ -25,11 +16,8 @@ from torchtitan_diloco.report.run_records import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     Array,
-    Record,
     Run,
-    number,
     of_known,
-    round_workers,
 )
 
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
@@ -45,6 +33,18 @@ TIMELINE_CAPTION = (
 COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
 DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
 DRIFT_UNIT = "root mean square over parameters"
+
+
+class Axis(NamedTuple):
+    """The x axis of a chart over steps: a key that counts from 0, in units of `size`."""
+
+    key: str
+    label: str
+    size: float = 1.0
+
+    def curve(self, run: Run, key: str) -> tuple[Array, Array]:
+        counted, values = run.over(self.key, key)
+        return counted / self.size, values
 
 
 class Key(NamedTuple):
@@ -74,14 +74,13 @@ class Figure:
 def figures(runs: Sequence[Run]) -> list[Figure]:
     """Return all figures for which at least one run has records."""
     longest = np.nanmax([0.0, *(run.last(ELAPSED_SECONDS)[1] for run in runs)])
-    unit, size = ("hours", 3600.0) if longest >= 3 * 3600 else ("minutes", 60.0)
-    if longest < 600:
-        unit, size = "seconds", 1.0
+    units = (("hours", 3600.0, 3 * 3600), ("minutes", 60.0, 600), ("seconds", 1.0, 0))
+    time = next(Axis(ELAPSED_SECONDS, *unit[:2]) for unit in units if longest >= unit[2])
     found = [
-        _loss(runs, "Loss over tokens", TOKENS, "tokens, all workers", 1.0),
-        _loss(runs, "Loss over time", ELAPSED_SECONDS, unit, size),
-        _sent(runs, unit, size),
-        _bandwidth(runs, unit, size),
+        _loss(runs, "Loss over tokens", Axis(TOKENS, "tokens, all workers")),
+        _loss(runs, "Loss over time", time),
+        _sent(runs, time),
+        _bandwidth(runs, time),
         _time_shares(runs),
         *_timelines(runs),
         _rounds(runs, "Cosine of a worker's update to the mean", "cosine", COSINE_CAPTION, _cosine),
@@ -107,14 +106,12 @@ def _line_figure(
     return Figure(title, caption, list(legend.values()), unit, svg) if svg else None
 
 
-def _loss(runs: Sequence[Run], title: str, x: str, x_label: str, size: float) -> Figure | None:
+def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        steps, losses = run.curve(VALIDATION_LOSS)
-        shared = Curve("shared model", run.interpolate(x, steps) / size, losses, series, dots=True)
-        steps, losses = run.curve(TRAINING_LOSS)
-        trained = Curve("training", run.interpolate(x, steps) / size, losses, series)
-        curves += [replace(trained, faint=bool(shared.y.size)), shared]
+        shared = Curve("shared model", *x.curve(run, VALIDATION_LOSS), series, dots=True)
+        faint = bool(shared.y.size)
+        curves += [Curve("training", *x.curve(run, TRAINING_LOSS), series, faint=faint), shared]
     caption = "Training loss over the tokens of all workers."
     if any(curve.faint for curve in curves):
         caption = (
@@ -124,7 +121,7 @@ def _loss(runs: Sequence[Run], title: str, x: str, x_label: str, size: float) ->
     top = _top_of_axis(np.concatenate([curve.y for curve in curves]))
     if top is not None:
         caption += " The highest losses, at most 1 in 50, are above the chart."
-    return _line_figure(runs, title, caption, "nats per token", curves, x_label=x_label, top=top)
+    return _line_figure(runs, title, caption, "nats per token", curves, x_label=x.label, top=top)
 
 
 def _top_of_axis(losses: Array) -> float | None:
@@ -137,37 +134,35 @@ def _top_of_axis(losses: Array) -> float | None:
     return top if low < usual and top < losses.max() else None
 
 
-def _sent(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
+def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        steps, sent = run.curve(SENT_BYTES)
-        if not (run.workers and np.nansum(sent)):
-            continue
-        times = run.interpolate(ELAPSED_SECONDS, steps) / size
-        expected = np.array([data_parallel_bytes(run, step) for step in steps])
-        curves.append(Curve("sent", times, np.nancumsum(sent) / run.workers, series))
-        curves.append(Curve("data parallelism would send", times, expected, series, dashed=True))
+        times, sent = x.curve(run, SENT_BYTES)
+        if run.workers and np.nansum(sent):
+            steps, _ = run.curve(SENT_BYTES)
+            expected = np.array([data_parallel_bytes(run, step) for step in steps])
+            curves.append(Curve("sent", times, np.nancumsum(sent) / run.workers, series))
+            dashed = Curve("data parallelism would send", times, expected, series, dashed=True)
+            curves.append(dashed)
     caption = (
         "Bytes that one worker has sent so far, counted in the buffers, mean over workers. Dashed: "
         "what data parallelism sends in as many steps (bf16 gradients, ring). Logarithmic axis."
     )
     title, label = "Bytes sent by each worker", "bytes since the start"
-    return _line_figure(runs, title, caption, label, curves, x_label=unit, log=True)
+    return _line_figure(runs, title, caption, label, curves, x_label=x.label, log=True)
 
 
-def _bandwidth(runs: Sequence[Run], unit: str, size: float) -> Figure | None:
+def _bandwidth(runs: Sequence[Run], x: Axis) -> Figure | None:
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        for name, key in (("used", BANDWIDTH_USED), ("peak", BANDWIDTH_PEAK)):
-            steps, rates = run.curve(key)
-            times = run.interpolate(ELAPSED_SECONDS, steps) / size
-            curves.append(Curve(name, times, rates, series, dashed=name == "peak"))
+        curves.append(Curve("used", *x.curve(run, BANDWIDTH_USED), series))
+        curves.append(Curve("peak", *x.curve(run, BANDWIDTH_PEAK), series, dashed=True))
     caption = (
         "Bytes sent in an interval over its length, mean over workers: the load on a link. Dashed: "
         "the highest rate of one worker during a transfer. Logarithmic axis."
     )
     label = "Mbit/s sent by a worker"
-    return _line_figure(runs, "Bandwidth", caption, label, curves, x_label=unit, log=True)
+    return _line_figure(runs, "Bandwidth", caption, label, curves, x_label=x.label, log=True)
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
@@ -193,29 +188,25 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
             ("The last exchange", 1, 1, "The same for the last exchange alone."),
         ):
             title += f", {run.name}" if len(runs) > 1 else ""
-            shown, fewer = (
-                [phase for phase in phases(run.rounds[-count:]) if phase.seconds > 0]
-                for count in (wide, narrow)
-            )
-            if not fewer:
-                continue
-            legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
-            svg = timeline_svg(title, shown, TIMELINE_WIDTH)
-            narrow_svg = timeline_svg(title, fewer, NARROW)
-            found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
+            shown, fewer = (phases(run.rounds[-count:]) for count in (wide, narrow))
+            if any(phase.seconds > 0 for phase in fewer):
+                legend = [Key(*entry) for entry in PHASE_COLOURS.items()]
+                svg, narrow_svg = timeline_svg(title, shown), timeline_svg(title, fewer, NARROW)
+                found.append(Figure(title, caption, legend, svg=svg, narrow_svg=narrow_svg))
     return found
 
 
 def _rounds(
-    runs: Sequence[Run], title: str, unit: str, caption: str, value: Callable[[Record], float]
+    runs: Sequence[Run], title: str, unit: str, caption: str, value: Callable[[Run], Array]
 ) -> Figure | None:
     """Draw a value over the rounds in which it was measured, by fragment or, of several runs, by
     run."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        rows = [(record.get("fragment"), record["step"], value(record)) for record in run.rounds]
-        measured = np.array([row for row in rows if np.isfinite(row[-1])], dtype=float)
-        fragments, x, y = measured.reshape(-1, 3).T
+        values = value(run)
+        measured = np.isfinite(values)
+        x, y = run.of_rounds("step")[measured], values[measured]
+        fragments = run.of_rounds("fragment")[measured]
         if len(runs) == 1:
             names = {record.get("fragment"): record.get("fragment_name") for record in run.rounds}
             for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
@@ -229,14 +220,13 @@ def _rounds(
     return _line_figure(runs, title, caption, unit, curves, x_label="step")
 
 
-def _cosine(record: Record) -> float:
-    return _mean_over_workers(record, "cosine_to_mean")
+def _cosine(run: Run) -> Array:
+    return _mean_over_workers(run, "cosine_to_mean")
 
 
-def _drift(record: Record) -> float:
-    return _mean_over_workers(record, "drift_norm") / math.sqrt(number(record.get("parameters")))
+def _drift(run: Run) -> Array:
+    return _mean_over_workers(run, "drift_norm") / np.sqrt(run.of_rounds("parameters"))
 
 
-def _mean_over_workers(record: Record, key: str) -> float:
-    values = np.array([number(worker.get(key)) for worker in round_workers(record)])
-    return of_known(np.mean, values)
+def _mean_over_workers(run: Run, key: str) -> Array:
+    return np.array([of_known(np.mean, values) for values in run.of_workers(key)])

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.facts import Table, detail_tables, facts_table, notes, setting_text
+from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
@@ -14,9 +16,6 @@ METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 
 def html_page(runs: Sequence[Run]) -> str:
     """Return a page that loads nothing, for wide and narrow screens, light and dark."""
-    from torchtitan_diloco.report.charts import css_variables
-    from torchtitan_diloco.report.figures import figures
-
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

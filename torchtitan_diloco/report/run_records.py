@@ -12,7 +12,8 @@ import numpy as np
 import tomli
 from numpy.typing import NDArray
 
-from torchtitan_diloco.utils import read_json_lines
+from torchtitan_diloco.config.loader import flatten
+from torchtitan_diloco.utils import number, read_json_lines
 
 METRICS = "metrics.jsonl"
 TRAINING_LOSS = "train/loss_nats_per_token_global"
@@ -35,6 +36,7 @@ class Run:
     steps: Sequence[Record]
     """One record per step, in order: what was logged at the step and validated after it."""
     rounds: Sequence[Record]
+    """In the `workers` of each, what is not a table of a worker is an empty one."""
     summary: Record
     """Empty if the run has not ended or was resumed after its end."""
     settings: Mapping[str, Any]
@@ -53,18 +55,21 @@ class Run:
         steps, values = self.curve(key)
         return (int(steps[-1]), float(values[-1])) if steps.size else (0, np.nan)
 
-    def interpolate(self, key: str, steps: Array) -> Array:
-        """Return the values of a key that counts from 0 at these steps."""
-        known, values = self.curve(key)
-        return np.asarray(np.interp(steps, [0.0, *known], [0.0, *values]))
+    def over(self, x: str, key: str) -> tuple[Array, Array]:
+        """Return the values of a key over another one that counts from 0, such as the tokens."""
+        (known, counted), (steps, values) = self.curve(x), self.curve(key)
+        return np.asarray(np.interp(steps, [0.0, *known], [0.0, *counted])), values
 
     def total(self, key: str) -> float:
         return of_known(np.sum, self.curve(key)[1])
 
-    def round_values(self, key: str) -> Array:
+    def of_rounds(self, key: str) -> Array:
+        """Return a value of every round."""
+        return np.array([number(record.get(key)) for record in self.rounds])
+
+    def of_workers(self, key: str) -> Array:
         """Return a value of every (round, worker)."""
-        tables = [round_workers(record) for record in self.rounds]
-        rows = [[number(worker.get(key)) for worker in workers] for workers in tables]
+        rows = [[number(table.get(key)) for table in record["workers"]] for record in self.rounds]
         width = max(map(len, rows), default=0)
         padded = [row + [np.nan] * (width - len(row)) for row in rows]
         return np.array(padded, dtype=float).reshape(len(rows), width)
@@ -79,7 +84,7 @@ class Run:
         configured = self.settings.get("diloco.workers")
         if isinstance(configured, int):
             return configured
-        return len(round_workers(self.rounds[-1])) if self.rounds else 0
+        return len(self.rounds[-1]["workers"]) if self.rounds else 0
 
     @property
     def parameters(self) -> float:
@@ -88,22 +93,10 @@ class Run:
         return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
 
 
-def number(value: object) -> float:
-    """Return a JSON value as a float, NaN if it is not a number."""
-    if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
-        return float(value)
-    return float(value) if isinstance(value, int | float) else np.nan
-
-
 def of_known(function: Callable[[Array], Any], values: Array) -> float:
     """Return a mean, median or sum of the finite values, NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(function(known)) if known.size else np.nan
-
-
-def round_workers(record: Record) -> list[Record]:
-    """Return the tables of the workers of a round record."""
-    return [worker for worker in record.get("workers") or [] if isinstance(worker, dict)]
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
@@ -131,14 +124,19 @@ def _read_run(file: Path, name: str) -> Run:
     summary: Record = {}
     records, unreadable = read_json_lines(file)
     for record in records:
-        if record.get("kind") == "summary":
-            summary = record
-        elif not isinstance(record.get("step"), int):
-            unreadable += 1
-        elif record.get("kind") == "round":
-            rounds.append(record)
-        elif "kind" not in record:
-            steps.setdefault(record["step"], {}).update(record)
+        match record:
+            case {"kind": "summary"}:
+                summary = record
+            case {"kind": "round", "step": int()}:
+                tables = record.get("workers") or []
+                tables = [table if isinstance(table, dict) else {} for table in tables]
+                rounds.append({**record, "workers": tables})
+            case {"kind": _, "step": int()}:
+                pass  # of a later version
+            case {"step": int(step)}:
+                steps.setdefault(step, {}).update(record)
+            case _:
+                unreadable += 1
     if unreadable and not (steps or rounds or summary):
         raise ValueError(
             f"RUN = {file} has no line that is a record of a run: give a run's {METRICS} or folder"
@@ -148,15 +146,7 @@ def _read_run(file: Path, name: str) -> Run:
     ordered = [steps[step] for step in sorted(steps)]
     try:  # as they are written, so that settings of another version are no error
         text = (file.parent / "config.toml").read_text(encoding="utf-8")
-        settings = _flatten(tomli.loads(text))
+        settings = dict(flatten(tomli.loads(text)))
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
         settings = {}
     return Run(name, file.parent, ordered, rounds, summary, settings, unreadable)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name, value in table.items():
-        nested = isinstance(value, dict)
-        settings |= _flatten(value, f"{prefix}{name}.") if nested else {prefix + name: value}
-    return settings
