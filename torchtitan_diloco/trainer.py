@@ -346,10 +346,9 @@ class Trainer:
         config, group = self.config.diloco, self.world.group(WORKER)
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
-        shards, seed = self.world.shards, self.config.run.seed
-        return StreamingDiLoCo(
-            self.model, group, config, optimizer=self.optimizer, shard_group=shards, seed=seed
-        )
+        build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
+        shards, liveness = self.world.shards, self.world.liveness
+        return build(self.model, group, config, shard_group=shards, liveness=liveness)
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

@@ -48,6 +48,7 @@ def measured_round(world: World, clock: float) -> Round:
     found.applied = clock + last + 3.5
     found.delta_square, found.mean_square, found.update_square = 9.0, 4.0, 2.0 * rank
     found.drift = torch.tensor(2.0)
+    found.stopped = 0.0
     return found
 
 
@@ -61,13 +62,15 @@ def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[RoundR
     return list(table.records(rounds, np.reshape(sums, rows.shape)))
 
 
-def gathered(workers: int) -> RoundRecord:
+def gathered(workers: int, stopped: float = 0.0) -> RoundRecord:
     """Gather one round over all ranks; each rank's clock is another, and begins another second
-    before its round."""
+    before its round. `stopped`: worker 0."""
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
     assert gather(world, []) == []
     clock = 100.0 * (world.rank + 1)
-    (record,) = gather(world, [measured_round(world, clock)], clock - world.rank)
+    found = measured_round(world, clock)
+    found.stopped = stopped if world.worker == 0 else 0.0
+    (record,) = gather(world, [found], clock - world.rank)
     return record
 
 
@@ -98,6 +101,12 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
         assert rates[1 - worker] == 8 * BYTES / 2
         assert rates[worker] is None
     assert peak_mbit_per_second([first]) == pytest.approx(8 * 4 / 2)
+
+
+def test_a_worker_that_stopped_after_its_header_counts_as_the_last(processes: ProcessPool) -> None:
+    for record in processes.run(gathered, 2, 2, 30.0):
+        assert (record["last_worker"], record["late_by_seconds"]) == (0, 30.0)
+        assert [worker["stopped_seconds"] for worker in record["workers"]] == [30.0, 0.0]
 
 
 def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:

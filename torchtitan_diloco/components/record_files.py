@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,6 +55,7 @@ class RecordFiles:
         self._lines: TextIO | None = None
         self._board: SummaryWriter | None = None
         self._failed = False
+        self._writing = threading.Lock()
         if folder is None:
             return
         path = folder / "metrics.jsonl"
@@ -108,7 +110,8 @@ class RecordFiles:
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:
         try:
-            yield
+            with self._writing:  # silence is recorded by a thread of its own
+                yield
         except OSError as error:
             if not self._failed:
                 reason = f"cannot write records to {self._folder} ({error.strerror})"

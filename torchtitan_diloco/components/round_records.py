@@ -3,7 +3,8 @@
 Every machine has a clock of its own. The last header of a round arrives at all workers at the same
 moment, up to its latency, so the moments of a worker are shifted until this one is worker 0's. How
 late a worker was is a difference of durations, which needs no common clock: the last worker to
-arrive waits the shortest time for the headers of the others.
+arrive waits the shortest time for the headers of the others. A worker whose process stopped during
+the exchange found them late, and held up the round all the same: it counts as the last.
 """
 
 import math
@@ -42,6 +43,7 @@ def _of_first_rank(found: Round, start: float) -> dict[str, float]:
     traffic = found.traffic
     return {
         "weight": found.weight,
+        "stopped_seconds": found.stopped,
         "encoding_seconds": traffic.encoding_seconds,
         "decoding_seconds": traffic.decoding_seconds,
         "due_at_seconds": found.due - start,
@@ -96,7 +98,8 @@ class RoundTable:
         where the headers' arrival is not known."""
         for worker, numbers in enumerate(workers):
             shift = workers[0]["heard_at_seconds"] - numbers["heard_at_seconds"]
-            if math.isfinite(shift):
+            stopped = numbers["stopped_seconds"] > 0 or workers[0]["stopped_seconds"] > 0
+            if math.isfinite(shift) and not stopped:
                 self._shifts[worker] = shift
             for key in numbers:
                 numbers[key] += self._shifts[worker] if key.endswith("_at_seconds") else 0.0
@@ -122,6 +125,10 @@ def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]
     ahead = ahead_of_last([max(_known(own), default=math.nan) for own in heard_after])
     last_worker = ahead.index(0.0) if 0.0 in ahead else None
     late = _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker)
+    late_by = min(late, default=None)
+    stops = [max(0.0, numbers["stopped_seconds"]) for numbers in workers]  # 0 for NaN
+    if max(stops) > (late_by or 0.0) and len(workers) > 1:
+        last_worker, late_by = stops.index(max(stops)), max(stops)
     return {
         "kind": "round",
         "step": found.applied_step,
@@ -134,7 +141,7 @@ def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]
         "participants": found.participants,
         "update_norm": math.sqrt(workers[0]["update_square"]),
         "last_worker": last_worker,
-        "late_by_seconds": min(late, default=None),
+        "late_by_seconds": late_by,
         "workers": [
             {key: numbers[key] for key in _of_first_rank(found, 0.0)}
             | _derived(numbers)

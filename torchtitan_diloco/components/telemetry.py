@@ -77,7 +77,8 @@ class _LoggedStep(NamedTuple):
     rounds: list[Round]
     table: PendingReduction
     """A row for each worker: its counters by `names`, then its rounds."""
-    memory: PendingReduction
+    maxima: PendingReduction
+    """Peak memory, and the longest gap of each worker."""
 
 
 class Telemetry:
@@ -115,6 +116,8 @@ class Telemetry:
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         folder, board = folder if world.is_first else None, config.tensorboard
         self._files = RecordFiles(folder, state.step, board=board, workers=world.workers)
+        self._last_step = state.step
+        world.liveness.on_silence = self._silent
 
     @property
     def elapsed_seconds(self) -> float:
@@ -159,6 +162,7 @@ class Telemetry:
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
+        self._world.liveness.clock.tick(counts=False)
 
     def _start_counting(self) -> None:
         self._counters = dict.fromkeys((*COUNTED, *OF_WORKER), 0.0)
@@ -181,26 +185,28 @@ class Telemetry:
         table = np.zeros((self._world.workers, len(own)))
         table[self._world.worker] = own
         sums = PendingReduction(self._world, table.ravel().tolist(), where)
-        peak = [peak_memory_bytes(self._world.device)]
-        memory = PendingReduction(self._world, peak, where, ReduceOp.MAX)
+        largest = [peak_memory_bytes(self._world.device), *[0.0] * self._world.workers]
+        largest[1 + self._world.worker] = self._world.liveness.clock.longest_gap()
+        maxima = PendingReduction(self._world, largest, where, ReduceOp.MAX)
         record: Record = {
             "train/lr": lr,
             "train/tokens_global": self._plan.tokens_at(step),
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         names = tuple(counters)
-        logged = _LoggedStep(step, record, names, rounds, sums, memory)
+        logged = _LoggedStep(step, record, names, rounds, sums, maxima)
         self._in_flight.append(logged)
         self._start_counting()
         self._rounds = []
 
     def publish(self, step: int, *, all: bool = False) -> None:
         """Write the steps that were logged at least `lag` steps ago, or all of them."""
+        self._last_step = step
         while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
             table = np.reshape(logged.table.result(), (self._world.workers, -1))
-            (memory,) = logged.memory.result()
+            memory, *gaps = logged.maxima.result()
             self.count("time/agreement_seconds", time.perf_counter() - started)
             columns, rounds = np.split(table, [len(logged.names)], axis=1)
             counters = dict(zip(logged.names, columns.T.tolist(), strict=True))
@@ -210,6 +216,8 @@ class Telemetry:
                 self._files.write(found, found["step"], round_scalars(found))
             record = logged.record | self._step_record(counters, records)
             record["memory/peak_gib_max_over_ranks"] = memory / GIB
+            record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
+            record["time/longest_gap_worker"] = gaps.index(max(gaps))
             self.write(logged.step, record)
             logger.info(_console_line(logged.step, self._plan.total_steps, record))
 
@@ -258,6 +266,11 @@ class Telemetry:
         """Write global numbers, such as those of a validation."""
         self._files.write({"step": step, **record}, step, record)
 
+    def _silent(self, worker: int, seconds: float) -> None:
+        """Record that a worker is silent or holds up the others. Called from another thread."""
+        line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
+        self._files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
+
     def write_summary(self, record: Mapping[str, Any]) -> None:
         self._files.write({"kind": "summary", **record})
 
@@ -269,6 +282,7 @@ class Telemetry:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._world.liveness.on_silence = None
         self._files.close()
 
 

@@ -5,12 +5,40 @@ the process.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import wraps
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@contextmanager
+def alone(lock: "threading.RLock", name: str) -> Iterator[None]:
+    """Hold the lock, or refuse the call of `name` while another thread holds it."""
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{name}() was called from thread {threading.current_thread().name} while another "
+            "thread is inside a method of the same object: call them from one thread at a time"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def one_at_a_time(method: Method) -> Method:
+    """Refuse a call while another thread is inside a method of the same object."""
+
+    @wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with alone(self.in_use, method.__qualname__):
+            return method(self, *args, **kwargs)
+
+    return cast("Method", guarded)
 
 
 class BackgroundThread:

@@ -102,7 +102,8 @@ class Link:
     interface: str = ""
     """Network interface for gloo and NCCL, such as `eth0`. Empty: they choose one."""
     timeout_seconds: Positive = 600
-    """Seconds without an answer from a worker after which the run ends on all workers."""
+    """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
+    it at once; one that is silent is reported after 10 seconds."""
     drop_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
     links."""

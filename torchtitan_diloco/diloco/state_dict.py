@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import Part, check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, total
@@ -30,6 +31,15 @@ OPTIMIZER = "diloco.outer_optimizer.name"
 def shared_parameter_name(name: str) -> str:
     """Return the key of a parameter in `SavedState.shared`."""
     return f"{SHARED}/{name}"
+
+
+def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
+    """Return the settings that a saved state depends on."""
+    return {
+        "diloco.sync_every": config.sync_every,
+        "diloco.overlap.delay": config.overlap.delay,
+        OPTIMIZER: config.outer_optimizer.name,
+    }
 
 
 def facts_for_new_worker(facts: Facts) -> Facts:

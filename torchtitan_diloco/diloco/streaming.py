@@ -11,6 +11,7 @@ copy. In between, in the background, `_exchange` turns the one into the other.
 """
 
 import math
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
@@ -37,26 +39,12 @@ from torchtitan_diloco.diloco.fragments import (
     drop_gathered,
     fragment_table,
 )
-from torchtitan_diloco.diloco.healing import (
-    find_broken,
-    forget_moments,
-    log_left_out,
-    settle_weights,
-    sum_over_ranks,
-)
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
-from torchtitan_diloco.diloco.startup import (
-    agree_on_run,
-    broadcast_from_first,
-    check_settings,
-    describe_settings,
-    pick_state_device,
-)
 from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header, WorkerLostError
-from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
@@ -68,10 +56,13 @@ class StreamingDiLoCo:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         shard_group: dist.ProcessGroup | None = None,
+        liveness: Liveness | None = None,
         seed: int = 0,
         run_id: str = "",
     ) -> None:
         """Every worker starts from worker 0's parameters: load weights for a restart after this.
+
+        Call methods from one thread at a time, `metrics` and `rounds` from the one that trains.
 
         Args:
             group: joins this rank with the same rank of the other workers. None or a group of one
@@ -80,9 +71,10 @@ class StreamingDiLoCo:
                 went wrong, the optimizer's state is dropped, too.
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
                 nothing else uses, in which they agree on the norm of a delta.
+            liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
-        check_settings(config, group)
+        startup.check_settings(config, group)
         drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
@@ -94,10 +86,12 @@ class StreamingDiLoCo:
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
         self._weights = [0.0] * len(self.fragments)
-        self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
+        self._run = startup.agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
-            broadcast_from_first(group, model, config.link)
-        device, wire = pick_state_device(group, self.fragments, config.link), config.quantization
+            startup.broadcast_from_first(group, model, config.link)
+        self._liveness = liveness or Liveness.between(group)
+        device = startup.pick_state_device(group, self.fragments, config.link)
+        wire = config.quantization
         self._states = [
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
             for fragment in self.fragments
@@ -113,6 +107,8 @@ class StreamingDiLoCo:
                 timeout_seconds=config.link.timeout_seconds,
             )
         self._in_flight: dict[int, InFlight] = {}
+        self._exchanges = 0  # begun so far
+        self.in_use = threading.RLock()
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
         # The first get_num_threads() of a thread resets its number; the last line restores ours.
@@ -121,20 +117,21 @@ class StreamingDiLoCo:
         self._background.submit(partial(torch.set_num_threads, wire.threads)).result()
         torch.set_num_threads(threads)
         # Also runs when this object is dropped, and when Python exits.
-        self._finalizer = weakref.finalize(self, _close, self._background, self._exchanger)
+        parts = self._background, self._exchanger, self._liveness, liveness is None
+        self._finalizer = weakref.finalize(self, _close, *parts)
 
     # --- training thread --------------------------------------------------------------------------
 
+    @one_at_a_time
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due: call after every inner step.
 
         `weight`: what this inner step counts in the mean over workers, such as its tokens.
         """
         if not 0 <= weight < math.inf:
-            raise ValueError(
-                f"the weight of a step is {weight}: give a number from 0 up, such as its tokens"
-            )
+            raise ValueError(f"the weight of a step is {weight}: give a number from 0 up")
         self.step_count += 1
+        self._liveness.step_done(self.step_count)
         self._weights = [before + weight for before in self._weights]
         self.check()
         sent = self.schedule.sent_at(self.step_count)
@@ -148,13 +145,15 @@ class StreamingDiLoCo:
         if not self.schedule.delay:
             self._apply(applied)
 
+    @one_at_a_time
     def drain(self) -> None:
         """Wait for everything in flight and apply it, in the order it was sent."""
         drop_gathered(self._model)
         self._apply(list(self._in_flight))
 
     def check(self) -> None:
-        """Raise the error of an exchange that failed, also before its result is due."""
+        """Raise if a worker is lost or an exchange has failed, also before its result is due."""
+        self._liveness.check(f"seen by worker {self.worker} after its step {self.step_count}")
         for round_, exchanged in self._in_flight.values():
             if exchanged.done() and exchanged.exception() is not None:
                 self._wait(round_, exchanged)
@@ -170,6 +169,8 @@ class StreamingDiLoCo:
         state, step = self._states[index], self.step_count
         outer_round = self.schedule.outer_round(index, step)
         round_ = Round(index, outer_round, step, state.values, due=time.perf_counter())
+        self._exchanges += 1
+        round_.number = self._exchanges
         check_identity(self._model, state.fragment)
         state.take_delta()
         chance = self.config.link.drop_probability
@@ -205,6 +206,7 @@ class StreamingDiLoCo:
             return 0.0
         return 1.0 if flags & DROPPED or not participants else self.config.overlap.mixing
 
+    @one_at_a_time
     def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
         """Let fragments that are not finite take the shared parameters, and return these fragments.
 
@@ -212,35 +214,31 @@ class StreamingDiLoCo:
         save. The state of the inner optimizer counts, too. `group` joins the ranks for calls from
         this thread.
         """
-        healed = find_broken(self.fragments, self._optimizer, group)
+        healed = healing.find_broken(self.fragments, self._optimizer, group)
         if healed:
             drop_gathered(self._model)
-        for index in healed:
-            self._states[index].write_model()
-            self._start_afresh(index)
-        if healed and (group is None or group.rank() == 0):
-            logger.warning(
-                f"worker {self.worker}: fragments {healed} are not finite after step "
-                f"{self.step_count}; they take the shared parameters, and the inner optimizer "
-                f"starts afresh for them ({self._healed} fragments healed so far)"
-            )
+            for index in healed:
+                self._states[index].write_model()
+                self._start_afresh(index)
+            if group is None or group.rank() == 0:
+                healing.log_healed(self.worker, healed, self.step_count, self._healed)
         return healed
 
     def _start_afresh(self, index: int) -> None:
         """Forget how the fragment was trained: it has taken the shared parameters."""
-        forget_moments(self._states[index].fragment, self._optimizer)
+        healing.forget_moments(self._states[index].fragment, self._optimizer)
         self._weights[index] = 0.0
         self._healed += 1
         self._meter.healed()
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         try:
-            exchanged.result()
+            self._liveness.wait(exchanged, round_.number)
         except WorkerLostError as error:
-            name = self.fragment_names[round_.fragment]
+            first, name = self._liveness.first_cause(error), self.fragment_names[round_.fragment]
             raise WorkerLostError(
-                error.workers,
-                f"{error.reason}; seen by worker {self.worker} in the exchange of fragment "
+                first.workers,
+                f"{first.reason}; seen by worker {self.worker} in the exchange of fragment "
                 f"{round_.fragment} ({name}), sent after step {round_.sent_step}",
             ) from error
 
@@ -252,10 +250,10 @@ class StreamingDiLoCo:
         measured = is_measured(header.outer_round, self.config.measure_every)
         with state.background():
             round_.delta_square = state.finish_delta()
-            whole = sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
+            whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             flags = header.flags | state.norms.judge(whole, self.config.delta_norm_limit)
             header = replace(header, flags=flags)
-            headers = settle_weights([header])
+            headers = healing.settle_weights([header])
             if self._exchanger is not None:
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
                 where = self._seed, shard, header.fragment, header.outer_round
@@ -266,6 +264,7 @@ class StreamingDiLoCo:
                     (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
+            self._liveness.exchange_done()
             own = headers[self.worker]
             round_.weight, round_.flags = own.weight, own.flags
             round_.participants = sum(one.weight > 0 for one in headers)
@@ -274,10 +273,12 @@ class StreamingDiLoCo:
             else:
                 state.keep()
         round_.ready = time.perf_counter()
-        log_left_out(headers, self.config.delta_norm_limit)
+        round_.stopped = self._liveness.clock.stopped_since(round_.begun)
+        healing.log_left_out(headers, self.config.delta_norm_limit)
 
     # --- shared model -----------------------------------------------------------------------------
 
+    @one_at_a_time
     def global_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with the shared parameters, in fp32 and sharded as it is.
 
@@ -288,7 +289,10 @@ class StreamingDiLoCo:
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Let the model hold the shared parameters in the body of a with statement."""
-        with saving.holding_shared(self._model, self._states):
+        with (
+            alone(self.in_use, "StreamingDiLoCo.global_parameters"),
+            saving.holding_shared(self._model, self._states),
+        ):
             yield
 
     # --- restart ----------------------------------------------------------------------------------
@@ -298,8 +302,9 @@ class StreamingDiLoCo:
 
         Fragments in flight are waited for and not applied: their results are part of the state.
         """
-        return vars(self.start_state_dict(mesh).result())
+        return vars(self._liveness.wait(self.start_state_dict(mesh), self._exchanges))
 
+    @one_at_a_time
     def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
         """Copy the state of this moment in the background, behind what is in flight.
 
@@ -312,7 +317,7 @@ class StreamingDiLoCo:
         ]
         facts = {
             "step": self.step_count,
-            "settings": self._resume_settings(),
+            "settings": saving.resume_settings(self.config),
             "layout": saving.layout_of(self._states),
             "in_flight": list(self._in_flight),
             "healed": self._healed,
@@ -331,14 +336,13 @@ class StreamingDiLoCo:
         self._give_up_in_flight()
         drop_gathered(self._model)
         facts, in_flight, notes = saving.load(
-            self._states, saved, self._resume_settings(), self._mixing
+            self._states, saved, saving.resume_settings(self.config), self._mixing
         )
         self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
         self._weights = [record["weight"] for record in facts]
         for index in in_flight:
-            sent_step, values = facts[index]["sent_step"], self._states[index].values
-            outer_round = self.schedule.outer_round(index, sent_step)
-            round_ = Round.loaded(index, outer_round, values, facts[index])
+            outer_round = self.schedule.outer_round(index, facts[index]["sent_step"])
+            round_ = Round.loaded(index, outer_round, self._states[index].values, facts[index])
             self._in_flight[index] = round_, self._background.submit(lambda: None)
         return notes
 
@@ -352,16 +356,8 @@ class StreamingDiLoCo:
 
     def _give_up_in_flight(self) -> None:
         """Wait for what is in flight, and for a save, and forget the results."""
-        self._background.submit(lambda: None).result()
+        self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
-
-    def _resume_settings(self) -> dict[str, Any]:
-        """Return the settings that a saved state depends on."""
-        return {
-            "diloco.sync_every": self.config.sync_every,
-            "diloco.overlap.delay": self.config.overlap.delay,
-            "diloco.outer_optimizer.name": self.config.outer_optimizer.name,
-        }
 
     # --- reports ----------------------------------------------------------------------------------
 
@@ -391,10 +387,14 @@ class StreamingDiLoCo:
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
         memory = sum(state.bytes for state in self._states)
-        return [*describe_settings(self.config, self.workers, memory), self.table()]
+        return [*startup.describe_settings(self.config, self.workers, memory), self.table()]
 
 
-def _close(background: BackgroundThread, exchange: Exchange | None) -> None:
-    background.close(timeout=5.0)
+def _close(
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+) -> None:
+    background.close(timeout=0.0 if liveness.is_lost else 5.0)
     if exchange is not None:
         exchange.close()
+    if own:
+        liveness.close()
