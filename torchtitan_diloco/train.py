@@ -14,10 +14,8 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import start_logging
+from torchtitan_diloco.utils import USER_ERROR, raise_open_files_limit, start_logging
 
-USER_ERROR = 2
-"""Exit code of a mistake in the configuration or the data."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
 
@@ -29,6 +27,7 @@ def main(arguments: list[str]) -> int:
         return _report(error)
     if config is None:
         return 0
+    raise_open_files_limit()
     start_logging(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     set_determinism(config.run)
     try:

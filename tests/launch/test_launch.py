@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_diloco.launch import (
+from torchtitan_diloco.launch import describe_failures, main
+from torchtitan_diloco.placement import (
     LaunchError,
     Node,
     count_gpus,
-    describe_failures,
     local_processes,
-    main,
     read_node,
 )
 
@@ -143,17 +142,17 @@ def test_gpus(
         (
             {1: 3, 0: -signal.SIGTERM},
             3,
-            "error: rank 1 failed with exit code 3; the message of the first to fail is above",
+            "rank 1 failed with exit code 3; the message of the first to fail is above",
         ),
-        ({2: 1, 0: 7}, 1, "error: rank 0 failed with exit code 7, rank 2 failed with exit code 1;"),
-        ({0: -signal.SIGSEGV}, 139, "error: rank 0 was ended by SIGSEGV"),
-        ({0: -signal.SIGTERM}, 143, "error: rank 0 was ended by SIGTERM"),
+        ({2: 1, 0: 7}, 1, "rank 0 failed with exit code 7, rank 2 failed with exit code 1; the"),
+        ({0: -signal.SIGSEGV}, 139, "rank 0 was ended by SIGSEGV"),
+        ({0: -signal.SIGTERM}, 143, "rank 0 was ended by SIGTERM"),
     ],
 )
 def test_failures_in_one_line(exit_codes: dict[int, int], code: int, line: str) -> None:
-    found, described = describe_failures(exit_codes)
+    found, reason, advice = describe_failures(exit_codes)
     assert found == code
-    assert described.startswith(line)
+    assert f"{reason}{advice}".startswith(line)
 
 
 @pytest.mark.parametrize("word", ["--help", "--print-config"])

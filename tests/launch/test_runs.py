@@ -89,7 +89,6 @@ def test_a_stop_signal_lets_every_rank_finish(
 ) -> None:
     with launcher(tmp_path / "console", "wait", workers=workers) as run:
         run.wait_for("waiting", times=workers)
-        assert (f"pid={run.process.pid}\n" in run.output) == (workers == 1)
         os.killpg(run.process.pid, stop_signal)  # as a terminal does
         assert run.wait() == code
         assert run.output.count(f"signal={stop_signal.name} count=1") == workers

@@ -14,6 +14,7 @@ from typing import TextIO
 from torchtitan_diloco.components.resume import Start, find_start
 from torchtitan_diloco.distributed.collectives import gather_objects, on_first_rank
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.utils import FOLDER_NOTE
 
 LOCK = "run.lock"
 VISIBLE_WITHIN_SECONDS = 10.0
@@ -54,6 +55,8 @@ def claim_run_folder(
         raise
     if shared:
         _check_visible(world, Path(path), token)
+    if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
+        Path(note).write_text(str(Path(path).absolute()), encoding="utf-8")
     return Path(path), locks[0] if locks else nullcontext()
 
 

@@ -36,6 +36,7 @@ from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
+    check_open_files,
     clock,
     logger,
     peak_flops,
@@ -186,6 +187,7 @@ class Telemetry:
         `agreement_seconds`: how long the training thread has waited in this process, so far, for
         all ranks to agree on something.
         """
+        check_open_files()
         now, agreement = time.perf_counter(), agreement_seconds + self._reading_seconds
         wall_seconds = now - self._interval_started
         tokens_per_second, mfu = self._plan.tokens_per_step * self._steps / wall_seconds, None
