@@ -202,7 +202,6 @@ class _Run:
             logger.addHandler(logging.NullHandler())
             logger.propagate = False
         node, timeout = self._node, self._config.distributed.init_timeout_seconds
-        timeouts = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), timeout)
         # torchrun replaces ${...} in arguments; $$ is a plain dollar.
         escaped = [argument.replace("$", "$$") for argument in command]
         try:
@@ -212,9 +211,9 @@ class _Run:
                 max_nodes=node.count,
                 nproc_per_node=self._processes,
                 run_id=node.run_id,
-                rdzv_backend=node.backend,
+                rdzv_backend="static",
                 rdzv_endpoint=f"{node.endpoint.rpartition(':')[0]}:{store.port}",
-                rdzv_configs={"rank": node.rank, "is_host": False, **timeouts},
+                rdzv_configs={"rank": node.rank, "timeout": timeout},
                 local_addr="127.0.0.1" if node.is_local else None,  # the host name may not resolve
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to this console
@@ -225,9 +224,8 @@ class _Run:
         except (RuntimeError, ValueError, TimeoutError, OSError, RendezvousError) as error:
             reason = "torchrun could not start the processes"
             if node.count > 1:
-                name = f"node {node.rank}" if node.backend == "static" else "this node"
                 reason = (
-                    f"{name} of {node.count} did not meet the others at RDZV_ENDPOINT="
+                    f"node {node.rank} of {node.count} did not meet the others at RDZV_ENDPOINT="
                     f"{node.endpoint} within {timeout} s; start all nodes, and check the address, "
                     "that its port is free on the first node, and that no firewall closes it"
                 )
@@ -244,9 +242,9 @@ def _open_store(node: Node, timeout: int) -> "TCPStore":
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = node.listen()
-    if listener is None:
+    if node.rank > 0:
         return _next_store(node, timeout)
+    listener = node.listen()
     address, port = listener.getsockname()[:2]
     if ipaddress.ip_address(address).is_unspecified:
         _say(f"port {port} is open on all interfaces, as {node.host} is no address of this machine")
@@ -275,7 +273,7 @@ def _next_store(node: Node, timeout: int) -> "TCPStore":
             store = TCPStore(
                 node.host, node.port, is_master=False, wait_for_workers=False, timeout=left
             )
-            if store.add(f"launcher {node.name}", 1) == 1:
+            if store.add(f"node {node.rank}", 1) == 1:
                 return store
             del store
         except RuntimeError:  # it may close at any time

@@ -24,7 +24,6 @@ class Node:
 
     count: int = 1
     rank: int = 0
-    backend: str = "static"
     endpoint: str = "127.0.0.1:0"
     run_id: str = "torchtitan_diloco"
 
@@ -41,33 +40,20 @@ class Node:
     def port(self) -> int:
         return int(self.endpoint.rpartition(":")[2])
 
-    @property
-    def name(self) -> str:
-        """Name that no other node of the run has. With c10d, nodes have no numbers."""
-        return (
-            str(self.rank) if self.backend == "static" else f"{socket.gethostname()}-{os.getpid()}"
-        )
+    def listen(self) -> socket.socket:
+        """Open the port where the nodes meet, on the address of `endpoint` only.
 
-    def listen(self) -> socket.socket | None:
-        """Open the port where the nodes meet, or return None if another node has to.
-
-        It is open on the address of `endpoint` only. If that is the address of a router, or known
-        only here (127.0.1.1 in /etc/hosts), the port is open on all interfaces.
+        If that is the address of a router, or is known only here (127.0.1.1 in /etc/hosts), the
+        port is open on all interfaces.
         """
-        is_static = self.backend == "static"
-        if is_static and self.rank > 0:
-            return None
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        try:
-            if self.is_local or not ipaddress.ip_address(address[0]).is_loopback:
+        if self.is_local or not ipaddress.ip_address(address[0]).is_loopback:
+            try:
                 return socket.create_server(address[:2], family=family)
-        except OSError as error:
-            if is_static and error.errno != errno.EADDRNOTAVAIL:
-                raise
-            names = socket.gethostname(), socket.getfqdn()
-            if not is_static and (error.errno == errno.EADDRINUSE or self.host not in names):
-                return None
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
         ipv6 = socket.has_dualstack_ipv6()
         everywhere = socket.AF_INET6 if ipv6 else socket.AF_INET
         return socket.create_server(("", self.port), family=everywhere, dualstack_ipv6=ipv6)
@@ -78,8 +64,10 @@ def read_node(environment: Mapping[str, str]) -> Node:
     nodes = whole_number(environment, "NNODES")
     rank = whole_number(environment, "NODE_RANK", minimum=0)
     endpoint = environment.get("RDZV_ENDPOINT", "")
-    backend = environment.get("RDZV_BACKEND") or "static"
+    backend = environment.get("RDZV_BACKEND", "")
     run_id = environment.get("RDZV_ID") or Node.run_id
+    if backend not in ("", "static"):
+        raise LaunchError(f"RDZV_BACKEND={backend}: nodes are numbered by NODE_RANK here; unset it")
     if nodes is None and (endpoint or rank):
         raise LaunchError(
             f"RDZV_ENDPOINT={endpoint} and NODE_RANK={rank or 0}, but NNODES is not set; "
@@ -91,14 +79,14 @@ def read_node(environment: Mapping[str, str]) -> Node:
         )
     if nodes is None or nodes == 1:
         return Node()
-    if not endpoint or (rank is None and backend == "static"):
+    if not endpoint or rank is None:
         raise LaunchError(
             f"NNODES={nodes} needs RDZV_ENDPOINT (now {endpoint!r}), host:port of the first node, "
             f"and NODE_RANK (now {rank}), this node's number, 0 to {nodes - 1}"
         )
     if ":" not in endpoint or endpoint.endswith("]"):
         endpoint = f"{endpoint}:{DEFAULT_PORT}"
-    return Node(nodes, rank or 0, backend, endpoint, run_id)
+    return Node(nodes, rank, endpoint, run_id)
 
 
 def whole_number(environment: Mapping[str, str], key: str, minimum: int = 1) -> int | None:

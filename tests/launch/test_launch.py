@@ -73,9 +73,7 @@ def test_one_node_needs_no_variables() -> None:
 )
 def test_two_nodes(endpoint: str, expected: str) -> None:
     variables = {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, "RDZV_ID": "job"}
-    assert read_node(variables) == Node(2, 1, "static", expected, "job")
-    del variables["NODE_RANK"]
-    assert read_node(variables | {"RDZV_BACKEND": "c10d"}).backend == "c10d"
+    assert read_node(variables) == Node(2, 1, expected, "job")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +84,7 @@ def test_two_nodes(endpoint: str, expected: str) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs RDZV_ENDPOINT"),
         ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, r"NODE_RANK \(now None\).* 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, "numbered 0 to 1"),
+        ({"NNODES": "2", "RDZV_BACKEND": "c10d"}, "RDZV_BACKEND=c10d: nodes are numbered by"),
         ({"NNODES": "-1"}, "NNODES=-1 must be a whole number of at least 1"),
     ],
 )

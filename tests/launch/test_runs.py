@@ -45,9 +45,8 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     assert a.output.count(repr(argument)) == 2
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_launchers_are_two_nodes_of_one_run(tmp_path: Path, backend: str) -> None:
-    common = {**two_nodes(), "RDZV_BACKEND": backend}
+def test_two_launchers_are_two_nodes_of_one_run(tmp_path: Path) -> None:
+    common = two_nodes()
     with (
         launcher(tmp_path / "1", "meet", environment={**common, "NODE_RANK": "1"}) as one,
         launcher(tmp_path / "0", "meet", environment={**common, "NODE_RANK": "0"}) as zero,
@@ -55,8 +54,7 @@ def test_two_launchers_are_two_nodes_of_one_run(tmp_path: Path, backend: str) ->
         assert (zero.wait(), one.wait()) == (0, 0), zero.output + one.output
     assert "of 2 sum=1" in zero.output
     assert "of 2 sum=1" in one.output
-    if backend == "static":
-        assert "rank=0" in zero.output
+    assert "rank=0" in zero.output
 
 
 def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
