@@ -347,7 +347,10 @@ class Trainer:
         if config.method == "none":
             return DataParallel(self.model, self.world.workers)
         seed = self.config.run.seed
-        return StreamingDiLoCo(self.model, group, config, shard_group=self.world.shards, seed=seed)
+        shards, liveness = self.world.shards, self.world.liveness
+        return StreamingDiLoCo(
+            self.model, group, config, shard_group=shards, liveness=liveness, seed=seed
+        )
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

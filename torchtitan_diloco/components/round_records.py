@@ -2,7 +2,8 @@
 
 Durations are compared between machines, moments are not: every machine has a clock of its own. The
 last worker to arrive at an exchange waits the shortest time for the headers of the others, so how
-late it was is a difference of durations.
+late it was is a difference of durations. A worker whose process stopped during the exchange found
+the others' headers late, and held up the round all the same: it counts as the last.
 """
 
 import math
@@ -35,6 +36,7 @@ FIELDS: dict[str, Field] = {
     "drift_square": Field("sum", lambda r: float(r.drift) ** 2),
     "update_square": Field("sum", lambda r: r.update_square),
     "weight": Field("first", lambda r: r.weight),
+    "stopped_seconds": Field("first", lambda r: r.stopped),
     "encoding_seconds": Field("first", lambda r: r.traffic.encoding_seconds),
     "decoding_seconds": Field("first", lambda r: r.traffic.decoding_seconds),
     "due_at_seconds": Field("moment", lambda r: r.due),
@@ -115,7 +117,13 @@ def _round_record(facts: Round, name: str, workers: Sequence[Mapping[str, float]
     waited = [_known(_links(numbers, "heard_after_seconds")) for numbers in workers]
     ahead = ahead_of_last([max(seconds, default=None) for seconds in waited])
     last_worker = ahead.index(0.0) if 0.0 in ahead else None
-    late = _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker)
+    late_by = min(
+        _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker),
+        default=None,
+    )
+    stops = [numbers["stopped_seconds"] for numbers in workers]
+    if max(stops) > (late_by or 0.0) and len(workers) > 1:
+        last_worker, late_by = stops.index(max(stops)), max(stops)
     return {
         "kind": "round",
         "step": facts.applied_step,
@@ -128,7 +136,7 @@ def _round_record(facts: Round, name: str, workers: Sequence[Mapping[str, float]
         "participants": facts.participants,
         "update_norm": _finite(math.sqrt(workers[0]["update_square"])),
         "last_worker": last_worker,
-        "late_by_seconds": min(late, default=None),
+        "late_by_seconds": late_by,
         "workers": [_worker_record(*pair) for pair in zip(workers, ahead, strict=True)],
     }
 

@@ -10,6 +10,7 @@ round_records.py, those of validation in validation.py, and diloco/... in diloco
 import itertools
 import json
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +96,8 @@ class _LoggedStep(NamedTuple):
     record: Record
     names: tuple[str, ...]
     sums: PendingReduction
-    memory: PendingReduction
+    maxima: PendingReduction
+    """Peak memory, and the longest gap of each worker."""
     rounds: PendingRounds
 
 
@@ -133,6 +135,8 @@ class Telemetry:
         self._file: TextIO | None = None
         self._board: SummaryWriter | None = None
         self._write_failed = False
+        self._writes, self._last_step = threading.Lock(), state.step
+        world.liveness.on_silence = self._silent
         if self._folder is not None:
             path = self._folder / "metrics.jsonl"
             drop_records_after(path, state.step)
@@ -180,6 +184,7 @@ class Telemetry:
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
+        self._world.liveness.clock.excuse()
 
     def open(self, step: int, lr: float, agreement_seconds: float = 0.0) -> None:
         """Log the steps since the last logged one. Every rank calls it at the same steps.
@@ -207,28 +212,32 @@ class Telemetry:
         sums["time/agreement_seconds"] = agreement - self._agreement_before
         where, names = f"up to step {step}", self._outer.fragment_names
         totals = PendingReduction(self._world, list(sums.values()), where)
-        peak = [peak_memory_bytes(self._world.device)]
-        memory = PendingReduction(self._world, peak, where, ReduceOp.MAX)
+        maxima = [peak_memory_bytes(self._world.device), *[0.0] * self._world.workers]
+        maxima[1 + self._world.worker] = self._world.liveness.clock.longest_gap()
+        largest = PendingReduction(self._world, maxima, where, ReduceOp.MAX)
         rounds = [*self._rounds, *self._outer.rounds()]
         gathered = PendingRounds(self._world, rounds, names, clock_start=self._started, where=where)
-        self._in_flight.append(_LoggedStep(step, record, tuple(sums), totals, memory, gathered))
+        self._in_flight.append(_LoggedStep(step, record, tuple(sums), totals, largest, gathered))
         self._steps, self._sums, self._rounds = 0, self._zeros(), []
         self._interval_started, self._agreement_before = now, agreement
 
     def publish(self, step: int, *, all: bool = False) -> None:
         """Write the steps that were logged at least `lag` steps ago, or all of them."""
+        self._last_step = step
         while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
             rounds = logged.rounds.records()
             sums = dict(zip(logged.names, logged.sums.result(), strict=True))
-            (memory,) = logged.memory.result()
+            memory, *gaps = logged.maxima.result()
             self._reading_seconds += time.perf_counter() - started
             self.round_records += rounds
             for found in rounds:
                 self._write(found, found["step"], round_scalars(found))
             record = logged.record | self._over_ranks(sums, rounds)
             record["memory/peak_gib_max_over_ranks"] = memory / GIB
+            record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
+            record["time/longest_gap_worker"] = gaps.index(max(gaps))
             self.write(logged.step, record)
             logger.info(_console_line(logged.step, self._plan.total_steps, record))
 
@@ -260,6 +269,11 @@ class Telemetry:
         """Write global numbers, such as those of a validation."""
         self._write({"step": step, **record}, step, record)
 
+    def _silent(self, worker: int, seconds: float) -> None:
+        """Record that a worker is silent or holds up the others. Called from another thread."""
+        line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
+        self._write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
+
     def write_summary(self, record: Mapping[str, Any]) -> None:
         self._write({"kind": "summary", **record})
 
@@ -289,7 +303,8 @@ class Telemetry:
     def _writing(self) -> Iterator[None]:
         """Log a failure to write, once. A full disk loses records but does not end the run."""
         try:
-            yield
+            with self._writes:
+                yield
         except OSError as error:
             if not self._write_failed:
                 reason = f"cannot write records to {self._folder} ({error.strerror})"
@@ -300,6 +315,7 @@ class Telemetry:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._world.liveness.on_silence = None
         for opened in (self._file, self._board):
             with suppress(OSError):
                 if opened is not None:

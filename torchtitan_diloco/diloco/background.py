@@ -5,12 +5,48 @@ the process.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import wraps
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+class _HasLock(Protocol):
+    in_use: "threading.RLock"
+
+
+Owner = TypeVar("Owner", bound=_HasLock)
+Method = Callable[Concatenate[Owner, Arguments], Result]
+
+
+@contextmanager
+def alone(lock: "threading.RLock", name: str) -> Iterator[None]:
+    """Hold the lock, or refuse the call of `name` while another thread holds it."""
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{name}() was called from thread {threading.current_thread().name} while another "
+            "thread is inside a method of the same object: call them from one thread at a time"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def one_at_a_time(method: "Method[Owner, Arguments, Result]") -> "Method[Owner, Arguments, Result]":
+    """Refuse a call while another thread is inside a method of the same object."""
+
+    @wraps(method)
+    def guarded(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with alone(self.in_use, method.__qualname__):
+            return method(self, *args, **kwargs)
+
+    return guarded
 
 
 class BackgroundThread:

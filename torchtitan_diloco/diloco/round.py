@@ -81,6 +81,8 @@ class Round:
     taken: float = NEVER
     begun: float = NEVER
     ready: float = NEVER
+    stopped: float = 0.0
+    """Longest time during the exchange in which this process did not run at all."""
     asked: float = NEVER
     fetched: float = NEVER
     applied: float = NEVER
@@ -93,6 +95,8 @@ class Round:
     """Distance of this worker's parameters from the new shared ones, before both were mixed."""
     flags: int = 0
     """Flags of this worker's header."""
+    number: int = 0
+    """Among all exchanges of this process, from 1; 0 if another process has done it."""
     counted: bool = False
     """The exchange is in the totals already; the apply may come later."""
 

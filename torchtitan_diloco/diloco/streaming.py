@@ -11,6 +11,7 @@ copy. In between, in the background, `_exchange` turns the one into the other.
 """
 
 import math
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs import describe as describe_codecs
 from torchtitan_diloco.diloco.codecs.stochastic import random_key
@@ -38,6 +39,7 @@ from torchtitan_diloco.diloco.fragments import (
     drop_gathered,
     fragment_table,
 )
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import OuterState, square
 from torchtitan_diloco.diloco.round import NEVER, InFlight, Meter, Round, Traffic
@@ -61,6 +63,7 @@ class StreamingDiLoCo:
         config: DiLoCoConfig,
         *,
         shard_group: dist.ProcessGroup | None = None,
+        liveness: Liveness | None = None,
         seed: int = 0,
         run_id: str = "",
     ) -> None:
@@ -71,6 +74,8 @@ class StreamingDiLoCo:
                 is a single worker.
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
                 nothing else uses, in which they agree that a delta is not finite.
+            liveness: watches the ranks of all workers. Default: a new one for the ranks of `group`,
+                which makes a gloo group of its own.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
         check_settings(config, group)
@@ -87,6 +92,7 @@ class StreamingDiLoCo:
         self._run = agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
             broadcast_from_first(group, model, config.link)
+        self._liveness = liveness or Liveness.between(group)
         device, wire = pick_state_device(group, self.fragments, config.link), config.quantization
         self._states = [
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
@@ -103,6 +109,9 @@ class StreamingDiLoCo:
                 timeout_seconds=config.link.timeout_seconds,
             )
         self._in_flight: dict[int, InFlight] = {}
+        self._exchanges = 0
+        """Exchanges begun so far."""
+        self.in_use = threading.RLock()
         self._meter = Meter()
         self._background = BackgroundThread("diloco-exchange")
         # The first get_num_threads() of a thread resets its number; the last line restores ours.
@@ -111,10 +120,12 @@ class StreamingDiLoCo:
         self._background.submit(partial(torch.set_num_threads, wire.threads)).result()
         torch.set_num_threads(threads)
         # Also runs when this object is dropped, and when Python exits.
-        self._finalizer = weakref.finalize(self, _close, self._background, self._exchanger)
+        parts = self._background, self._exchanger, self._liveness, liveness is None
+        self._finalizer = weakref.finalize(self, _close, *parts)
 
     # --- training thread --------------------------------------------------------------------------
 
+    @one_at_a_time
     def step(self, weight: float = 1.0) -> None:
         """Apply and send the fragments that are due: call after every inner step.
 
@@ -125,6 +136,7 @@ class StreamingDiLoCo:
                 f"the weight of a step is {weight}: give a number from 0 up, such as its tokens"
             )
         self.step_count += 1
+        self._liveness.step_done(self.step_count)
         self._weights = [before + weight for before in self._weights]
         self.check()
         sent = self.schedule.sent_at(self.step_count)
@@ -138,13 +150,15 @@ class StreamingDiLoCo:
         if not self.schedule.delay:
             self._apply(applied)
 
+    @one_at_a_time
     def drain(self) -> None:
         """Wait for everything in flight and apply it, in the order it was sent."""
         drop_gathered(self._model)
         self._apply(list(self._in_flight))
 
     def check(self) -> None:
-        """Raise the error of an exchange that failed, also before its result is due."""
+        """Raise if a worker is lost or an exchange has failed, also before its result is due."""
+        self._liveness.check(f"seen by worker {self.worker} after its step {self.step_count}")
         for round_, exchanged in self._in_flight.values():
             if exchanged.done() and exchanged.exception() is not None:
                 self._wait(round_, exchanged)
@@ -160,6 +174,8 @@ class StreamingDiLoCo:
         state, step = self._states[index], self.step_count
         outer_round = self.schedule.outer_round(index, step)
         round_ = Round(index, outer_round, step, state.values, due=time.perf_counter())
+        self._exchanges += 1
+        round_.number = self._exchanges
         check_identity(self._model, state.fragment)
         state.take_delta()
         chance = self.config.link.drop_probability
@@ -195,12 +211,13 @@ class StreamingDiLoCo:
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         try:
+            self._liveness.wait(exchanged, round_.number)
             exchanged.result()
         except WorkerLostError as error:
-            name = self.fragment_names[round_.fragment]
+            first, name = self._liveness.first_cause(error), self.fragment_names[round_.fragment]
             raise WorkerLostError(
-                error.workers,
-                f"{error.reason}; seen by worker {self.worker} in the exchange of fragment "
+                first.workers,
+                f"{first.reason}; seen by worker {self.worker} in the exchange of fragment "
                 f"{round_.fragment} ({name}), sent after step {round_.sent_step}",
             ) from error
 
@@ -227,6 +244,7 @@ class StreamingDiLoCo:
                     (random_key(*where, self.worker), random_key(*where, "mean")),
                     measured=measured,
                 )
+            self._liveness.exchange_done()
             round_.weight, round_.flags = header.weight, header.flags
             round_.participants = sum(one.weight > 0 for one in headers)
             if round_.participants:
@@ -234,6 +252,7 @@ class StreamingDiLoCo:
             else:
                 state.keep()
         round_.ready = time.perf_counter()
+        round_.stopped = self._liveness.clock.stopped_since(round_.begun)
         for worker, other in enumerate(headers):
             if other.flags & NOT_FINITE:
                 logger.warning(
@@ -256,6 +275,7 @@ class StreamingDiLoCo:
 
     # --- shared model -----------------------------------------------------------------------------
 
+    @one_at_a_time
     def global_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with the shared parameters, in fp32 and sharded as it is.
 
@@ -266,18 +286,19 @@ class StreamingDiLoCo:
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Let the model hold the shared parameters in the body of a with statement."""
-        drop_gathered(self._model)
         parts = [part for state in self._states for part in state.fragment.parts]
-        saved = [part.local().clone() for part in parts]
-        for state in self._states:
-            state.write_model()
-        try:
-            yield
-        finally:
+        with alone(self.in_use, "StreamingDiLoCo.global_parameters"):
             drop_gathered(self._model)
-            with torch.no_grad():
-                for part, before in zip(parts, saved, strict=True):
-                    part.local().copy_(before)
+            saved = [part.local().clone() for part in parts]
+            for state in self._states:
+                state.write_model()
+            try:
+                yield
+            finally:
+                drop_gathered(self._model)
+                with torch.no_grad():
+                    for part, before in zip(parts, saved, strict=True):
+                        part.local().copy_(before)
 
     # --- restart ----------------------------------------------------------------------------------
 
@@ -286,8 +307,11 @@ class StreamingDiLoCo:
 
         Fragments in flight are waited for and not applied: their results are part of the state.
         """
-        return vars(self.start_state_dict(mesh).result())
+        saved = self.start_state_dict(mesh)
+        self._liveness.wait(saved, self._exchanges)
+        return vars(saved.result())
 
+    @one_at_a_time
     def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
         """Copy the state of this moment in the background, behind what is in flight.
 
@@ -306,6 +330,7 @@ class StreamingDiLoCo:
         }
         return self._background.submit(partial(saving.save, snapshots, facts, mesh))
 
+    @one_at_a_time
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
 
@@ -331,6 +356,7 @@ class StreamingDiLoCo:
             self._in_flight[index] = round_, self._background.submit(lambda: None)
         return notes
 
+    @one_at_a_time
     def restart_from_model(self, step: int) -> None:
         """Start over after so many steps; the model, equal on all workers, is the shared copy."""
         self._give_up_in_flight()
@@ -341,7 +367,7 @@ class StreamingDiLoCo:
 
     def _give_up_in_flight(self) -> None:
         """Wait for what is in flight, and for a save, and forget the results."""
-        self._background.submit(lambda: None).result()
+        self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
 
     def _resume_settings(self) -> dict[str, Any]:
@@ -394,7 +420,11 @@ class StreamingDiLoCo:
         ]
 
 
-def _close(background: BackgroundThread, exchange: Exchange | None) -> None:
-    background.close(timeout=5.0)
+def _close(
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+) -> None:
+    background.close(timeout=0.0 if liveness.is_lost else 5.0)
     if exchange is not None:
         exchange.close()
+    if own:
+        liveness.close()

@@ -80,13 +80,14 @@ class Header:
 def check_headers(headers: list[Header], mine: int) -> None:
     """Raise if a worker exchanges something else than this one."""
     own = headers[mine]
+    expected = own.fragment, own.outer_round, own.step
     for worker, other in enumerate(headers):
         if other.run != own.run:
             raise ValueError(
                 f"worker {worker} belongs to another run ({other.run:016x}) than worker {mine} "
                 f"({own.run:016x}): start all workers with the same settings and their own group"
             )
-        if (other.fragment, other.outer_round) != (own.fragment, own.outer_round):
+        if (other.fragment, other.outer_round, other.step) != expected:
             raise ValueError(
                 f"worker {worker} sent fragment {other.fragment} of outer round "
                 f"{other.outer_round} (its step {other.step}) while worker {mine} sent fragment "

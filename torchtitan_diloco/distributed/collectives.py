@@ -1,9 +1,7 @@
 """Collectives between all ranks for bookkeeping: agreement, small reductions, and lost ranks."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +11,6 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import cause_of, code_fingerprint, find_differences
 
 Value = TypeVar("Value")
-ANSWER_SECONDS = 5.0
-"""Seconds without an answer after which a rank counts as lost."""
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
@@ -89,58 +85,18 @@ class RanksLostError(RuntimeError):
 
 @contextmanager
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
-    """Turn the failure of a collective over all ranks into an error that names the lost ranks."""
+    """Wait for all ranks in the body; turn its failure into an error that names the lost ranks."""
     try:
-        yield
+        with world.liveness.clock.waiting():
+            yield
     except RuntimeError as error:
-        if world.liveness is None:
+        if world.control is None:
             raise
         lost = [
-            f"rank {rank} (worker {rank // world.ranks_per_worker})" for rank in find_lost(world)
+            f"rank {rank} (worker {rank // world.ranks_per_worker}: {reason})"
+            for rank, reason in world.liveness.lost_ranks().items()
         ]
         raise RanksLostError(
             f"{' and '.join(lost) or 'some rank'} left or did not answer in time {where} "
             f"({cause_of(error)})"
         ) from error
-
-
-def find_lost(world: World) -> list[int]:
-    """Return the lost ranks, by exchanging a byte with every other rank.
-
-    The connection to a dead rank breaks at once. Silent ranks are named only where none is dead:
-    a healthy rank may notice the failure late.
-    """
-    assert world.liveness is not None
-    byte = torch.ones(1, dtype=torch.uint8)
-    answers = torch.zeros(world.size, dtype=torch.uint8)
-    dead, silent = list[int](), list[int]()
-    receives, sends = dict[int, dist.Work](), list[dist.Work]()
-    for rank in range(world.size):
-        if rank == world.rank:
-            continue
-        try:  # the sends are kept alive: one without its work never arrives
-            sends.append(_started(dist.isend(byte, group_dst=rank, group=world.liveness)))
-            work = dist.irecv(answers[rank], group_src=rank, group=world.liveness)
-            receives[rank] = _started(work)
-        except RuntimeError:
-            dead.append(rank)
-    deadline = time.monotonic() + ANSWER_SECONDS
-    for rank, work in receives.items():
-        started, left = time.monotonic(), _seconds_until(deadline)
-        try:
-            work.wait(timedelta(seconds=left))
-        except RuntimeError:
-            (dead if time.monotonic() - started < 0.9 * left else silent).append(rank)
-    for work in sends:  # a rank that leaves before its byte has arrived would count as dead
-        with suppress(RuntimeError):
-            work.wait(timedelta(seconds=_seconds_until(deadline)))
-    return sorted(dead or silent)
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
-
-
-def _seconds_until(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())

@@ -4,8 +4,9 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
+from torchtitan_diloco.diloco.liveness import Liveness
 
 WORKER, FSDP = "worker", "fsdp"
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -32,8 +34,8 @@ class World:
     """2-d (worker, fsdp): row m is worker m, whose ranks shard one copy of the model."""
     control: dist.ProcessGroup | None = None
     """All ranks, on the CPU: bookkeeping must not queue behind the collectives of training."""
-    liveness: dist.ProcessGroup | None = None
-    """All ranks, to find out who is lost after `control` has failed."""
+    liveness: Liveness = field(default_factory=partial(Liveness, None))
+    """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
     shards: dist.ProcessGroup | None = None
     """The ranks of this worker, on the CPU, only for the background thread of the outer loop."""
     saving: dist.ProcessGroup | None = None
@@ -148,7 +150,7 @@ def join_world(
             [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
         ),
         control=dist.new_group(backend="gloo", timeout=link_timeout),
-        liveness=dist.new_group(backend="gloo"),
+        liveness=_watch(grid, rank),
         shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
         saving=dist.new_group(backend="gloo", timeout=saving_timeout),
         host_mesh=DeviceMesh.from_group(
@@ -180,6 +182,14 @@ def _own_group(lines: torch.Tensor, backend: str, seconds: int) -> dist.ProcessG
     return own
 
 
+def _watch(grid: torch.Tensor, rank: int) -> Liveness:
+    """Watch a row and a column of the grid: who loses a rank tells both, so that all hear of it."""
+    worker, index = divmod(rank, grid.size(1))
+    peers = {*grid[worker].tolist(), *grid[:, index].tolist()} - {rank}
+    workers = [one // grid.size(1) for one in range(grid.numel())]
+    return Liveness(dist.new_group(backend="gloo"), workers=workers, peers=sorted(peers))
+
+
 @contextmanager
 def nccl_watchdog_disabled() -> Iterator[None]:
     """Create groups inside that NCCL's watchdog does not watch.
@@ -198,5 +208,6 @@ def nccl_watchdog_disabled() -> Iterator[None]:
 
 
 def leave_world(world: World) -> None:
+    world.liveness.close()
     if world.mesh is not None:
         dist.destroy_process_group()

@@ -145,19 +145,24 @@ def workers_table(run: Run) -> Table:
         for key in ("last_worker", "late_by_seconds")
     )
     ahead, waited = (run.round_values(key) for key in ("ahead_of_last_seconds", "waited_seconds"))
+    keys = "time/longest_gap_seconds_max_over_ranks", "time/longest_gap_worker"
+    gaps, culprits = (np.array([number(one.get(key)) for one in run.steps]) for key in keys)
     workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
     rows = [
         [
             Cell(f"worker {worker}"),
             Cell(f"{(last == worker).sum():,} of {np.isfinite(last).sum():,}", "rounds"),
             _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
+            _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
+            _cell(of_known(np.max, gaps[culprits == worker]), brief, "between two steps, its own"),
             _cell(of_known(np.median, ahead[last != worker, worker]), brief, "median, otherwise"),
             # The median would mostly be zero.
             _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
         ]
         for worker in workers
     ]
-    columns = ["worker", "last to arrive", "late by", "ahead of the last", "training waited"]
+    columns = ["worker", "last to arrive", "late by", "at most", "longest gap"]
+    columns += ["ahead of the last", "training waited"]
     return Table("Workers", columns, rows)
 
 

@@ -1,0 +1,286 @@
+"""Deaths, silence and stalls, in real processes that are killed and stopped."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, inner_step, join, sgd
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
+from torchtitan_diloco.diloco.heartbeat import Message, OwnClock, Pace
+from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.distributed.world import WORKER, World, leave_world
+from torchtitan_diloco.utils import logger
+
+PATIENT = Link(timeout_seconds=600)
+"""Longer than a test may take: what ends in time was not ended by this."""
+PACE = Pace(beat=0.2, silence=1.5, again=60.0)
+VALUES = 8_000_000
+
+
+def watch(pace: Pace = PACE) -> Liveness:
+    return Liveness(dist.new_group(backend="gloo"), pace=pace)
+
+
+def process_ids(world: World) -> list[int]:
+    ids = torch.zeros(world.size, dtype=torch.int64)
+    ids[world.rank] = os.getpid()
+    dist.all_reduce(ids, group=world.control)
+    found: list[int] = ids.tolist()
+    return found
+
+
+def later(seconds: float, *commands: str) -> None:
+    """Run commands after some time, from a process of their own."""
+    subprocess.Popen(["sh", "-c", "; ".join([f"sleep {seconds}", *commands])])
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+def _killed_in_a_payload(workers: int) -> str:
+    """Worker 1 is killed while the others, stopped, have received only a part of its payload."""
+    world = join(workers)
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(VALUES))})
+    chosen = replace(AVERAGE_EVERY_STEP, link=PATIENT)
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
+    ids = process_ids(world)
+    try:
+        outer.step()
+        if world.worker == 1:
+            others = [one for one in ids if one != os.getpid()]
+            for one in others:
+                os.kill(one, signal.SIGSTOP)
+            later(1.0, f"kill -9 {ids[1]}", *(f"kill -CONT {one}" for one in others))
+        else:
+            time.sleep(0.5)
+        outer.step()
+    except WorkerLostError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_killed_in_the_middle_of_a_payload_is_named(
+    processes: ProcessPool, workers: int
+) -> None:
+    results = processes.run(_killed_in_a_payload, workers, workers, dying={1})
+    for worker in {0, 2} & set(range(workers)):
+        assert results[worker].startswith("worker 1 left or did not answer"), results
+        assert f"seen by worker {worker} in the exchange of fragment 0" in results[worker]
+
+
+def _killed_while_idle(victim: int) -> str:
+    world, model = join(3), Net()
+    outer = StreamingDiLoCo(model, world.group(WORKER), replace(config(), link=PATIENT))
+    if world.worker == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(1000):  # never to an exchange
+            outer.check()
+            time.sleep(0.05 * (1 + world.worker))
+    except WorkerLostError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_worker_killed_between_exchanges_is_named_by_all(processes: ProcessPool) -> None:
+    results = processes.run(_killed_while_idle, 3, 0, dying={0})
+    for worker in (1, 2):
+        assert results[worker].startswith("worker 0 left")
+        assert results[worker].endswith(f"seen by worker {worker} after its step 0)")
+
+
+def _leaves_because_of_another(_: int) -> str:
+    """Only worker 1 notices that worker 2 is gone; it leaves, and worker 0 hears why."""
+    world = join(3)
+    liveness = watch()
+    if world.worker == 0:
+        for peer in liveness._peers:
+            peer.ended = peer.rank == 2  # as if it could not notice that one
+    dist.barrier(group=world.control)
+    if world.worker == 1:
+        liveness.first_cause(WorkerLostError([2], "silent for too long"))
+        return ""
+    if world.worker == 2:
+        time.sleep(4)
+        return ""
+    while not liveness.is_lost:
+        time.sleep(0.01)
+    with pytest.raises(WorkerLostError) as error:
+        liveness.check("seen by nobody else")
+    return str(error.value)
+
+
+def test_the_first_cause_is_named_and_not_who_left_because_of_it(processes: ProcessPool) -> None:
+    first, _, _ = processes.run(_leaves_because_of_another, 3, 0)
+    assert first.startswith("worker 2 left")
+    assert "silent for too long; told by worker 1" in first
+
+
+def _ends(how: str) -> tuple[list[str], bool]:
+    world, lines = join(2), Lines()
+    liveness = watch()
+    if world.worker == 1:
+        {"close": liveness.close, "destroy": dist.destroy_process_group}[how]()
+    time.sleep(2.0)
+    return lines.texts, liveness.is_lost
+
+
+@pytest.mark.parametrize("how", ["close", "destroy"])
+def test_a_clean_end_is_no_death(processes: ProcessPool, how: str) -> None:
+    assert processes.run(_ends, 2, how) == [([], False)] * 2
+
+
+def _steps(counts: list[int]) -> str:
+    world, model = join(2), Net()
+    outer = StreamingDiLoCo(model, world.group(WORKER), replace(config(0), link=PATIENT))
+    optimizer = sgd(model)
+    try:
+        for step in range(1, 1 + counts[world.worker]):
+            inner_step(model, optimizer, world.worker, step)
+            outer.step()
+        outer.drain()
+    except WorkerLostError as error:
+        return str(error)
+    outer.close()
+    return "ended"
+
+
+def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: ProcessPool) -> None:
+    more, fewer = processes.run(_steps, 2, [16, 15])
+    assert fewer == "ended"
+    assert "worker 1 left" in more
+    assert "ended after its step 15, and this one is at 16; call step() equally often" in more
+
+
+# --- silence --------------------------------------------------------------------------------------
+
+
+def _stopped(where: str) -> tuple[list[str], list[tuple[int, float]], float, float]:
+    """Worker 1 stops for a while: its process, or its training alone."""
+    world, model, lines = join(2), Net(), Lines()
+    liveness = watch()
+    calls: list[tuple[int, float]] = []
+    liveness.on_silence = lambda worker, seconds: calls.append((worker, seconds))
+    chosen = replace(AVERAGE_EVERY_STEP, link=PATIENT)
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen, liveness=liveness)
+    for step in range(1, 7):
+        if step == 4 and world.worker == 1:
+            if where == "process":
+                later(4.0, f"kill -CONT {os.getpid()}")
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                time.sleep(4.0)
+        outer.step()
+    time.sleep(3 * PACE.beat)
+    gap, stopped = liveness.clock.longest_gap(), liveness.clock.stopped_since(0.0)
+    leave_world(world)
+    liveness.close()
+    return lines.texts, calls, gap, stopped
+
+
+@pytest.mark.parametrize(
+    ("where", "waiting", "passed"),
+    [
+        ("process", "no sign of life from its process or its link", "its process stood still"),
+        ("training", "it is alive, but makes no step after its step 3", "it made no step"),
+    ],
+)
+def test_a_stall_is_told_while_it_lasts_and_its_culprit_is_named(
+    processes: ProcessPool, where: str, waiting: str, passed: str
+) -> None:
+    (lines, calls, gap, _), (_, _, own_gap, own_stop) = processes.run(_stopped, 2, where)
+    begun, ended = (line for line in lines if "worker 1" in line)
+    assert re.fullmatch(rf"waiting for worker 1 since \d+ s: {waiting}", begun)
+    assert re.fullmatch(rf"worker 1 goes on after \d+ s: {passed}", ended)
+    assert [worker for worker, _ in calls] == [1, 1]
+    assert own_gap > 3.5
+    assert gap < own_gap / 2, "the time in which it waited is not its own"
+    assert (own_stop > 3.5) == (where == "process")
+
+
+# --- use from several threads ---------------------------------------------------------------------
+
+
+def _two_threads(_: int) -> str:
+    world, model = join(2), Net()
+    chosen = replace(AVERAGE_EVERY_STEP, link=PATIENT)
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
+    if world.worker == 1:
+        time.sleep(1.0)
+        outer.step()
+        return ""
+    thread = threading.Thread(target=outer.step, name="first")
+    thread.start()
+    time.sleep(0.3)  # it waits for worker 1 now
+    with pytest.raises(RuntimeError) as error:
+        outer.step()
+    thread.join()
+    return str(error.value)
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(processes: ProcessPool) -> None:
+    message, _ = processes.run(_two_threads, 2, 0)
+    assert message.startswith("StreamingDiLoCo.step() was called from thread MainThread while")
+
+
+# --- without processes ----------------------------------------------------------------------------
+
+
+def test_a_message_is_what_was_packed_also_if_its_text_is_too_long() -> None:
+    message = Message(1, 2, 3, 4, 5.5, 6.25, "é" * 300)
+    unpacked = Message.unpack(message.pack())
+    assert unpacked[:-1] == message[:-1]
+    assert message.text.startswith(unpacked.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert len(unpacked.text) > 80
+
+
+def test_the_own_clock_does_not_count_what_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = OwnClock(every=1.0)
+
+    def passes(seconds: float, do: Callable[[], object] = lambda: None) -> None:
+        nonlocal now
+        for _ in range(round(seconds)):
+            now += 1.0
+            clock.beat()
+        do()
+
+    clock.tick()
+    passes(3, clock.tick)
+    with clock.waiting():
+        passes(20)
+    passes(2, clock.tick)
+    assert clock.longest_gap() == 3.0
+    passes(30, clock.excuse)
+    passes(1, clock.tick)
+    assert clock.longest_gap() == 1.0
+    before, now = now, now + 12.0
+    with clock.waiting():
+        assert clock.stopped_since(before) == 12.0
+        assert clock.beat() == 12.0
+    assert clock.longest_gap() == 12.0
+    assert clock.stopped_since(now) == 0.0

@@ -1,0 +1,133 @@
+"""What ranks tell each other about themselves: their messages, and the clock of their own time."""
+
+import math
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. No settings: they only decide when something is reported."""
+
+    beat: float = 1.0
+    """Between two heartbeats."""
+    silence: float = 10.0
+    """Without a heartbeat, or without a step that others wait for, until it is reported."""
+    again: float = 30.0
+    """Between two reports of the same silence."""
+    settle: float = 0.5
+    """From the first sign of a loss until it is named: others may know an earlier cause."""
+
+
+BEAT, LOST, GOODBYE = range(3)
+"""Kinds of messages. After its goodbye a rank sends nothing more to this peer."""
+MESSAGE_BYTES = 256
+_NUMBERS = struct.Struct("<BIIIdd")
+
+
+class Message(NamedTuple):
+    kind: int = BEAT
+    lost: int = 0
+    """Rank that is lost, if that is the kind; `text` says why."""
+    step: int = 0
+    """Steps of the sender."""
+    exchanges: int = 0
+    """Exchanges that the sender has completed."""
+    idle: float = 0.0
+    """See OwnClock."""
+    stopped: float = 0.0
+    """Longest time since the message before in which the sender's process did not run."""
+    text: str = ""
+
+    def pack(self) -> Tensor:
+        data = _NUMBERS.pack(*self[:-1]) + self.text.encode()[: MESSAGE_BYTES - _NUMBERS.size]
+        return torch.frombuffer(bytearray(data.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(packed: Tensor) -> "Message":
+        data = packed.numpy().tobytes()
+        text = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
+        return Message._make((*_NUMBERS.unpack_from(data), text))
+
+
+class OwnClock:
+    """Gaps between two steps of this rank in which it neither trained nor waited for others.
+
+    Times are those of `time.perf_counter`. A thread calls `beat` at least every `every` seconds: if
+    it comes much later, the process did not run at all.
+    """
+
+    def __init__(self, every: float) -> None:
+        self._every, self._lock = every, threading.Lock()
+        self._beaten = time.perf_counter()
+        self._stops = deque[tuple[float, float]](maxlen=64)
+        """Ends and lengths of the times when the process did not run."""
+        self._ticked = self._waiting_since = math.nan
+        self._waited = self._longest = self._asked = 0.0
+        self.last_gap = 0.0
+        """Own time between the latest two steps."""
+
+    def tick(self) -> None:
+        """Note that a step was made."""
+        with self._lock:
+            self.last_gap = self.idle()
+            self._longest = max(self._longest, self.last_gap)
+            self._ticked, self._waited = time.perf_counter(), 0.0
+
+    def excuse(self) -> None:
+        """Do not count the time since the last step, such as that of a validation."""
+        with self._lock:
+            self._ticked, self._waited = time.perf_counter(), 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The body waits for other ranks."""
+        self._waiting_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waited += self.waiting_for()
+                self._waiting_since = math.nan
+
+    def waiting_for(self) -> float:
+        """Return for how long this rank has been waiting for others; 0 if it is not."""
+        since = self._waiting_since
+        return 0.0 if math.isnan(since) else time.perf_counter() - since
+
+    def idle(self) -> float:
+        """Return the seconds since the last step that were not spent on waiting for others."""
+        if math.isnan(self._ticked):
+            return 0.0
+        return max(0.0, time.perf_counter() - self._ticked - self._waited - self.waiting_for())
+
+    def beat(self) -> float:
+        """Return how long the process did not run before this moment; 0 if it did."""
+        stopped, self._beaten = self._stop(), time.perf_counter()
+        if stopped:
+            self._stops.append((self._beaten, stopped))
+        return stopped
+
+    def stopped_since(self, moment: float) -> float:
+        """Return the longest time since a moment in which the process did not run."""
+        return max([self._stop(), *(length for end, length in list(self._stops) if end > moment)])
+
+    def longest_gap(self) -> float:
+        """Return the longest gap between two steps, or stop of the process, since the last call."""
+        with self._lock:
+            longest = max(self._longest, self.idle(), self.stopped_since(self._asked))
+            self._longest, self._asked = 0.0, time.perf_counter()
+        return longest
+
+    def _stop(self) -> float:
+        seconds = time.perf_counter() - self._beaten
+        return seconds if seconds > 2 * self._every else 0.0

@@ -1,0 +1,354 @@
+"""Who is alive: deaths within two seconds, silence after ten, and who held up the others.
+
+Gloo fails a receive at once when its peer dies, but only one that still waits for its first byte: a
+payload that has begun to arrive hangs until its timeout. So one receive is always posted for every
+peer here, on a group that nothing else uses, and small heartbeats pass over it. Whoever loses a
+peer tells the others before it leaves, so that the first cause is named and not its consequences.
+"""
+
+import atexit
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_diloco.diloco.heartbeat import (
+    BEAT,
+    GOODBYE,
+    LOST,
+    MESSAGE_BYTES,
+    Message,
+    OwnClock,
+    Pace,
+)
+from torchtitan_diloco.diloco.transport import WorkerLostError
+from torchtitan_diloco.utils import cause_of, logger
+
+FOREVER = timedelta(days=3650)
+LAST_SECONDS = 1.0
+"""Seconds that a rank which leaves waits for the others' goodbyes."""
+NO_SIGN = "no sign of life from its process or its link"
+
+
+@dataclass
+class Peer:
+    rank: int
+    worker: int
+    name: str
+    heard_at: float
+    """When its last message came, on this rank's clock."""
+    last: Message = field(default_factory=Message)
+    failure: str = ""
+    """Why the connection to it failed."""
+    ended: bool = False
+    """It has said goodbye ..."""
+    answered: bool = False
+    """... and this rank has, to it."""
+    sent: int = 0
+    heard: int = 0
+    """Heartbeats. The next is sent when the one before was answered, so few are under way."""
+    sent_at: float = 0.0
+    works: "deque[dist.Work]" = field(default_factory=lambda: deque(maxlen=4))
+    """Gloo drops a message whose work is dropped before it has left."""
+    quiet_since: float = math.nan
+    """Since when it has been silent or has held up this rank; NaN while all is well."""
+    quiet_why: str = ""
+    stopped: float = 0.0
+    """Longest time in which its process did not run, since all was well."""
+    reported_at: float = -math.inf
+
+
+class Liveness:
+    """Watches other ranks from threads of its own, which never keep the process alive."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        workers: Sequence[int] = (),
+        peers: Collection[int] = (),
+        pace: Pace | None = None,
+    ) -> None:
+        """Start to watch.
+
+        Args:
+            group: a gloo group that nothing else uses. None: there is nobody to watch.
+            workers: the worker of each rank of the group. Default: every rank is one.
+            peers: ranks of the group to watch, who watch this one. Default: all others.
+        """
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._group, self._pace, self._rank = group, pace or Pace(), rank
+        self._workers = list(workers) or list(range(size))
+        self.worker = self._workers[rank]
+        self.clock = OwnClock(self._pace.beat)
+        self.on_silence: Callable[[int, float], None] | None = None
+        """Called with a worker and the seconds of its silence whenever that is reported."""
+        now = time.perf_counter()
+        self._peers = [
+            Peer(one, self._workers[one], self._name(one), now)
+            for one in peers or range(size)
+            if one != rank
+        ]
+        self._steps = self._exchanges = 0
+        self._told: dict[int, str] = {}
+        """Ranks that others have lost, and why."""
+        self._lost: dict[int, str] = {}
+        """Ranks that were lost first, and why, once that is decided: at `_decided_at`."""
+        self._decided_at = math.inf
+        self._changed, self._closed = threading.Condition(), False
+        tasks = [partial(self._listen, peer) for peer in self._peers]
+        tasks += [partial(self._run)] if tasks else []
+        self._threads = [
+            threading.Thread(target=task, name="liveness", daemon=True) for task in tasks
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    @staticmethod
+    def between(group: dist.ProcessGroup | None) -> "Liveness":
+        """Watch the ranks of a group over a new gloo group; all its ranks call this together."""
+        if group is None or group.size() == 1:
+            return Liveness(None)
+        ranks = dist.get_process_group_ranks(group)
+        return Liveness(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+    def close(self) -> None:
+        """Say goodbye, so that leaving is not taken for a death, and end the threads."""
+        atexit.unregister(self.close)
+        with self._changed:
+            for peer in [] if self._closed else self._peers:
+                self._send(peer, GOODBYE)
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.perf_counter() + LAST_SECONDS
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.perf_counter()))
+
+    # --- the training thread ----------------------------------------------------------------------
+
+    def step_done(self, steps: int) -> None:
+        self._steps = steps
+        self.clock.tick()
+
+    def exchange_done(self) -> None:
+        self._exchanges += 1
+
+    def wait(self, result: "Future[Any]", exchange: int = 0) -> None:
+        """Wait for the result of the exchange of this number, or raise WorkerLostError."""
+
+        def left() -> list[Peer]:
+            return [one for one in self._peers if one.ended and one.last.exchanges < exchange]
+
+        result.add_done_callback(self._notify)
+        with self.clock.waiting(), self._changed:
+            self._changed.wait_for(lambda: result.done() or self._lost or left())
+            if not result.done():
+                raise self._loss() if self._lost else self._ended(left())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker is lost."""
+        return bool(self._lost)
+
+    def check(self, where: str) -> None:
+        """Raise WorkerLostError if a worker is lost; `where` completes its reason."""
+        if self._lost:
+            raise WorkerLostError((loss := self._loss()).workers, f"{loss.reason}; {where}")
+
+    def first_cause(self, error: WorkerLostError) -> WorkerLostError:
+        """Return the error that names the first cause of a failed exchange, and tell the others."""
+        with self._changed:
+            involved = [peer for peer in self._peers if peer.worker in error.workers]
+            if ended := [peer for peer in involved if peer.ended]:
+                return self._ended(ended)
+            if not self._wait_for_decision():
+                self._lost = {peer.rank: error.reason for peer in involved}
+                for rank, reason in self._lost.items():
+                    self._tell(rank, reason)
+                return error
+        return self._loss()
+
+    def lost_ranks(self) -> dict[int, str]:
+        """Return the ranks that are lost, or else silent, and why, after a failure elsewhere."""
+        with self._changed:
+            if self._wait_for_decision():
+                return self._lost
+        now = time.perf_counter()
+        return {
+            peer.rank: f"silent for {now - peer.heard_at:.0f} s"
+            for peer in self._peers
+            if now - peer.heard_at > self._pace.silence and not peer.ended
+        }
+
+    def _wait_for_decision(self) -> bool:
+        """Wait a moment until it is known who is lost; return False if nobody is."""
+        return self._changed.wait_for(lambda: bool(self._lost), 4 * self._pace.settle)
+
+    def _loss(self) -> WorkerLostError:
+        workers = sorted({self._workers[rank] for rank in self._lost})
+        return WorkerLostError(workers, "; ".join(dict.fromkeys(self._lost.values())))
+
+    def _ended(self, peers: list[Peer]) -> WorkerLostError:
+        reason = f"it ended after its step {peers[0].last.step}, and this one is at {self._steps}"
+        workers = sorted({peer.worker for peer in peers})
+        return WorkerLostError(workers, f"{reason}; call step() equally often on all workers")
+
+    def _name(self, rank: int) -> str:
+        worker = self._workers[rank]
+        return f"rank {rank} of this worker" if worker == self.worker else f"worker {worker}"
+
+    def _notify(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _listen(self, peer: Peer) -> None:
+        """Receive the messages of a peer until its goodbye, or until it is lost."""
+        assert self._group is not None
+        room = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        while not peer.ended and not peer.failure:
+            try:
+                self._group.recv([room], peer.rank, 0).wait(FOREVER)
+            except RuntimeError as error:
+                with self._changed:
+                    peer.failure = cause_of(error)
+                    self._tell(peer.rank, peer.failure)
+            else:
+                with self._changed:
+                    self._hear(peer, Message.unpack(room))
+
+    def _hear(self, peer: Peer, message: Message) -> None:
+        peer.heard_at = time.perf_counter()
+        if message.kind == LOST:
+            lost, reason = message.lost, f"{message.text}; told by {peer.name}"
+            if lost == self._rank:
+                lost, reason = peer.rank, f"it gave up this worker: {message.text}"
+            self._told[lost] = reason
+            self._begin_to_decide()
+            return
+        peer.last, peer.ended = message, message.kind == GOODBYE
+        peer.stopped = max(peer.stopped, message.stopped)
+        peer.heard += 1
+        if peer.ended:
+            self._send(peer, GOODBYE)
+            self._changed.notify_all()
+
+    def _tell(self, lost: int, reason: str) -> None:
+        """Tell all other peers that a rank is lost."""
+        for peer in self._peers:
+            if peer.rank != lost:
+                self._send(peer, LOST, lost, reason)
+        self._begin_to_decide()
+
+    def _begin_to_decide(self) -> None:
+        if not self._lost:
+            self._decided_at = min(self._decided_at, time.perf_counter() + self._pace.settle)
+        self._changed.notify_all()
+
+    def _send(self, peer: Peer, kind: int, lost: int = 0, text: str = "") -> None:
+        if self._group is None or peer.failure or peer.answered:
+            return
+        peer.answered = kind == GOODBYE
+        idle = 0.0 if self.clock.waiting_for() else self.clock.idle()
+        stopped, peer.sent_at = self.clock.stopped_since(peer.sent_at), time.perf_counter()
+        message = Message(kind, lost, self._steps, self._exchanges, idle, stopped, text)
+        with suppress(RuntimeError):  # the receive fails as well
+            peer.works.append(self._group.send([message.pack()], peer.rank, 0))
+
+    # --- heartbeat, decision, silence -------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_beat = time.perf_counter()
+        while not self._closed:
+            with self._changed:
+                wake_at = min(next_beat, self._decided_at)
+                self._changed.wait(max(0.0, wake_at - time.perf_counter()))
+                now = time.perf_counter()
+                if now >= self._decided_at:
+                    self._decide()
+                if now < next_beat or self._closed:
+                    continue
+                next_beat = now + self._pace.beat
+                self._note_stop(self.clock.beat())
+                for peer in self._peers:
+                    if peer.sent <= peer.heard:
+                        peer.sent += 1
+                        self._send(peer, BEAT)
+            for peer in self._peers:
+                self._report(peer, now)
+            if self._group_is_destroyed():
+                self.close()
+
+    def _decide(self) -> None:
+        """Name the first cause: what others have told comes before what was seen here."""
+        failed = {peer.rank: peer.failure for peer in self._peers if peer.failure}
+        self._lost, self._decided_at = self._lost or self._told or failed, math.inf
+        self._changed.notify_all()
+
+    def _group_is_destroyed(self) -> bool:
+        """Return whether somebody has called `dist.destroy_process_group` before `close`."""
+        try:
+            dist.get_backend(self._group)
+        except (ValueError, RuntimeError):
+            return True
+        return False
+
+    def _note_stop(self, stopped: float) -> None:
+        """Allow for a time in which this process could not hear the others."""
+        for peer in self._peers:
+            peer.heard_at += stopped
+        if stopped >= self._pace.silence:
+            logger.warning(f"this process, of worker {self.worker}, stood still: {stopped:.0f} s")
+
+    def _report(self, peer: Peer, now: float) -> None:
+        """Log when a peer is silent or holds up this rank, and when that has passed."""
+        if seconds := self._quiet(peer, now):
+            if math.isnan(peer.quiet_since):
+                peer.quiet_since = now - seconds
+            if now - peer.reported_at < self._pace.again:
+                return
+            peer.reported_at = now
+            line = f"waiting for {peer.name} since {seconds:.0f} s: {peer.quiet_why}"
+        elif math.isnan(peer.quiet_since):
+            peer.stopped = 0.0
+            return
+        else:
+            seconds, stopped = now - peer.quiet_since, peer.stopped
+            peer.quiet_since, peer.reported_at = math.nan, -math.inf
+            cause = "the link to it was cut" if peer.quiet_why == NO_SIGN else "it made no step"
+            cause = "its process stood still" if stopped > seconds / 2 else cause
+            line = f"{peer.name} goes on after {seconds:.0f} s: {cause}"
+        if self._workers.index(self.worker) == self._rank:  # the first rank speaks for its worker
+            logger.warning(line)
+            if self.on_silence is not None:
+                self.on_silence(peer.worker, seconds)
+
+    def _quiet(self, peer: Peer, now: float) -> float:
+        """Return for how long a peer has been silent, or has held up this rank; 0 if that is short.
+
+        It holds up this rank if this one waits for others and the peer makes no step and does not.
+        """
+        if peer.ended or peer.failure or self._lost:
+            return 0.0
+        silent, limit = now - peer.heard_at, self._pace.silence
+        if silent >= limit:
+            peer.quiet_why = NO_SIGN
+            return silent
+        held_up = min(self.clock.waiting_for(), peer.last.idle and peer.last.idle + silent)
+        if held_up < max(limit, 2 * self.clock.last_gap):
+            return 0.0
+        peer.quiet_why = f"it is alive, but makes no step after its step {peer.last.step}"
+        return held_up
