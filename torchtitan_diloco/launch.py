@@ -161,9 +161,11 @@ class _Run:
                 received = {signal.SIGTERM, *(number for _, number in self._signals)}
                 stopped = {code for number in received for code in (-number, 128 + number)}
                 if not stopped.issuperset(failures.values()):
-                    _say(f"error: {reason}{advice}")
+                    _say(f"error: {reason}{advice}{restarts.last_saved()}")
                 break
-            if not limit or self._exit_code == USER_ERROR:
+            if self._exit_code == USER_ERROR:  # a rank has said what is wrong
+                break
+            if not limit:
                 _say(f"error: {reason}{advice}")
                 break
             try:

@@ -32,8 +32,7 @@ class Restarts:
         saves = self._config.every or self._config.every_minutes
         if not saves:
             raise NotRestartedError("it saves no checkpoints while it trains")
-        folder = self._note.read_text(encoding="utf-8") if self._note.exists() else ""
-        if not folder:
+        if not (folder := self._folder()):
             raise NotRestartedError("it had not begun to train")
         saved = complete_checkpoints(Path(folder))
         if not saved and self._config.resume != "auto":
@@ -46,6 +45,14 @@ class Restarts:
             raise NotRestartedError(f"{times} from {self.origin} brought no new checkpoint")
         self.reasons.append(reason)
         return ["--run.folder", folder, "--checkpoint.resume", "auto"]
+
+    def last_saved(self) -> str:
+        """Return the end of a sentence that names the latest checkpoint of the run."""
+        found = complete_checkpoints(Path(folder)) if (folder := self._folder()) else []
+        return f"; the latest checkpoint is {found[-1]}" if found else "; no checkpoint was saved"
+
+    def _folder(self) -> str:
+        return self._note.read_text(encoding="utf-8") if self._note.exists() else ""
 
     @property
     def origin(self) -> str:

@@ -14,10 +14,7 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import USER_ERROR, raise_open_files_limit, start_logging
-
-WORKER_LOST = 3
-"""Exit code if another worker died or did not answer in time."""
+from torchtitan_diloco.utils import USER_ERROR, WORKER_LOST, raise_open_files_limit, start_logging
 
 
 def main(arguments: list[str]) -> int:

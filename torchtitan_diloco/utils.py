@@ -24,6 +24,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to stop after the current step."""
 USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""
+WORKER_LOST = 3
+"""Exit code if another worker died or did not answer in time."""
 OPEN_FILES_SHARE = 0.8
 """Share of the possible open files that is worth a warning."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
