@@ -29,8 +29,8 @@ from torchtitan_diloco.components.resume import Start, restore
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.models import MODELS
 from torchtitan_diloco.models.chinchilla.flavors import FLAVORS
+from torchtitan_diloco.models.chinchilla.model import Decoder
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -46,7 +46,7 @@ def copy_files(source: Path, target: Path) -> None:
 def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[float]], int]:
     """Return seconds by what was done, and the bytes of a checkpoint."""
     shape = Model(flavor=flavor)  # type: ignore[arg-type]
-    model = MODELS["chinchilla"].build(shape, 32_000, 128)
+    model = Decoder(shape, 32_000, 128)
     optimizer = build_optimizer(model, Optimizer(), 100)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -115,6 +115,7 @@ def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
 def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
+    assert isinstance(trainer.model, Decoder)
     shape = trainer.model.shape
     arguments = TransformerModelArgs(
         dim=shape.width,

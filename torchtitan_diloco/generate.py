@@ -15,18 +15,12 @@ from torch import Tensor
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import pick_device
-from torchtitan_diloco.export.saved_model import (
-    add_device_argument,
-    in_range,
-    open_saved,
-    run_command,
-    saved_model_parser,
-)
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, in_range, run_command
+from torchtitan_diloco.models import LanguageModel
 
 
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     tokens: Sequence[int],
     *,
     vocab_size: int,
@@ -56,12 +50,12 @@ def generate(
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, context: Sequence[int]) -> Tensor:
+def next_logits(model: LanguageModel, context: Sequence[int]) -> Tensor:
     """Return the logits of the next token, fp32 [vocabulary].
 
     They are on the CPU, where every device draws the same random numbers.
     """
-    inputs = torch.tensor([context], dtype=torch.int64, device=model.embedding.weight.device)
+    inputs = torch.tensor([context], dtype=torch.int64, device=next(model.parameters()).device)
     logits: Tensor = model(inputs, head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix))
     return logits.float().cpu()
 
@@ -103,7 +97,7 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = saved_model_parser("torchtitan_diloco.generate", "Write text with a trained model.")
+    parser = CommandParser("generate", "Write text with a trained model.")
     add = parser.add_argument
     add("--prompt", default="", help="text to continue (default: the beginning of a document)")
     count, natural, seeds = in_range(int, 1), in_range(int, 0), in_range(int, 0, 2**62)
@@ -111,12 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     temperature, probability = in_range(float, 0), in_range(float, 0, 1)
     add("--temperature", type=temperature, default=0.8, metavar="T", help="default 0.8; 0: greedy")
     add("--top-k", type=natural, default=0, metavar="K", help="only the K likeliest (0: all)")
-    add(
-        "--top-p", type=probability, default=1.0, metavar="P", help="only the likeliest that make P"
-    )
+    nucleus = "only the likeliest that together have P"
+    add("--top-p", type=probability, default=1.0, metavar="P", help=nucleus)
     add("--seed", type=seeds, default=0, help="the same seed gives the same text (default 0)")
     add("--count", type=count, default=1, metavar="N", help="texts, of seeds from --seed on")
-    add_device_argument(parser)
+    parser.add_device()
     try:
         return run_command(_generate, parser, arguments)
     except KeyboardInterrupt:
@@ -127,11 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _generate(options: argparse.Namespace) -> None:
-    device = pick_device(options.device, 0)
-    saved = open_saved(options.run, options.step, options.weights)
+def _generate(saved: SavedModel, options: argparse.Namespace) -> None:
+    tokenizer, model = saved.tokenizer, saved.model.to(pick_device(options.device, 0))
     print(saved, file=sys.stderr, flush=True)
-    model, tokenizer = saved.model.to(device), saved.tokenizer
     prompt = tokenizer.encode(options.prompt).tolist()
     for number in range(options.count):
         tokens = generate(

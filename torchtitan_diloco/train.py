@@ -3,8 +3,6 @@
 import os
 import sys
 import time
-import traceback
-from pathlib import Path
 
 import torch
 
@@ -14,7 +12,14 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import USER_ERROR, WORKER_LOST, raise_open_files_limit, start_logging
+from torchtitan_diloco.utils import (
+    USER_ERROR,
+    WORKER_LOST,
+    cause_of,
+    is_user_error,
+    raise_open_files_limit,
+    start_logging,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -42,6 +47,14 @@ def main(arguments: list[str]) -> int:
     except (WorkerLostError, RanksLostError) as error:
         _print_error(error)
         return WORKER_LOST
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _print_error(
+            f"out of memory ({cause_of(error)}): lower training.batch_size, "
+            "training.sequence_length or the size of the model, or use more ranks per worker"
+        )
+        return USER_ERROR
     leave_world(world)
     return 0
 
@@ -55,13 +68,12 @@ def set_determinism(run: Run) -> None:
 
 
 def _report(error: ValueError) -> int:
-    """Print an error of this package in one line; an error raised by torch keeps its traceback.
+    """Print a mistake of the user in one line; any other error keeps its traceback.
 
     If all ranks meet the same error, the first rank of each machine prints it, and the launcher
     ends the others. A rank that still lives ten seconds later has met an error of its own.
     """
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    if not Path(raised_in).is_relative_to(Path(__file__).parent):
+    if not is_user_error(error):
         raise error
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
@@ -69,7 +81,12 @@ def _report(error: ValueError) -> int:
     return USER_ERROR
 
 
-def _print_error(error: Exception) -> None:
+def is_out_of_memory(error: Exception) -> bool:
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or "can't allocate memory" in str(error)  # torch has no type for it on the CPU
+
+
+def _print_error(error: Exception | str) -> None:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     print(f"{rank}error: {error}", file=sys.stderr, flush=True)
 

@@ -51,7 +51,8 @@ from torchtitan_diloco.distributed.collectives import assert_agreement, on_first
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
-from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.observed import log_summary, run_summary
 from torchtitan_diloco.utils import GarbageControl, clock, logger
 
@@ -308,9 +309,12 @@ class Trainer:
     # --- parts ------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
-        config, spec, device = self.config, MODELS[self.config.model.name], self.world.device
-        with torch.device("meta"):
-            self.model = spec.build(config.model, self.vocab_size, config.training.sequence_length)
+        config, device, length = (
+            self.config,
+            self.world.device,
+            self.config.training.sequence_length,
+        )
+        self.model = build_model(config.model, self.vocab_size, length)
         counts = self.model.parameter_counts()
         self.plan = plan_run(
             config.training,
@@ -322,7 +326,7 @@ class Trainer:
         )
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self._fsdp_mesh()
-        spec.parallelize(
+        parallelize(
             self.model,
             mesh,
             parallel=config.parallel,
@@ -330,7 +334,7 @@ class Trainer:
             compile=config.compile,
             compute_dtype=dtype,
         )
-        spec.materialize(self.model, device, config.run.seed)
+        materialize(self.model, device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
         self.precision = autocast(dtype, device) if mesh is None else nullcontext()

@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -185,6 +186,17 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             unreadable += number < len(lines) or text.endswith("\n")
     return found, unreadable
+
+
+def is_user_error(error: ValueError) -> bool:
+    """Return whether a `raise` statement of this package raised the error.
+
+    These tell a user what to change. Any other ValueError, such as one of torch or of an `int()`
+    that failed, is a bug, and its traceback is needed.
+    """
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    in_package = Path(origin.filename).is_relative_to(REPOSITORY / "torchtitan_diloco")
+    return in_package and (origin.line or "").startswith("raise ")
 
 
 GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")

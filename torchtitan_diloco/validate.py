@@ -13,32 +13,22 @@ from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import ValidationBatches
 from torchtitan_diloco.distributed.world import World, pick_device
-from torchtitan_diloco.export.saved_model import (
-    add_device_argument,
-    in_range,
-    open_saved,
-    run_command,
-    saved_model_parser,
-)
+from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, in_range, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = saved_model_parser(
-        "torchtitan_diloco.validate", "Print the loss and perplexity of a trained model."
-    )
+    parser = CommandParser("validate", "Print the loss and perplexity of a trained model.")
     add = parser.add_argument
     add("--corpus", help="as data.validation_corpus (default: what the run held out)")
     count = in_range(int, 1)
     add("--sequences", type=count, metavar="N", help="the first N (default: as many as the run)")
     add("--batch-size", type=count, metavar="N", help="sequences per batch (default: the run's)")
-    add_device_argument(parser)
+    parser.add_device()
     return run_command(_validate, parser, arguments)
 
 
-def _validate(options: argparse.Namespace) -> None:
-    device = pick_device(options.device, 0)
-    saved = open_saved(options.run, options.step, options.weights)
-    config = saved.config
+def _validate(saved: SavedModel, options: argparse.Namespace) -> None:
+    config, device = saved.config, pick_device(options.device, 0)
     data, length = config.data, config.training.sequence_length
     if options.corpus is not None:
         data = replace(data, validation_corpus=options.corpus)

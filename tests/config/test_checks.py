@@ -47,10 +47,6 @@ def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
             {"lr_schedule.decay_fraction": "0.5"},
             'decay_fraction = 0.5 has no effect with lr_schedule.decay = "cosine": it is for "wsd"',
         ),
-        (
-            {"diloco.fragments.layers_per_fragment": "0", "diloco.fragments.pattern": "balanced"},
-            "the whole model is one fragment",
-        ),
         ({"diloco.method": "none", "diloco.outer_optimizer.name": "sgd"}, None),
     ],
 )

@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,7 @@ from tests.export.test_weights import STREAMING, shared_parameters
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
 from torchtitan_diloco import generate, validate
-from torchtitan_diloco.components.checkpoint_schema import (
-    checkpoint_path,
-    read_manifest,
-)
+from torchtitan_diloco.components.checkpoint_schema import checkpoint_path
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.data.tokenizer import build_tokenizer, format_ranks
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
@@ -121,20 +117,22 @@ def test_another_run_starts_from_an_export(sharded: Path, tmp_path: Path) -> Non
 def test_the_parameters_of_each_worker(two_workers: Path) -> None:
     saved = tensors(checkpoint_path(two_workers, 16))
     shared = open_saved(two_workers, 16)
-    first, second = (open_saved(two_workers, 16, f"worker-{worker}") for worker in (0, 1))
-    for name, value in shared.tensors.items():
+    first, second = (
+        open_saved(two_workers, 16, f"worker-{worker}").model.state_dict() for worker in (0, 1)
+    )
+    for name, value in shared.model.state_dict().items():
         assert torch.equal(value, saved[f"shared/{shared_parameter_name(name)}"])
-        assert torch.equal(first.tensors[name], saved[f"worker-0/model/{name}"])
-        assert torch.equal(second.tensors[name], saved[f"worker-1/model/{name}"])
+        assert torch.equal(first[name], saved[f"worker-0/model/{name}"])
+        assert torch.equal(second[name], saved[f"worker-1/model/{name}"])
     name = "embedding.weight"
-    assert not torch.equal(first.tensors[name], second.tensors[name])
+    assert not torch.equal(first[name], second[name])
 
 
 def test_data_parallelism_has_one_set_of_parameters(corpus: Path) -> None:
     changes = {"diloco.method": "none", "checkpoint.every": 0}
     folder = Path(run(chosen(corpus, "parallel", **changes)))
     saved = tensors(checkpoint_path(folder, 24))
-    for name, value in open_saved(folder).tensors.items():
+    for name, value in open_saved(folder).model.state_dict().items():
         assert torch.equal(value, saved[f"worker-0/model/{name}"])
 
 
@@ -310,13 +308,5 @@ def test_another_tokenizer_is_refused(
             assert main([str(sharded), *more]) == 2
             expected = r"trained with another tokenizer than data.tokenizer = .*own.tiktoken"
             assert re.search(expected, capsys.readouterr().err)
-        path = tmp_path / "step-00000024"
-        shutil.copytree(checkpoint_path(sharded, 24), path)
-        unknown = replace(read_manifest(path), tokenizer="")
-        (path / "manifest.json").write_text(unknown.to_json())
-        write_ranks(ranks.parent, [b"word%d" % number for number in range(90)])
-        assert validate.main([str(path)]) == 2
-        expected = r"another model: embedding.weight is \(320, 32\) .*\(384, 32\).*Put back"
-        assert re.search(expected, capsys.readouterr().err)
     finally:
         ranks.write_bytes(before)

@@ -20,7 +20,7 @@ from torchtitan_diloco.config.schema import (
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.world import FSDP, join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
-from torchtitan_diloco.models.chinchilla.parallelize import materialize, parallelize
+from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 # Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, rows of 7 leave some none.
 TINY = Model(layers=3, width=36, heads=3, head_dim=12, feed_forward=50)

@@ -1,5 +1,7 @@
-"""python -m torchtitan_diloco.config > docs/configuration.md"""
+"""Write the tables of docs/configuration.md anew: python -m torchtitan_diloco.config"""
 
 from torchtitan_diloco.config.reference import markdown
+from torchtitan_diloco.utils import REPOSITORY
 
-print(markdown(), end="")
+page = REPOSITORY / "docs" / "configuration.md"
+page.write_text(markdown(page.read_text(encoding="utf-8")), encoding="utf-8")

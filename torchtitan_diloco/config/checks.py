@@ -77,9 +77,8 @@ def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:
 def unused_settings(config: Config) -> Iterator[str]:
     """Yield one line for each changed setting that has no effect beside the others."""
     defaults, chosen = flat_settings(Config()), flat_settings(config)
-    streaming = config.diloco.method != "none"
     for key, (decider, values) in READ_WITH.items():
-        if key.startswith("diloco.") and not streaming:
+        if key.startswith("diloco.") and config.diloco.method == "none":
             continue
         if chosen[key] != defaults[key] and chosen[decider] not in values:
             yield (
@@ -87,13 +86,6 @@ def unused_settings(config: Config) -> Iterator[str]:
                 f"{decider} = {format_value(chosen[decider])}: it is for "
                 + " and ".join(map(format_value, values))
             )
-    fragments = config.diloco.fragments
-    whole = streaming and fragments.layers_per_fragment == 0
-    if whole and fragments.pattern in ("sequential", "balanced"):
-        yield (
-            f'diloco.fragments.pattern = "{fragments.pattern}" has no effect with '
-            "diloco.fragments.layers_per_fragment = 0: the whole model is one fragment"
-        )
 
 
 def run_warnings(config: Config, total_steps: int) -> list[str]:

@@ -61,9 +61,7 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
 def parse_config(toml_text: str, origin: str) -> Config:
     """Parse what `to_toml` wrote. Missing settings, which are newer, have their defaults."""
     mistakes: list[str] = []
-    table = _parse_toml(toml_text, origin)
-    unknown = "is a setting that this version does not have: use the version that saved it"
-    settings = _valid_settings(table, origin, mistakes, unknown)
+    settings = _valid_settings(_parse_toml(toml_text, origin), origin, mistakes)
     if mistakes:
         raise ConfigError(mistakes)
     return _build(settings)
@@ -112,21 +110,17 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
 
     If it is extended by `child`, the path is relative to the folder of `child`.
     """
-    try:
-        given = Path(name_or_path).expanduser()
-        candidates = [given if child is None else child.parent / given]
-        if len(given.parts) == 1:
-            candidates += [CONFIGS_FOLDER / given, CONFIGS_FOLDER / f"{given}.toml"]
-        for candidate in candidates:
-            if candidate.is_file():
-                return candidate
-        reason = "is not a regular file" if candidates[0].exists() else "no such file"
-    except (OSError, RuntimeError):  # such as a name that is too long, or the home of nobody
-        reason = "cannot be opened"
+    given = Path(name_or_path).expanduser()
+    candidates = [given if child is None else child.parent / given]
+    if len(given.parts) == 1:
+        candidates += [CONFIGS_FOLDER / given, CONFIGS_FOLDER / f"{given}.toml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
     names = shipped_configs()
-    nearest = difflib.get_close_matches(Path(name_or_path).stem, names, n=1)
+    nearest = difflib.get_close_matches(given.stem, names, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    reason = f"{reason}; {hint}train_configs/ has {', '.join(names) or 'no files'}"
+    reason = f"no such file; {hint}train_configs/ has {', '.join(names) or 'no files'}"
     origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])
 
@@ -161,7 +155,7 @@ def _read_file(
 def _parse_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError([f"{origin}: is not valid TOML: {error}"]) from None
 
 
@@ -174,20 +168,20 @@ def _parse_word(text: str, kind: Any) -> Any:
     is_bare_list = get_origin(kind) is tuple and not text.startswith("[")
     try:
         table = tomli.loads(f"value = [{text}]" if is_bare_list else f"value = {text}")
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
     return table["value"] if len(table) == 1 else text
 
 
 def _valid_settings(
-    table: Mapping[str, Any], origin: str, mistakes: list[str], unknown: str = ""
+    table: Mapping[str, Any], origin: str, mistakes: list[str]
 ) -> dict[str, Setting]:
     """Return the valid settings of a table, and add what is wrong with others to `mistakes`."""
     settings: dict[str, Setting] = {}
     for key, value in flatten(table):
         try:
             if key not in TYPES:
-                raise ValueError(unknown or _why_unknown(key))
+                raise ValueError(_why_unknown(key))
             settings[key] = Setting(convert(value, TYPES[key]), origin)
         except ValueError as error:
             mistakes.append(_mistake(origin, key, value, str(error)))
@@ -227,25 +221,17 @@ def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, 
 
 
 def _why_unknown(key: str) -> str:
-    """Suggest a key that is spelled alike or has the same name, or list the keys of the section."""
-    section = key if key in SECTIONS else key.rpartition(".")[0]
-    if section != key:
-        same_name = [known for known in TYPES if known.endswith(f".{key.rpartition('.')[2]}")]
-        candidates = TYPES if section in SECTIONS else [*TYPES, *SECTIONS]
-        meant = difflib.get_close_matches(key, candidates, n=1, cutoff=0.8)
-        meant = meant or difflib.get_close_matches(key, same_name, n=1, cutoff=0)
-        if meant:
+    """Suggest a key that is spelled alike, or one of the same name in another section."""
+    if key in SECTIONS:
+        return "is a section: set one of its keys"
+    same_name = [known for known in TYPES if known.endswith(f".{key.rpartition('.')[2]}")]
+    for candidates, cutoff in ((TYPES, 0.8), (same_name, 0.0), (SECTIONS, 0.8)):
+        if meant := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
             return f"unknown key; did you mean {meant[0]}?"
-    names = [known.rpartition(".")[2] for known in TYPES if known.rpartition(".")[0] == section]
-    if names:
-        return f"is not a setting; [{section}] has {', '.join(names)}"
-    return "unknown section or key; `./run_train.sh --help` lists all keys"
+    return "unknown key; `./run_train.sh --help` lists all keys"
 
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
     """Describe a mistake, with the value shortened to 80 characters. Tables are not shown."""
-    try:
-        shown = "" if value is None or isinstance(value, dict) else f" = {format_value(value)}"
-    except ValueError:  # Python does not print integers of more than 4300 digits
-        shown = ""
+    shown = "" if value is None or isinstance(value, dict) else f" = {format_value(value)}"
     return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"

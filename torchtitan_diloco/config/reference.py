@@ -26,31 +26,7 @@ usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key VALUE ...] [--print
 
 train_configs/ has {configs}"""
 
-INTRODUCTION = """\
-# Configuration
-
-<!-- Generated: python -m torchtitan_diloco.config > docs/configuration.md -->
-
-Every setting of a run is a key of a TOML file, and an option of the command line:
-
-```text
-./run_train.sh --config 1b                              # train_configs/1b.toml
-./run_train.sh --config mine.toml --training.steps 100
-./run_train.sh --config mine.toml --print-config        # print all settings, do not train
-```
-
-- The command line takes precedence over the TOML file, and the file over the defaults below.
-- `extends = "1b.toml"` in the first line inherits the settings of another file, beside this one or
-  in `train_configs/`. The file then lists only what differs.
-- Unknown keys, wrong types, values out of range and contradictions stop the run before it starts.
-  All of them are listed, each with the file that it comes from.
-- Integers may be written as `25e9`. Lists are `[0, 1]` in TOML and `0,1` on the command line.
-- `none` on the command line removes a value that the file sets, if the default is "not set".
-- The length of a run is one of `training.steps`, `training.tokens` and
-  `training.tokens_per_parameter`. One of them on the command line replaces that of the file.
-- A run saves its settings as `config.toml` in its folder. To start the same run again:
-  `./run_train.sh --config outputs/.../config.toml`.
-"""
+GENERATED = "<!-- Generated from here on: python -m torchtitan_diloco.config -->\n"
 
 
 def help_text(shipped_configs: Sequence[str]) -> str:
@@ -60,13 +36,15 @@ def help_text(shipped_configs: Sequence[str]) -> str:
         lines += ["", f"[{name}] {summary}"]
         for key, values, default, text in rows:
             lines.append(f"  --{key}  ({values}; default: {default})")
-            lines += textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines.append(
+                textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            )
     return "\n".join(lines)
 
 
-def markdown() -> str:
-    """Return the text of docs/configuration.md."""
-    lines = [INTRODUCTION]
+def markdown(page: str) -> str:
+    """Return the text of docs/configuration.md with its generated part written anew."""
+    lines = [page.partition(GENERATED)[0] + GENERATED]
     for name, summary, rows in sections():
         lines += [
             f"## [{name}]\n",

@@ -138,7 +138,7 @@ class Training:
 class Optimizer:
     """Inner optimizer (AdamW)."""
 
-    lr: Annotated[float, Meta(gt=0)] = 4e-4
+    lr: Annotated[float, Meta(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay rate of the first moment."""

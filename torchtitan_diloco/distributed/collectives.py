@@ -34,15 +34,21 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
 
 
 def on_first_rank(world: World, task: Callable[[], Value]) -> Value:
-    """Run `task` on rank 0 and return its result, or raise its ValueError, on every rank."""
+    """Run `task` on rank 0 and return its result, or raise its ValueError, on every rank.
+
+    Rank 0 raises the error itself, so that its traceback is not lost.
+    """
     outcome: list[Any] = [None, ""]
+    failure: ValueError | None = None
     if world.is_first:
         try:
             outcome[0] = task()
         except ValueError as error:
-            outcome[1] = str(error) or repr(error)
+            failure, outcome[1] = error, str(error) or repr(error)
     if world.control is not None:
         dist.broadcast_object_list(outcome, src=0, group=world.control)
+    if failure is not None:
+        raise failure
     if outcome[1]:
         raise ValueError(outcome[1])
     result: Value = outcome[0]

@@ -12,19 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config import to_toml
-from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.export.hugging_face import save_hugging_face
-from torchtitan_diloco.export.saved_model import (
-    SavedModel,
-    find_checkpoint,
-    open_saved,
-    run_command,
-    saved_model_parser,
-)
-from torchtitan_diloco.export.weights import check_has_no_weights, write_weights
+from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
+from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = ("float32", "shared")
@@ -32,26 +26,18 @@ RANKS_NAME = "tokenizer.tiktoken"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = saved_model_parser(
-        "torchtitan_diloco.export", "Write a trained model as a folder of weights."
-    )
+    parser = CommandParser("export", "Write a trained model as a folder of weights.")
     add = parser.add_argument
-    add(
-        "--format",
-        choices=("safetensors", "hf"),
-        default="safetensors",
-        help="safetensors: for another run (default); hf: for transformers",
-    )
+    formats = "safetensors: for another run (default); hf: for transformers"
+    add("--format", choices=("safetensors", "hf"), default="safetensors", help=formats)
     add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
     add("--out", type=Path, help="folder to write (default RUN/export/step-...-FORMAT)")
     return run_command(_export, parser, arguments)
 
 
-def _export(options: argparse.Namespace) -> None:
-    path = find_checkpoint(options.run, options.step)
-    folder = options.out.expanduser() if options.out else _default_folder(path, options)
-    check_has_no_weights(folder)
-    saved, dtype = open_saved(path, weights=options.weights), DTYPES[options.dtype]
+def _export(saved: SavedModel, options: argparse.Namespace) -> None:
+    folder = options.out.expanduser() if options.out else _default_folder(saved.path, options)
+    dtype = DTYPES[options.dtype]
     try:
         if options.format == "hf":
             save_hugging_face(folder, saved.model, saved.tokenizer, dtype)
@@ -61,7 +47,7 @@ def _export(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
         ) from error
-    count = sum(value.numel() for value in saved.tensors.values())
+    count = saved.model.parameter_counts()["total"]
     print(f"{saved}: {count:,} parameters in {options.dtype}, in {folder}")
 
 
@@ -75,7 +61,6 @@ def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
 
 def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
     """Write the weights under our names, and the settings and tokenizer that belong to them."""
-    folder.mkdir(parents=True, exist_ok=True)
     config, tokenizer = saved.config, saved.tokenizer
     config = replace(  # without the settings that belong to one run
         config,
@@ -84,28 +69,28 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         model=replace(config.model, weights=""),
         checkpoint=replace(config.checkpoint, resume="auto"),
     )
-    spec = config.data.tokenizer
-    is_file = spec.endswith(".tiktoken")
-    if is_file:
-        copy = folder / RANKS_NAME
-        shutil.copyfile(Path(spec).expanduser(), copy)
-        config = replace(config, data=replace(config.data, tokenizer=str(copy.absolute())))
-    write_whole(folder / "config.toml", to_toml(config).encode())
     info = {
-        "tokenizer": spec,
-        "file": RANKS_NAME if is_file else None,
+        "tokenizer": tokenizer.name,
+        "file": RANKS_NAME if tokenizer.name.endswith(".tiktoken") else None,
         "vocab_size": tokenizer.vocab_size,
         "fingerprint": tokenizer.fingerprint,
         "end_of_document": tokenizer.end_of_document,
     }
-    write_whole(folder / "tokenizer-info.json", (json.dumps(info, indent=2) + "\n").encode())
-    tensors = {name: value.to(dtype) for name, value in saved.tensors.items()}
     metadata = {
+        "format": "pt",  # transformers refuses a file that does not name its framework
         "producer": f"torchtitan_diloco {__version__}",
         "step": str(saved.step),
         "weights": saved.weights,
     }
-    write_weights(folder, tensors, metadata)
+    tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
+    with new_folder(folder) as incomplete:
+        if info["file"]:
+            shutil.copyfile(Path(tokenizer.name).expanduser(), incomplete / RANKS_NAME)
+            ranks = str((folder / RANKS_NAME).absolute())
+            config = replace(config, data=replace(config.data, tokenizer=ranks))
+        (incomplete / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (incomplete / "tokenizer-info.json").write_text(json.dumps(info, indent=2) + "\n")
+        save_file(tensors, incomplete / WEIGHTS_NAME, metadata)
 
 
 if __name__ == "__main__":

@@ -1,83 +1,76 @@
-"""Folder for transformers: configuration, tokenizer, source of the model, and weights.
+"""Folder for transformers: weights, configuration, tokenizer, and the source of the model.
 
-transformers does not know our decoder, so the folder contains its source (remote_code/). The
-weights keep their names; the embedding is stored once and is the output matrix too.
+transformers does not know our decoder, so the folder contains its source (remote_code/).
 """
 
-import importlib.resources
-import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_diloco import __version__
-from torchtitan_diloco.data.files import write_whole
 from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from torchtitan_diloco.data.train_tokenizer import byte_characters
-from torchtitan_diloco.export.weights import check_has_no_weights, write_weights
+from torchtitan_diloco.export.weights import new_folder
+from torchtitan_diloco.models import LanguageModel
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.utils import install_command
 
-SOURCE = "modeling_chinchilla"
-
 
 def save_hugging_face(
-    folder: Path, model: Decoder, tokenizer: Tokenizer, dtype: torch.dtype
+    folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
     """Write a folder that `from_pretrained(folder, trust_remote_code=True)` loads."""
     assert tokenizer.vocab_size <= model.vocab_size
-    check_has_no_weights(folder)
-    converted = convert_tokenizer(tokenizer)
-    from huggingface_hub import save_torch_state_dict  # transformers requires it
+    converted_tokenizer = _fast_tokenizer(convert_tokenizer(tokenizer), model.sequence_length)
+    from transformers import GenerationConfig
 
-    folder.mkdir(parents=True, exist_ok=True)
-    _fast_tokenizer(converted, model.sequence_length).save_pretrained(folder)
-    remote_code = importlib.resources.files("torchtitan_diloco.export") / "remote_code"
-    write_whole(folder / f"{SOURCE}.py", (remote_code / f"{SOURCE}.py").read_bytes())
+    converted = CONVERSIONS[model.config.name](model).to(dtype)
     special = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
     )
+    converted.config.update(special)
     # Nothing has trained the rows of the embedding that have no token.
     unused = list(range(tokenizer.vocab_size, model.vocab_size))
-    generation_config = special | ({"suppress_tokens": unused} if unused else {})
-    for name, content in {
-        "generation_config.json": generation_config,
-        "config.json": special | _model_config(model, dtype),
-    }.items():
-        write_whole(folder / name, (json.dumps(content, indent=2) + "\n").encode())
-    tensors = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    metadata = {"producer": f"torchtitan_diloco {__version__}"}
-    write_weights(folder, tensors, metadata, save=save_torch_state_dict)
+    converted.generation_config = GenerationConfig(**special, suppress_tokens=unused or None)
+    with new_folder(folder) as incomplete:
+        converted_tokenizer.save_pretrained(incomplete)
+        converted.save_pretrained(incomplete, max_shard_size="5GB")
 
 
-def _model_config(model: Decoder, dtype: torch.dtype) -> dict[str, Any]:
+def _convert_chinchilla(model: Decoder) -> Any:
+    from torchtitan_diloco.export.remote_code import modeling_chinchilla as remote_code
+
     shape, config = model.shape, model.config
-    return {
-        "architectures": ["ChinchillaForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{SOURCE}.ChinchillaConfig",
-            "AutoModelForCausalLM": f"{SOURCE}.ChinchillaForCausalLM",
-        },
-        "model_type": "chinchilla",
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.sequence_length,
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.width,
-        "num_attention_heads": shape.heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.feed_forward,
-        "norm": config.norm,
-        "qk_norm": config.qk_norm,
-        "positions": config.positions,
-        "rotary_base": config.rotary_base,
-        "activation": config.activation,
-        "tie_word_embeddings": True,
-        # the key that old and new versions of transformers read
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+    remote_config = remote_code.ChinchillaConfig(
+        vocab_size=model.vocab_size,
+        max_position_embeddings=model.sequence_length,
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.feed_forward,
+        norm=config.norm,
+        qk_norm=config.qk_norm,
+        positions=config.positions,
+        rotary_base=config.rotary_base,
+        activation=config.activation,
+    )
+    with torch.device("meta"):
+        converted = remote_code.ChinchillaForCausalLM(remote_config)
+    # The parameters have the same names there. Only lm_head, which is tied, is not among ours.
+    converted.load_state_dict(model.state_dict(), strict=False, assign=True)
+    converted.tie_weights()
+    # `save_pretrained` then copies the source of the model.
+    remote_code.ChinchillaConfig.register_for_auto_class()
+    remote_code.ChinchillaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    return converted
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {"chinchilla": _convert_chinchilla}
+"""Family -> function that returns its model as one of transformers."""
 
 
 def _fast_tokenizer(converted: Any, max_length: int) -> Any:

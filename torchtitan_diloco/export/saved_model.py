@@ -1,4 +1,4 @@
-"""Opening a checkpoint as a whole model in fp32, with its tokenizer and settings.
+"""Opening a checkpoint as a whole model in fp32, and what the commands that do so share.
 
 The settings are those in the checkpoint's manifest, not in the run's config.toml: a resumed run may
 have changed them, and the manifest stays with the folder of the checkpoint.
@@ -10,10 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-import torch
-from torch import Tensor
+from typing import Any, NoReturn
 
 from torchtitan_diloco.components.checkpoint_schema import (
     MANIFEST,
@@ -27,21 +24,21 @@ from torchtitan_diloco.components.checkpoint_schema import (
     step_of,
     worker_folder,
 )
-from torchtitan_diloco.components.resume import read_tensors, saved_tensors
+from torchtitan_diloco.components.resume import read_tensors
 from torchtitan_diloco.components.run_plan import vocabulary_rows
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.corpus import open_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
-from torchtitan_diloco.models import MODELS
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.utils import is_user_error
 
 
 @dataclass(frozen=True)
 class SavedModel:
     config: Config
     """Settings that the checkpoint was saved with."""
-    model: Decoder
+    model: LanguageModel
     tokenizer: Tokenizer
     step: int
     path: Path
@@ -49,67 +46,9 @@ class SavedModel:
     weights: str
     """`shared` or `worker-K`."""
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
     def __str__(self) -> str:
         which = "shared parameters" if self.weights == SHARED else self.weights
         return f"{self.path}, step {self.step}, {which}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)  # which `run_command` prints
-
-
-def saved_model_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """Create a parser with the arguments of `open_saved`."""
-    parser = _Parser(prog=f"python -m {module}", description=description)
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
-    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
-    add(
-        "--weights",
-        default=SHARED,
-        metavar="WHICH",
-        help="shared: the parameters that all workers share (default); worker-K: worker K's own",
-    )
-    return parser
-
-
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    choices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", choices=choices, default="auto", help="default auto: a GPU")
-
-
-def in_range(
-    kind: Callable[[str], float], low: float, high: float = math.inf
-) -> Callable[[str], float]:
-    """Return the type of an argument from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            wanted = f"a number from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
-        return value
-
-    return parse
-
-
-def run_command(
-    command: Callable[[argparse.Namespace], None],
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-) -> int:
-    """Run a command and return its exit status. A mistake is a line on stderr and status 2."""
-    try:
-        command(parser.parse_args(arguments))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> SavedModel:
@@ -124,8 +63,7 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
     tokenizer = open_tokenizer(config.data)
     check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
-    with torch.device("meta"):
-        model = MODELS[config.model.name].build(config.model, rows, config.training.sequence_length)
+    model = build_model(config.model, rows, config.training.sequence_length)
     model.to_empty(device="cpu").requires_grad_(False).eval()
     _load(model, path, manifest, weights)
     return SavedModel(config, model, tokenizer, manifest.step, path, weights)
@@ -150,29 +88,71 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     return found[max(found) if step is None else step]
 
 
-def _load(model: Decoder, path: Path, manifest: Manifest, weights: str) -> None:
-    """Read the parameters from the folders of a checkpoint."""
-    folders: dict[str, Callable[[str], str]] = {}
-    if weights == SHARED and manifest.outer:
-        folders[SHARED] = shared_parameter_name
-    # Parameters that are frozen or have no outer loop are the same in all workers.
-    folders[worker_folder(0) if weights == SHARED else weights] = lambda name: MODEL + name
-    missing = {name: value.detach() for name, value in model.named_parameters()}
-    for folder, key in folders.items():
-        if not missing:
-            break
-        files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
-        if damaged := damage(path, manifest, files):
-            raise ValueError(damaged)
-        known = saved_tensors(path / folder)
-        found = {name: value for name, value in missing.items() if key(name) in known}
-        for name, value in found.items():
-            if known[key(name)].size != value.shape:
-                raise ValueError(
-                    f"{path} is of another model: {name} is {tuple(known[key(name)].size)} there, "
-                    f"and {tuple(value.shape)} with its settings and tokenizer. Put back the "
-                    "tokenizer that the run was trained with"
-                )
-        read_tensors(path / folder, {key(name): value for name, value in found.items()})
-        missing = {name: value for name, value in missing.items() if name not in found}
-    assert not missing, f"{path} has no {', '.join(missing)}"
+def _load(model: LanguageModel, path: Path, manifest: Manifest, weights: str) -> None:
+    """Read the parameters from their folder of a checkpoint."""
+    folder = weights
+    if weights == SHARED and not manifest.outer:  # without an outer loop all workers have the same
+        folder = worker_folder(0)
+    files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
+    if damaged := damage(path, manifest, files):
+        raise ValueError(damaged)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
+        tensors[saved_name] = parameter.detach()
+    read_tensors(path / folder, tensors)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser with the arguments that say which model to open."""
+
+    def __init__(self, module: str, description: str) -> None:
+        super().__init__(prog=f"python -m torchtitan_diloco.{module}", description=description)
+        add = self.add_argument
+        add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+        add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")
+        which = "shared: the parameters that all workers share (default); worker-K: worker K's own"
+        add("--weights", default=SHARED, metavar="WHICH", help=which)
+
+    def add_device(self) -> None:
+        devices = ("auto", "cpu", "cuda")
+        self.add_argument("--device", choices=devices, default="auto", help="default auto: a GPU")
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)  # which `run_command` prints
+
+
+def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -> Any:
+    """Return the type of an argument from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            wanted = f"a number from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
+        return value
+
+    return parse
+
+
+def run_command(
+    command: Callable[[SavedModel, argparse.Namespace], None],
+    parser: CommandParser,
+    arguments: Sequence[str] | None,
+) -> int:
+    """Open the model, run the command, and return its exit status.
+
+    A mistake is a line on stderr and status 2.
+    """
+    try:
+        options = parser.parse_args(arguments)
+        command(open_saved(options.run, options.step, options.weights), options)
+    except ValueError as error:
+        if not is_user_error(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

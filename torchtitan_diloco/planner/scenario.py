@@ -10,7 +10,6 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from torchtitan_diloco.components.run_plan import INNER_BYTES, plan_run
@@ -23,7 +22,7 @@ from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
-from torchtitan_diloco.models import MODELS
+from torchtitan_diloco.models import build_model
 from torchtitan_diloco.planner.prediction import (
     Conditions,
     Payload,
@@ -69,15 +68,14 @@ class Workload:
     def of(config: Config, vocabulary: int) -> "Workload":
         length, workers = config.training.sequence_length, config.diloco.workers
         ranks = max(1, config.parallel.fsdp)
-        with torch.device("meta"):
-            model = MODELS[config.model.name].build(config.model, vocabulary, length)
+        model = build_model(config.model, vocabulary, length)
         counts = model.parameter_counts()
         plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
         return Workload(
             model,
             plan.parameters,
             plan.embedding_parameters,
-            model.shape.layers,
+            len(model.blocks),
             model.flops_per_token(length) * plan.tokens_per_step / workers,
             plan.tokens_per_step,
             plan.total_steps,

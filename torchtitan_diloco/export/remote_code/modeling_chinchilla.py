@@ -194,16 +194,11 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
             past_key_values = DynamicCache()
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         length = x.shape[1]
-        if attention_mask is not None and attention_mask.shape[1:] != (past + length,):
-            raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}; give [batch, "
-                f"{past + length}]: {past} positions in the cache and {length} new ones"
-            )
         if position_ids is None:
             position_ids = self._position_ids(attention_mask, past, length, x.device)
         rotary = None
         if self.positions is not None:
-            x = x + self._learned_positions(position_ids, past + length)
+            x = x + self.positions(position_ids)
         else:
             rotary = rotary_angles(position_ids, self.config.head_dim, self.config.rotary_base)
         mask = build_mask(attention_mask, past, length, x.device)
@@ -234,14 +229,3 @@ class ChinchillaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
         if attention_mask is None:
             return torch.arange(past, past + length, device=device)[None]
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-
-    def _learned_positions(self, position_ids: Tensor, total: int) -> Tensor:
-        assert self.positions is not None
-        rows = self.config.max_position_embeddings
-        if total > rows and int(position_ids.max()) >= rows:
-            raise ValueError(
-                f"{int(position_ids.max()) + 1} tokens are more than the {rows} positions that "
-                f"this model has learned: give at most {rows}, prompt and new tokens together"
-            )
-        out: Tensor = self.positions(position_ids)
-        return out

@@ -1,9 +1,6 @@
-"""A Chinchilla-style decoder for a single device. parallelize.py applies parallelism from
-outside."""
+"""A Chinchilla-style decoder."""
 
-import hashlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.models.base import Head, LanguageModel
 from torchtitan_diloco.models.chinchilla.flavors import Shape, resolve_shape
 
 Rotary = tuple[Tensor, Tensor]
-Head = Callable[[Tensor, Tensor], Any]
-"""Called with the last hidden states [batch, length, width] and the output matrix [vocabulary,
-width]."""
-
-Write = Callable[[Tensor, Tensor], Any]
-"""Stores an initial value: called with a parameter and its value."""
 
 EMBEDDING_STD = 0.02
 
@@ -105,14 +97,12 @@ class Block(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
-    """Decoder with tied embeddings. Returns the logits of tokens [batch, length], or what `head`
-    makes of the last hidden states and the output matrix."""
+class Decoder(LanguageModel):
+    """Decoder with tied embeddings."""
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
-        super().__init__()
-        self.config, self.shape = config, resolve_shape(config)
-        self.vocab_size, self.sequence_length = vocab_size, sequence_length
+        super().__init__(config, vocab_size, sequence_length)
+        self.shape: Shape = resolve_shape(config)
         self.embedding = nn.Embedding(vocab_size, self.shape.width)
         self.positions: nn.Embedding | None = None
         if config.positions == "learned":
@@ -142,20 +132,7 @@ class Decoder(nn.Module):
                 cos, sin = self._rotary = rotary_table(length, self.shape.head_dim, base, device)
         return cos[:length], sin[:length]
 
-    @torch.no_grad()
-    def init_weights(self, seed: int, write: Write = Tensor.copy_) -> None:
-        """Initialize the parameters. Values depend on the seed and on the parameter's name only,
-        not on the order of the parameters or on how they are sharded."""
-        for name, parameter in self.named_parameters():
-            value = torch.ones(parameter.shape, device=parameter.device)
-            if parameter.dim() > 1:
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator(parameter.device)
-                generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-                value.normal_(0.0, self._init_std(name, parameter), generator=generator)
-            write(parameter, value)
-
-    def _init_std(self, name: str, parameter: Tensor) -> float:
+    def initial_std(self, name: str, parameter: Tensor) -> float:
         if name.startswith(("embedding", "positions")):
             return EMBEDDING_STD
         std = 1 / math.sqrt(parameter.shape[1])
@@ -163,14 +140,11 @@ class Decoder(nn.Module):
         return std / math.sqrt(2 * self.shape.layers) if adds_to_residual else std
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of all parameters, the tied matrix once, and of those in embeddings."""
-        total = sum(parameter.numel() for parameter in self.parameters())
+        total = sum(parameter.numel() for parameter in self.parameters())  # the tied matrix once
         embedding = self.embedding.weight.numel() + self._position_parameters()
         return {"total": total, "embedding": embedding}
 
     def flops_per_token(self, length: int) -> int:
-        """Return the operations of one token's forward and backward pass, counted as in PaLM: 6 per
-        weight in a matrix product and 12 x layers x heads x head_dim x length for attention."""
         weights = self.parameter_counts()["total"] - self._position_parameters()
         shape = self.shape
         return 6 * weights + 12 * shape.layers * shape.heads * shape.head_dim * length

@@ -1,21 +1,18 @@
-"""Parallelism of the decoder, applied in this order: activation checkpointing, compile, FSDP2,
-weights."""
+"""Parallelism inside a worker, in this order: activation checkpointing, compile, FSDP2, weights."""
 
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan_diloco.config.schema import ActivationCheckpoint, Compile, Parallel
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.base import LanguageModel
 
 
 def parallelize(
-    model: Decoder,
+    model: LanguageModel,
     mesh: DeviceMesh | None,
     *,
     parallel: Parallel,
@@ -36,7 +33,7 @@ def parallelize(
         apply_fsdp(model, mesh, parallel, compute_dtype)
 
 
-def apply_activation_checkpoint(model: Decoder, config: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(model: LanguageModel, config: ActivationCheckpoint) -> None:
     """Recompute the activations of every block, or of every nth, in the backward pass."""
     every = 1 if config.mode == "full" else config.every
     for index, block in enumerate(model.blocks):
@@ -45,7 +42,7 @@ def apply_activation_checkpoint(model: Decoder, config: ActivationCheckpoint) ->
             block.forward = forward
 
 
-def apply_compile(model: Decoder) -> None:
+def apply_compile(model: LanguageModel) -> None:
     """Compile block by block: the blocks are alike, so one compilation serves all. Only `forward`
     is compiled, so that FSDP's hooks stay outside and parameters keep their names."""
     for block in model.blocks:
@@ -53,7 +50,7 @@ def apply_compile(model: Decoder) -> None:
 
 
 def apply_fsdp(
-    model: Decoder, mesh: DeviceMesh, parallel: Parallel, compute_dtype: torch.dtype
+    model: LanguageModel, mesh: DeviceMesh, parallel: Parallel, compute_dtype: torch.dtype
 ) -> None:
     """Shard every block, then the rest of the model."""
     several_ranks = mesh.size(-1) > 1
@@ -71,16 +68,7 @@ def apply_fsdp(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def materialize(model: Decoder, device: torch.device, seed: int) -> None:
-    """Move the model from the meta device to `device` and initialize it. The weights do not depend
-    on the number of processes."""
+def materialize(model: LanguageModel, device: torch.device, seed: int) -> None:
+    """Move the model from the meta device to `device` and initialize it."""
     model.to_empty(device=device)
-    model.init_weights(seed, write=_write_shard)
-
-
-def _write_shard(parameter: Tensor, value: Tensor) -> None:
-    """Keep this rank's shard of a value, which all ranks have made in full: nothing is sent."""
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-    parameter.copy_(value)
+    model.init_weights(seed)

@@ -1,0 +1,97 @@
+"""A family that derives from LanguageModel and is in MODELS can be trained, planned and used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.components.test_resume import run
+from tests.processes import ProcessPool
+from tests.test_trainer import curve, records, settings
+from torchtitan_diloco import generate, validate
+from torchtitan_diloco.config import load_config
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.diloco.fields import setting_types
+from torchtitan_diloco.export import __main__ as export
+from torchtitan_diloco.export.hugging_face import CONVERSIONS
+from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.models import MODELS, LanguageModel
+from torchtitan_diloco.models.base import Head
+from torchtitan_diloco.planner.scenario import Workload
+
+
+class Mixer(LanguageModel):
+    """A stack of gated causal means with a head of its own."""
+
+    def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
+        super().__init__(config, vocab_size, sequence_length)
+        width = config.width or 16
+        self.shape = f"{config.layers} means of {width}"
+        self.embed = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(Mean(width) for _ in range(config.layers or 2))
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return head(hidden, self.head.weight)
+
+    def initial_std(self, name: str, parameter: Tensor) -> float:
+        return 0.02 if name == "embed.weight" else float(parameter.shape[1]) ** -0.5
+
+    def parameter_counts(self) -> dict[str, int]:
+        total = sum(parameter.numel() for parameter in self.parameters())
+        return {"total": total, "embedding": self.embed.weight.numel()}
+
+    def flops_per_token(self, length: int) -> int:
+        counts = self.parameter_counts()
+        return 6 * (counts["total"] - counts["embedding"]) + length
+
+
+class Mean(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(1, x.shape[1] + 1, device=x.device).unsqueeze(1)
+        mixed: Tensor = x + torch.tanh(self.gate(x)) * x.cumsum(dim=1) / positions
+        return mixed
+
+
+def run_mixer(chosen: dict[str, str]) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(MODELS, "chinchilla", Mixer)
+        return str(run(chosen))
+
+
+def test_a_new_family_trains_in_shards_and_its_checkpoint_is_used(
+    text: Path,
+    processes: ProcessPool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    streaming = {"diloco.method": "streaming", "diloco.sync_every": 4}
+    streaming |= {"diloco.fragments.layers_per_fragment": 1, "checkpoint.at_end": "true"}
+    streaming |= {"activation_checkpoint.mode": "full"}
+    chosen = settings(text, **streaming)
+    (folder, *_) = processes.run(run_mixer, 2, chosen)
+    losses = curve(records(Path(folder)), "validation/loss_nats_per_token_global")
+    assert losses[-1] < losses[0]
+
+    monkeypatch.setitem(MODELS, "chinchilla", Mixer)
+    assert isinstance(open_saved(Path(folder)).model, Mixer)
+    assert validate.main([folder, "--device", "cpu"]) == 0
+    assert f"loss {losses[-1]:.4f}" in capsys.readouterr().out
+    assert generate.main([folder, "--tokens", "3", "--device", "cpu"]) == 0
+    assert export.main([folder]) == 0
+    load = Workload.of(load_config("debug", chosen), vocabulary=320)
+    assert (load.layers, len(load.gradient_buckets())) == (2, 3)
+
+
+def test_every_family_has_a_name_in_the_settings_and_a_conversion() -> None:
+    assert set(setting_types(Model)["name"].__args__) == set(MODELS) == set(CONVERSIONS)
