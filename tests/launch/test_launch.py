@@ -2,14 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchtitan_diloco.launch import describe_failures, main
+from torchtitan_diloco.launch import _open_store, describe_failures, main
 from torchtitan_diloco.placement import (
     LaunchError,
     Node,
@@ -182,3 +184,46 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
             break
     assert "Traceback" not in process.stderr.read()
     assert process.wait() == -signal.SIGINT
+
+
+def test_the_store_listens_on_the_address_of_the_endpoint_only() -> None:
+    store = _open_store(Node(), timeout=10)
+    socket.create_connection(("127.0.0.1", store.port), timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=10)
+    # torchrun opens the store of this port again, and gets the same one.
+    again = TCPStore("127.0.0.1", store.port, is_master=True, multi_tenant=True, world_size=1)
+    again.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_port_is_open_on_all_interfaces_if_the_endpoint_is_no_address_of_this_machine() -> None:
+    with Node(2, 0, "192.0.2.1:0").listen() as listener:  # an address for documentation
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_node_waits_for_a_store_in_which_it_has_not_been() -> None:
+    first = _open_store(Node(2, 0, "127.0.0.1:0"), timeout=10)
+    other = Node(2, 1, f"127.0.0.1:{first.port}")
+    assert _open_store(other, timeout=10).port == first.port
+    with pytest.raises(TimeoutError, match="still has the processes of an earlier start"):
+        _open_store(other, timeout=1)
+
+
+def test_the_limit_of_open_files_is_raised_and_its_approach_is_told_once() -> None:
+    code = """
+import os, resource
+from torchtitan_diloco.utils import check_open_files, raise_open_files_limit, start_logging
+start_logging(0, 1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
+raise_open_files_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+check_open_files()
+files = [os.dup(0) for _ in range(37)]
+check_open_files()
+check_open_files()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    limit, *warnings = run.stdout.splitlines()
+    assert limit == "50 50"
+    assert [line[:34] for line in warnings] == ["warning: 80% of the 50 files and c"]
