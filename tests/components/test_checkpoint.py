@@ -147,6 +147,15 @@ def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         due.append(saver.due_by_time())
     assert due == [False, False, False, True, False, False, False, True]
 
+    monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(written.wait(60)))
+    written = threading.Event()
+    saver.save(MANIFEST)
+    now[0] += 500
+    assert not saver.due_by_time()  # training would wait for the save under way
+    written.set()
+    saver.wait()
+    assert saver.due_by_time()
+
 
 def test_incomplete_folders_are_deleted_and_the_newest_kept(tmp_path: Path) -> None:
     copy = "step-00000005.bak"  # somebody's copy is no checkpoint of the run, and is kept
