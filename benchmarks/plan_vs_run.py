@@ -20,8 +20,7 @@ from typing import Any
 from benchmarks import core
 from benchmarks.slow_link_run import RESERVED, build_settings, length_settings, watch
 from torchtitan_diloco.planner.observed import conditions_from
-from torchtitan_diloco.planner.prediction import even_links
-from torchtitan_diloco.planner.scenario import predict_diloco
+from torchtitan_diloco.planner.prediction import predict
 
 METHOD = "streaming + overlap"
 GOODPUT = 1448 / 1514
@@ -80,11 +79,13 @@ def main() -> None:
         for rate in options.rates:
             run = finished_run(rate, settings, options.out / f"{name}-{rate:g}mbit")
             own = conditions_from(run["core.summary"]["observed"])
-            links = even_links(workers, rate * 1e6 * GOODPUT, known.links.latency_seconds)
             conditions = replace(
-                known, links=links, step_seconds=own.step_seconds, jitter=own.jitter
+                known,
+                bits_per_second=rate * 1e6 * GOODPUT,
+                step_seconds=own.step_seconds,
+                jitter=own.jitter,
             )
-            predicted = predict_diloco(run["fragments"], diloco, conditions, steps=options.steps)
+            predicted = predict(run["fragments"], diloco, conditions, steps=options.steps)
             expected = 100 * predicted.utilisation
             measured = run["core.summary"]["measured_utilisation_percent"]
             errors.append(expected - measured)

@@ -9,30 +9,29 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import tomli_w
-
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
-from torchtitan_diloco.config.schema import flat_settings
-from torchtitan_diloco.diloco.config import Fragments, Quantization
-from torchtitan_diloco.planner.paper import WIDE_GRID, PaperModel, paper_table
-from torchtitan_diloco.planner.prediction import Conditions, Links
+from torchtitan_diloco.config.schema import flat_settings, format_value
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Overlap, Quantization
+from torchtitan_diloco.planner.paper import PAPER_MODELS, PaperModel, paper_table
 from torchtitan_diloco.planner.units import (
-    format_bandwidth,
-    format_duration,
+    BANDWIDTHS,
     parse_bandwidth,
     parse_duration,
     parse_share,
+    quantity,
 )
 from torchtitan_diloco.utils import PEAK_BF16_FLOPS
 
 if TYPE_CHECKING:  # these import torch, which --help and --table do not need
-    from torchtitan_diloco.planner.choice import Plan
-    from torchtitan_diloco.planner.scenario import Scenario, Workload
+    from torchtitan_diloco.planner.prediction import Conditions, Workload
+    from torchtitan_diloco.planner.search import Plan
 
+PEAKS = {name.lower(): flops for name, flops in PEAK_BF16_FLOPS.items()}
 REMEDY = (
     "give --step-time (seconds of compute of one inner step), or --mfu with --device or "
     "--peak-tflops, or --probe to measure it"
@@ -48,19 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, settings = _parser().parse_known_args(arguments)
         _check_flags(options, settings)
         if options.table and options.config is None:
-            print(f"{_paper_line('nominal size', 100)}\n\n{paper_table()}")
+            _print_table(PAPER_MODELS, "nominal size", 100)
             return 0
         if options.config is None:
             raise ValueError("give a model: --config 1b, or --table alone for the paper's models")
         config = from_command_line(["--config", options.config, *settings])
-        if config is not None and options.table:
-            print(_table(options, config))
-        elif config is not None:  # None: --print-config was answered
-            _plan(options, config, settings)
+        if config is not None:  # None: --print-config was answered
+            _answer(options, config, settings)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _print_table(models: Sequence[PaperModel], size: str, sync_every: int) -> None:
+    assumed = "no embedding, no latency, no coding, any number of workers"
+    print(f"Paper's model ({assumed}) of {size}, H = {sync_every}; Gbit/s for a utilisation of\n")
+    print(paper_table(models, sync_every))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,18 +79,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    rates, seconds = _list_of(parse_bandwidth), _list_of(_seconds)
-    curves, toml = _output(".png", ".svg"), _output(".toml")
+    rates = _list_of(parse_bandwidth)
+    seconds = _list_of(partial(parse_duration, default_unit="s"))
     add = parser.add_argument
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
     add("--bandwidth", type=rates, help="of each worker, as in 2Gbit or 25MB/s; A,B,... for each")
     add("--upload", type=rates, help="where workers send at another rate than they receive")
-    add("--latency", type=parse_duration, default="0s", help="one way, half of ping, as in 30ms")
+    add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
     add_step = parser.add_mutually_exclusive_group().add_argument
     add_step("--step-time", type=seconds, help="compute of one inner step; A,B,... for each worker")
     add_step("--mfu", type=parse_share, help="in place of a step time: share of the peak, as 40%%")
     add_peak = parser.add_mutually_exclusive_group().add_argument
-    add_peak("--device", type=_peak_of, help="accelerator whose peak is known, as in H100")
+    add_peak("--device", type=str.lower, choices=PEAKS, help="accelerator whose peak is known")
     add_peak("--peak-tflops", type=float, help="bf16 peak of another accelerator")
     add("--jitter", type=parse_share, help="standard deviation of step times, as in 5%%")
     add("--coding", type=parse_bandwidth, help="fp32 bytes a rank codes in a second, as in 2GB/s")
@@ -96,44 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     add_run("--run", type=Path, help="take links and steps from a finished run")
     add("--utilisation", type=parse_share, default="95%", help="wanted utilisation (95%%)")
     add("--table", action="store_true", help="print the paper's table, or that of --config")
-    add("--plot", type=curves, help="draw utilisation over bandwidth (.png, .svg)")
-    add("--write", type=toml, help="write the recommended settings as a TOML")
+    add("--plot", type=Path, help="draw utilisation over bandwidth (.png, .svg)")
+    add("--write", type=Path, help="write the recommended settings as a TOML")
     return parser
 
 
 def _list_of(parse: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    return lambda text: tuple(parse(word.strip()) for word in text.split(","))
-
-
-def _seconds(text: str) -> float:
-    """Parse a duration, or a bare number of seconds."""
-    try:
-        return float(text)
-    except ValueError:
-        return parse_duration(text)
-
-
-def _peak_of(device: str) -> float:
-    known = {name.lower(): flops for name, flops in PEAK_BF16_FLOPS.items()}
-    if device.lower() not in known:
-        names = ", ".join(PEAK_BF16_FLOPS)
-        reason = f'"{device}" is not known: give one of {names}, or --peak-tflops'
-        raise argparse.ArgumentTypeError(reason)
-    return known[device.lower()]
-
-
-def _output(*suffixes: str) -> Callable[[str], Path]:
-    def check(text: str) -> Path:
-        path = Path(text)
-        if path.suffix not in suffixes:
-            reason = f'"{path}": give a name that ends in {" or ".join(suffixes)}'
-            raise argparse.ArgumentTypeError(reason)
-        if not path.parent.is_dir():
-            reason = f'"{path}": there is no folder {path.parent}; create it first'
-            raise argparse.ArgumentTypeError(reason)
-        return path
-
-    return check
+    return lambda text: tuple(parse(word) for word in text.split(","))
 
 
 def _check_flags(options: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -145,104 +117,28 @@ def _check_flags(options: argparse.Namespace, settings: Sequence[str]) -> None:
             raise ValueError(f"{word} is unknown: {hint}")
     if options.table and (options.plot or options.write or options.probe or options.run):
         raise ValueError("--table plans nothing: leave out --plot, --write, --probe and --run")
+    if options.upload and not options.bandwidth:
+        raise ValueError(
+            "--upload is given without --bandwidth: give the rate of receiving as well"
+        )
     if not 0 < options.utilisation < 1:
         raise ValueError(f"--utilisation {options.utilisation:.0%}: give a share below 100%")
+    for flag, path, suffixes in (
+        ("--plot", options.plot, (".png", ".svg")),
+        ("--write", options.write, (".toml",)),
+    ):
+        if path is not None and path.suffix not in suffixes:
+            raise ValueError(f'{flag} "{path}": give a name that ends in {" or ".join(suffixes)}')
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f'{flag} "{path}": there is no folder {path.parent}; create it first')
     if options.write is not None and options.write.exists():
         raise ValueError(f'--write "{options.write}" exists already: give another name')
-
-
-def _plan(options: argparse.Namespace, config: Config, settings: list[str]) -> None:
-    from torchtitan_diloco.planner.choice import choose
-    from torchtitan_diloco.planner.scenario import Scenario
-    from torchtitan_diloco.planner.text import plan_text
-
-    if config.diloco.workers == 1:
-        raise ValueError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
-    load = _workload(config)
-    steps, origin = _step_times(options, load)
-    conditions = _conditions(options, config, settings, steps)
-    if conditions is None:
-        print("probed; the first node prints the plan")
-        return
-    scenario = Scenario(
-        load,
-        conditions,
-        on_cpu=config.run.device == "cpu",
-        coding_bytes_per_second=options.coding and options.coding / 8,
-    )
-    plan = choose(scenario, config.diloco, options.utilisation)
-    print(plan_text(config.run.name, scenario, plan, origin))
-    if options.plot is not None:
-        _plot(options.plot, config.run.name, scenario, plan)
-        print(f"\nwrote {options.plot}")
-    if options.write is not None:
-        comment = (
-            f"Planned for {format_bandwidth(conditions.links.slowest)}, latency "
-            f"{format_duration(conditions.links.latency_seconds)} one way, steps of "
-            f"{format_duration(max(conditions.step_seconds))}: predicted utilisation "
-            f"{100 * plan.best.prediction.utilisation:.1f} %"
-        )
-        planned = replace(config, diloco=plan.best.diloco)
-        write_variant(options.write, options.config, planned, comment)
-        print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
-
-
-def _conditions(
-    options: argparse.Namespace,
-    config: Config,
-    settings: list[str],
-    steps: tuple[float, ...] | None,
-) -> Conditions | None:
-    """Return what is given, else what is measured. None on nodes that only take part in a probe."""
-    from torchtitan_diloco.planner.observed import conditions_of_run, probe
-
-    workers = config.diloco.workers
-    links = None
-    if options.bandwidth is not None:
-        down = _for_each(options.bandwidth, "--bandwidth", workers)
-        up = _for_each(options.upload or down, "--upload", workers)
-        links = Links(up, down, options.latency)
-    if options.probe:
-        measured = probe(["--config", options.config, *settings], config.diloco.overlap.delay)
-        if measured is None:
-            return None
-    elif options.run is not None:
-        measured = conditions_of_run(options.run)
-        if measured.workers != workers:
-            raise ValueError(
-                f"--run {options.run}: that run had {measured.workers} workers, and "
-                f"diloco.workers = {workers}: give a run of as many"
-            )
-    elif links is None:
-        raise ValueError(
-            "the links are not known: give --bandwidth, as in 2Gbit, 200Mbit/s or 25MB/s, or "
-            "--probe to measure them, or --run RUN to take those of a finished run"
-        )
-    else:
-        assert steps is not None
-        return Conditions(links, steps, jitter=options.jitter or 0.0)
-    jitter = options.jitter
-    if jitter is None:
-        jitter = measured.jitter if steps is None else 0.0
-    return replace(
-        measured,
-        links=links or measured.links,
-        step_seconds=steps or measured.step_seconds,
-        jitter=jitter,
-    )
-
-
-def _for_each(values: tuple[float, ...], flag: str, workers: int) -> tuple[float, ...]:
-    """Repeat one value for all workers, or check that there is one for each."""
-    if len(values) not in (1, workers):
-        raise ValueError(f"{flag} lists {len(values)} values: give one, or {workers}, one a worker")
-    return values * workers if len(values) == 1 else values
 
 
 def _workload(config: Config) -> "Workload":
     from torchtitan_diloco.components.run_plan import vocabulary_rows
     from torchtitan_diloco.data.corpus import open_tokenizer
-    from torchtitan_diloco.planner.scenario import Workload
+    from torchtitan_diloco.planner.prediction import Workload
 
     rows = config.model.vocab_size
     if rows is None:
@@ -260,72 +156,134 @@ def _step_times(
         if options.probe or options.run:
             return None, "measured"
         raise ValueError(f"the step time is not known: {REMEDY}")
-    peak = options.device or 1e12 * (options.peak_tflops or 0.0)
+    peak = PEAKS.get(options.device, 1e12 * (options.peak_tflops or 0.0))
     if not peak * options.mfu > 0:
-        names = ", ".join(PEAK_BF16_FLOPS)
         raise ValueError(
-            "--mfu above 0 needs a peak above 0: "
-            f"give either --device ({names}) or --peak-tflops, as in 989"
+            "--mfu above 0 needs a peak above 0: give either --device "
+            f"({', '.join(PEAK_BF16_FLOPS)}) or --peak-tflops, as in 989"
         )
     seconds = load.flops_per_step / (load.ranks * peak * options.mfu)
     origin = (
         f"{load.flops_per_step:.3g} FLOP / ({load.ranks} x {peak / 1e12:g} TFLOP/s x "
-        f"{100 * options.mfu:g} %) = {format_duration(seconds)}"
+        f"{100 * options.mfu:g} %) = {quantity(seconds, 's')}"
     )
     return (seconds,) * load.workers, origin
 
 
-def _paper_line(size: str, sync_every: int) -> str:
-    return (
-        "Paper's model (no embedding, no latency, no coding, any number of workers) of "
-        f"{size}, H = {sync_every}; Gbit/s for a utilisation of"
-    )
+def _for_each(values: tuple[float, ...], flag: str, workers: int) -> tuple[float, ...]:
+    """Repeat one value for all workers, or check that there is one for each."""
+    if len(values) not in (1, workers):
+        raise ValueError(f"{flag} lists {len(values)} values: give one, or {workers}, one a worker")
+    return values * workers if len(values) == 1 else values
 
 
-def _table(options: argparse.Namespace, config: Config) -> str:
+def _answer(options: argparse.Namespace, config: Config, settings: list[str]) -> None:
+    """Print the paper's table for the model, or a plan."""
+    from torchtitan_diloco.planner.search import choose, plan_text
+
     load = _workload(config)
     steps, origin = _step_times(options, load)
-    assert steps is not None
-    seconds = format_duration(max(steps))
-    name = f"{config.run.name}, {load.layers} layers, {seconds} a step"
-    model = PaperModel(name, load.layers, float(load.parameters), max(steps))
-    size = f"{load.parameters:,} parameters, steps of {seconds} ({origin})"
-    table = paper_table([model], config.diloco.sync_every, WIDE_GRID)
-    return f"{_paper_line(size, config.diloco.sync_every)}\n\n{table}"
+    if options.table:
+        assert steps is not None
+        seconds, parameters = quantity(max(steps), "s"), load.plan.parameters
+        name = f"{config.run.name}, {load.layers} layers, {seconds} a step"
+        model = PaperModel(name, load.layers, float(parameters), max(steps))
+        size = f"{parameters:,} parameters, steps of {seconds} ({origin})"
+        _print_table([model], size, config.diloco.sync_every)
+        return
+    if load.workers == 1:
+        raise ValueError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
+    conditions = _conditions(options, settings, config.diloco, steps, load.ranks)
+    if conditions is None:
+        print("probed; the first node prints the plan")
+        return
+    plan = choose(load, conditions, config.diloco, options.utilisation)
+    print(plan_text(config.run.name, load, conditions, plan, origin))
+    if options.plot is not None:
+        _plot(options.plot, config.run.name, load, conditions, plan)
+        print(f"\nwrote {options.plot}")
+    if options.write is not None:
+        comment = (
+            f"Planned for {quantity(conditions.bits_per_second, 'bit/s')}, latency "
+            f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
+            f"{quantity(max(conditions.step_seconds), 's')}: predicted utilisation "
+            f"{100 * plan.best.prediction.utilisation:.1f} %"
+        )
+        planned = replace(config, diloco=plan.best.diloco)
+        write_variant(options.write, options.config, planned, comment)
+        print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
 
 
-def _plot(path: Path, name: str, scenario: "Scenario", plan: "Plan") -> None:
+def _conditions(
+    options: argparse.Namespace,
+    settings: list[str],
+    diloco: DiLoCoConfig,
+    steps: tuple[float, ...] | None,
+    ranks: int,
+) -> "Conditions | None":
+    """Return what is given, else what is measured. None on nodes that only take part in a probe."""
+    from torchtitan_diloco.planner.observed import conditions_of_run, probe
+    from torchtitan_diloco.planner.prediction import Conditions
+
+    given: dict[str, Any] = {}
+    if options.bandwidth is not None:
+        down = _for_each(options.bandwidth, "--bandwidth", diloco.workers)
+        up = _for_each(options.upload or down, "--upload", diloco.workers)
+        given |= {"bits_per_second": min(up + down)}
+    if options.latency is not None:
+        given |= {"latency_seconds": options.latency}
+    if steps is not None:
+        given |= {"step_seconds": steps, "jitter": 0.0}
+    if options.jitter is not None:
+        given |= {"jitter": options.jitter}
+    if options.coding is not None:
+        given |= {"coding_bytes_per_second": ranks * options.coding / 8, "codec": ""}
+    if options.probe:
+        measured = probe(["--config", options.config, *settings], diloco.overlap.delay)
+        return measured and replace(measured, **given)
+    if options.run is not None:
+        measured = conditions_of_run(options.run)
+        if measured.workers != diloco.workers:
+            raise ValueError(
+                f"--run {options.run}: that run had {measured.workers} workers, and "
+                f"diloco.workers = {diloco.workers}: give a run of as many"
+            )
+        return replace(measured, **given)
+    if options.bandwidth is None:
+        raise ValueError(
+            f"the links are not known: give --bandwidth, as in {BANDWIDTHS}, or --probe to measure "
+            "them, or --run RUN to take those of a finished run"
+        )
+    return Conditions(**given)
+
+
+def _plot(path: Path, name: str, load: "Workload", conditions: "Conditions", plan: "Plan") -> None:
     """Draw utilisation over bandwidth for data parallelism, DiLoCo, present and recommended."""
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
 
-    present = plan.present.diloco
-    settings = {
-        "data parallel": plan.data_parallel.diloco,
+    present = plan.options[0].diloco
+    whole = Fragments(layers_per_fragment=0)
+    curves = {
+        "data parallel": replace(present, method="none"),
         "DiLoCo": replace(
             present,
             method="streaming",
-            fragments=Fragments(layers_per_fragment=0),
-            overlap=replace(present.overlap, delay=0),
+            fragments=whole,
+            overlap=Overlap(delay=0),
             quantization=Quantization(codec="bf16"),
         ),
+        "present": present,
+        "recommended": plan.best.diloco,
     }
-    if present.method == "streaming":
-        settings["present"] = present
-    if plan.best is not plan.present:
-        settings["recommended"] = plan.best.diloco
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    rates = np.geomspace(1e4, 1e14, 81)
-    rising = np.zeros(len(rates), dtype=bool)
-    for label, diloco in settings.items():
-        factors = rates / scenario.conditions.links.slowest
-        reached = np.array([scenario.predict(diloco, factor).utilisation for factor in factors])
-        rising |= (reached > 0.02) & (reached < 0.995 * reached[-1])
-        axes.plot(rates / 1e9, 100 * reached, label=label)
-    if rising.any():
-        axes.set_xlim(*rates[rising][[0, -1]] / 1e9)
+    rates = conditions.bits_per_second * np.geomspace(1e-3, 1e3, 61)
+    for label, diloco in curves.items():
+        links = (replace(conditions, bits_per_second=rate) for rate in rates)
+        reached = [100 * load.predict(diloco, link).utilisation for link in links]
+        axes.plot(rates / 1e9, reached, label=label)
     axes.set(xscale="log", ylim=(0, 102), title=f"{name}: compute utilisation")
     axes.set(xlabel="bandwidth of a worker, Gbit/s", ylabel="% of the time computing")
     axes.grid(alpha=0.3)
@@ -341,20 +299,15 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
     in_presets = parent.resolve().parent == CONFIGS_FOLDER.resolve()
     if not in_presets or path.name == name or (path.parent / name).exists():
         name = os.path.relpath(parent.resolve(), path.parent.resolve())
-    before, after = flat_settings(load_config(config_name)), flat_settings(wanted)
-    table: dict[str, Any] = {"extends": name}
-    for key, value in after.items():
-        if value == before[key] or key == "run.name":
-            continue
-        if value is None:
+    before = flat_settings(load_config(config_name))
+    lines = [f"# {comment}", f"extends = {format_value(name)}"]
+    for key, value in flat_settings(wanted).items():
+        if value is None and before[key] is not None:
             raise ValueError(f"{key} = none cannot be written: remove it from {config_name}")
-        *sections, leaf = key.split(".")
-        section = table
-        for one in sections:
-            section = section.setdefault(one, {})
-        section[leaf] = value
+        if value != before[key] and key != "run.name":
+            lines.append(f"{key} = {format_value(value)}")
     with path.open("x", encoding="utf-8") as file:
-        file.write(f"# {comment}\n{tomli_w.dumps(table)}")
+        file.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

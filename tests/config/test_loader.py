@@ -161,6 +161,7 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
     [
         ("[training\n", "is not valid TOML"),
         ("steps = " + "9" * 5000, "is not valid TOML"),
+        ("steps = " + "[" * 3000, "is not valid TOML"),
         ("extends = 'a.toml'\n", "extends itself"),
         ("extends = 3\n", "must be the name of one TOML file"),
         ("extends = 'b.toml'\n", "no such file"),

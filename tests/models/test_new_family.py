@@ -14,13 +14,14 @@ from tests.test_trainer import curve, records, settings
 from torchtitan_diloco import generate, validate
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fields import setting_types
 from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.hugging_face import CONVERSIONS
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.models import MODELS, LanguageModel
 from torchtitan_diloco.models.base import Head
-from torchtitan_diloco.planner.scenario import Workload
+from torchtitan_diloco.planner.prediction import Workload
 
 
 class Mixer(LanguageModel):
@@ -90,7 +91,7 @@ def test_a_new_family_trains_in_shards_and_its_checkpoint_is_used(
     assert generate.main([folder, "--tokens", "3", "--device", "cpu"]) == 0
     assert export.main([folder]) == 0
     load = Workload.of(load_config("debug", chosen), vocabulary=320)
-    assert (load.layers, len(load.gradient_buckets())) == (2, 3)
+    assert (load.layers, len(load.fragments(Fragments(layers_per_fragment=1)))) == (2, 3)
 
 
 def test_every_family_has_a_name_in_the_settings_and_a_conversion() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.test_trainer import streaming, words
 from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner.observed import conditions_from, conditions_of_run
-from torchtitan_diloco.planner.prediction import Conditions, Links
+from torchtitan_diloco.planner.prediction import Conditions
 
 RATE = st.floats(1e3, 1e12)
 
@@ -26,23 +26,16 @@ def write_summaries(folder: Path, *summaries: Conditions) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(lines))
 
 
-@given(
-    up=st.tuples(RATE, RATE),
-    down=st.tuples(RATE, RATE),
-    step=st.floats(1e-3, 1e3),
-    coding=st.one_of(RATE, st.just(math.inf)),
-)
+@given(RATE, st.floats(1e-3, 1e3), st.one_of(RATE, st.just(math.inf)))
 def test_conditions_survive_the_way_through_a_record(
-    up: tuple[float, float], down: tuple[float, float], step: float, coding: float
+    rate: float, step: float, coding: float
 ) -> None:
-    links = Links(up, down, latency_seconds=0.01)
-    known = Conditions(links, (step, 2 * step), 0.1, coding, math.inf, codec="int8")
+    known = Conditions(rate, (step, 2 * step), 0.01, 0.1, coding, math.inf, codec="int8")
     assert conditions_from(json.loads(as_json(known))) == known
 
 
 def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
-    links = Links((1e8, 1e8), (1e8, 1e8))
-    write_summaries(tmp_path, *(Conditions(links, (seconds, seconds)) for seconds in (1.0, 2.0)))
+    write_summaries(tmp_path, *(Conditions(1e8, (seconds, seconds)) for seconds in (1.0, 2.0)))
     assert conditions_of_run(tmp_path).step_seconds == (2.0, 2.0)
     assert conditions_of_run(tmp_path / "metrics.jsonl").coding_bytes_per_second == math.inf
 
@@ -52,7 +45,7 @@ def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
     [
         (None, "no metrics.jsonl"),
         (['{"step": 1}', '{"kind": "summ'], "has not ended"),
-        (['{"kind": "summary", "step": 1, "observed": {"links": 3}}'], "cannot be read"),
+        (['{"kind": "summary", "step": 1, "observed": {"jitter": "x"}}'], "cannot be read"),
         (['{"kind": "summary", "step": 1, "observed": null}'], "measured no links"),
     ],
 )
@@ -65,10 +58,24 @@ def test_runs_without_conditions_are_refused(
     assert told in capsys.readouterr().err
 
 
+def test_given_values_override_measured_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_summaries(tmp_path, Conditions(1e8, (1.0, 1.0), latency_seconds=0.01))
+    run = ["--config", "debug", "--run", str(tmp_path)]
+    for flags, expected in (
+        ([], "100 Mbit/s for the slowest worker, latency 10 ms"),
+        (["--latency", "50ms"], "100 Mbit/s for the slowest worker, latency 50 ms"),
+        (["--bandwidth", "2Mbit"], "2 Mbit/s for the slowest worker, latency 10 ms"),
+    ):
+        assert main([*run, *flags]) == 0
+        assert expected in capsys.readouterr().out
+
+
 def test_a_run_of_other_workers_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_summaries(tmp_path, Conditions(Links((1e8,) * 3, (1e8,) * 3), (1.0,) * 3))
+    write_summaries(tmp_path, Conditions(1e8, (1.0,) * 3))
     assert main(["--config", "debug", "--run", str(tmp_path)]) == 2
     assert "that run had 3 workers, and diloco.workers = 2" in capsys.readouterr().err
 

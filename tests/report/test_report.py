@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, write_run
-from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (
     ABSENT,
@@ -19,6 +18,7 @@ from torchtitan_diloco.report.facts import (
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
+from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS = "train/loss_nats_per_token_global"
 

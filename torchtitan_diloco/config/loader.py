@@ -155,7 +155,7 @@ def _read_file(
 def _parse_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # tomli limits how deep tables are nested
         raise ConfigError([f"{origin}: is not valid TOML: {error}"]) from None
 
 

@@ -10,7 +10,7 @@ layer's forward pass waits for it in the next step, or `delay` steps later.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,25 +19,22 @@ Array = npt.NDArray[np.float64]
 
 STEPS = 200
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
-GRID: Array = np.logspace(-1, 3, 50)
-"""Gbit/s of the paper's table. Neighbours differ by a factor of 1.21."""
-WIDE_GRID: Array = 10.0 ** (-1 + 4 * np.arange(-49, 98) / 49)
-"""The same points and more on both sides, for other models."""
+GRID: Array = 10.0 ** (-1 + 4 * np.arange(-49, 98) / 49)
+"""Gbit/s: the 50 points of the paper's table, and as many below and above for other models.
+Neighbours differ by a factor of 1.21."""
 
 
-@dataclass(frozen=True)
-class PaperModel:
+class PaperModel(NamedTuple):
     name: str
     layers: int
     parameters: float
     step_seconds: float
 
 
-@dataclass(frozen=True)
-class PaperMethod:
+class PaperMethod(NamedTuple):
     name: str
     sync_every: int
-    bits: float
+    bits: float = 16.0
     """Bits a parameter on the wire."""
     delay: int = 0
     layers_per_fragment: int = 0
@@ -52,13 +49,13 @@ PAPER_MODELS = (
 
 def paper_methods(sync_every: int = 100) -> tuple[PaperMethod, ...]:
     """Return the rows of the table. Data parallelism exchanges everything after every step."""
-    streaming = PaperMethod("streaming", sync_every, 16.0, layers_per_fragment=3)
+    streaming = PaperMethod("streaming", sync_every, layers_per_fragment=3)
     return (
-        PaperMethod("data parallel", 1, 16.0),
-        PaperMethod("DiLoCo", sync_every, 16.0),
+        PaperMethod("data parallel", 1),
+        PaperMethod("DiLoCo", sync_every),
         streaming,
-        replace(streaming, name="streaming overlapped", delay=1),
-        replace(streaming, name="streaming overlapped FP4", delay=1, bits=4.0),
+        streaming._replace(name="streaming overlapped", delay=1),
+        streaming._replace(name="streaming overlapped FP4", delay=1, bits=4.0),
     )
 
 
@@ -90,16 +87,13 @@ def utilisation(
     return np.asarray(computing / np.maximum(now, link_free))
 
 
-def bandwidths(
-    model: PaperModel, method: PaperMethod, grid: Array = GRID
-) -> tuple[float | None, ...]:
+def bandwidths(model: PaperModel, method: PaperMethod) -> list[float]:
     """Return Gbit/s for each target: the last grid point below it, as the paper prints it.
 
-    None where even the first point reaches the target.
+    Where even the first point reaches the target, return that one.
     """
-    reached = utilisation(model, method, grid * 1e9)
-    below = [np.flatnonzero(reached < target) for target in TARGETS]
-    return tuple(float(grid[points[-1]]) if points.size else None for points in below)
+    reached = utilisation(model, method, GRID * 1e9)
+    return [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
 
 
 def as_printed(gbits: float) -> float:
@@ -107,25 +101,17 @@ def as_printed(gbits: float) -> float:
     return round(round(gbits, 2), 1)
 
 
-def paper_table(
-    models: Sequence[PaperModel] = PAPER_MODELS, sync_every: int = 100, grid: Array = GRID
-) -> str:
-    """Return the table in Markdown, Gbit/s; with WIDE_GRID for models that are not the paper's."""
-    lines = [
-        "| model | method | " + " | ".join(f"{100 * target:.0f} %" for target in TARGETS) + " |",
-        "|---|---|" + "---|" * len(TARGETS),
-    ]
+def paper_table(models: Sequence[PaperModel] = PAPER_MODELS, sync_every: int = 100) -> str:
+    """Return the table in Markdown, Gbit/s. Other models than the paper's have three digits."""
+
+    def cell(gbits: float) -> str:
+        side = "<= " if gbits <= GRID[0] else ">= " if gbits >= GRID[-1] else ""
+        return f"{as_printed(gbits):.1f}" if models is PAPER_MODELS else f"{side}{gbits:.3g}"
+
+    header = ["model", "method", *(f"{100 * target:.0f} %" for target in TARGETS)]
+    rows = [header, ["---"] * len(header)]
     for model in models:
         for number, method in enumerate(paper_methods(sync_every)):
-            cells = [_cell(value, grid) for value in bandwidths(model, method, grid)]
-            name = "" if number else model.name
-            lines.append(f"| {name} | {method.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cell(gbits: float | None, grid: Array) -> str:
-    if gbits is None:
-        return f"<= {grid[0]:.3g}"
-    if gbits >= grid[-1]:
-        return f">= {grid[-1]:.3g}"
-    return f"{as_printed(gbits):.1f}" if grid is GRID else f"{gbits:.3g}"
+            cells = map(cell, bandwidths(model, method))
+            rows.append(["" if number else model.name, method.name, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

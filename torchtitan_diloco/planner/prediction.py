@@ -1,4 +1,4 @@
-"""Predict how much of its time a run computes, from links, step times and bytes.
+"""Predict how much of its time a run computes, from link, step times, model and settings.
 
 The rules are those of `diloco/streaming.py`. A fragment is sent after an inner step. Its exchange
 starts when the last worker has reached that step and the previous exchange is done, because one
@@ -12,61 +12,59 @@ on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
+from torchtitan_diloco.components.run_plan import INNER_BYTES, RunPlan, plan_run
+from torchtitan_diloco.config.schema import Config
+from torchtitan_diloco.diloco.chunks import chunk_and_window
+from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.diloco.schedule import Schedule
-
-Array = npt.NDArray[np.float64]
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.utils import all_reduce_bytes
 
 APPLY, SEND, APPLY_AT_ONCE = range(3)
 """Order of events after the same step. With no delay and at the end a send is applied at once."""
 STEADY_ROUNDS = 30
 """Rounds of every fragment that are simulated for the steady state."""
 MAX_ROUNDS = 300
-"""Rounds of a given run that are simulated; the rest of the run is extrapolated."""
+"""A run of more rounds is predicted as the steady state."""
 JITTERED_STEPS = 2000
 """Steps of data parallelism that are drawn to find the mean of the slowest worker."""
-GRADIENT_BYTES = 2
-"""Bytes a parameter that data parallelism sends: bf16 gradients, as the papers count them."""
-
-
-@dataclass(frozen=True)
-class Links:
-    """Full-duplex connection of each worker to all others together, in bits a second."""
-
-    up: tuple[float, ...]
-    """Sending rate of each worker."""
-    down: tuple[float, ...]
-    """Receiving rate of each worker."""
-    latency_seconds: float = 0.0
-    """One-way latency between any two workers: half of what ping shows."""
-
-    def __post_init__(self) -> None:
-        assert len(self.up) == len(self.down) > 0
-        for rate in (*self.up, *self.down):
-            if not rate > 0:
-                raise ValueError(f"a link of {rate:g} bits a second: give a bandwidth above 0")
-        if not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(f"a latency of {self.latency_seconds:g} s: give 0 or more, as in 30ms")
-
-    @property
-    def slowest(self) -> float:
-        return min(*self.up, *self.down)
-
-
-def even_links(workers: int, bits_per_second: float, latency_seconds: float = 0.0) -> Links:
-    return Links((bits_per_second,) * workers, (bits_per_second,) * workers, latency_seconds)
+HOST_CODING = {
+    "fp32": 8.5e9,
+    "bf16": 13.1e9,
+    "fp8_e4m3": 1.9e9,
+    "fp8_e5m2": 2.0e9,
+    "int8": 2.9e9,
+    "fp4_e2m1": 2.1e9,
+    "fp4_e3m0": 2.1e9,
+    "ternary": 2.2e9,
+}
+"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md, AMD EPYC)."""
+HOST_OUTER_STEP = 2.0e9
+"""fp32 bytes of a fragment that one core checks, updates and sums up in a second (same page)."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything outside the settings that decides how long things take."""
+    """Link and speeds of a run: all that its settings do not decide."""
 
-    links: Links
+    bits_per_second: float
+    """Slowest rate at which a worker sends to, or receives from, all others together. Links are
+    full duplex. All workers send equally much, so the slowest rate decides for all."""
     step_seconds: tuple[float, ...]
     """Compute of one inner step of each worker, without any exchange."""
+    latency_seconds: float = 0.0
+    """One-way latency between any two workers: half of what ping shows."""
     jitter: float = 0.0
     """Standard deviation of a step's time as a share of it, drawn for every step and worker."""
     coding_bytes_per_second: float = math.inf
@@ -74,163 +72,93 @@ class Conditions:
     outer_bytes_per_second: float = math.inf
     """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
     codec: str = ""
-    """Codec with which a run measured the two speeds; empty where none was measured."""
+    """Codec with which a run measured the coding speed; empty where none was measured."""
 
     def __post_init__(self) -> None:
-        assert len(self.step_seconds) == self.workers
-        for seconds in self.step_seconds:
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"a step time of {seconds:g} s: give seconds above 0, as in 0.5s")
-        if not 0 <= self.jitter <= 1:
-            raise ValueError(f"a jitter of {self.jitter:g}: give a share from 0 to 1, as in 0.05")
+        steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
+        latency = 0 <= self.latency_seconds < math.inf
+        if not (self.bits_per_second > 0 and steps and latency and 0 <= self.jitter <= 1):
+            raise ValueError(
+                f"{self}: give a bandwidth above 0, step times above 0, a latency of 0 or more, "
+                "and a jitter from 0 to 1"
+            )
 
     @property
     def workers(self) -> int:
-        return len(self.links.up)
+        return len(self.step_seconds)
 
     @property
     def mean_step_seconds(self) -> float:
         return math.fsum(self.step_seconds) / self.workers
 
-    def with_bandwidth(self, factor: float) -> "Conditions":
-        up, down = (
-            tuple(factor * rate for rate in one) for one in (self.links.up, self.links.down)
-        )
-        return replace(self, links=replace(self.links, up=up, down=down))
-
-    def draw_steps(self, steps: int) -> Array:
-        """Return seconds of compute, [workers, steps], the same numbers at every call."""
-        means = np.array(self.step_seconds)[:, None]
+    def draw_steps(self, steps: int) -> npt.NDArray[np.float64]:
+        """Return seconds of compute, [steps, workers], the same numbers at every call."""
         if not self.jitter:
-            return np.broadcast_to(means, (self.workers, steps))
-        noise = np.random.default_rng(0).standard_normal((steps, self.workers)).T
-        return np.asarray(means * (1 + self.jitter * noise).clip(min=0.1))
-
-
-@dataclass(frozen=True)
-class Payload:
-    """Bytes and work of one exchange of one fragment."""
-
-    sent: tuple[int, ...]
-    """Bytes sent by each worker."""
-    received: tuple[int, ...]
-    """Bytes received by each worker."""
-    hops: int
-    """Messages in a row: 1 with two workers, 2 with more, 0 with one."""
-    chunks: int
-    """Chunks that are encoded, sent and decoded in a pipeline."""
-    window: int
-    """Chunks in flight in one hop."""
-    coded_bytes: int
-    """fp32 bytes that a worker encodes and decodes."""
-    state_bytes: int
-    """fp32 bytes of the fragment."""
-
-    def link_seconds(self, conditions: Conditions) -> float:
-        """Return seconds on the wire without latency. With a small window, a long link idles."""
-        links = conditions.links
-        ends = zip(self.sent + self.received, links.up + links.down, strict=True)
-        serial = max(8 * count / rate for count, rate in ends)
-        return max(serial, max(0.0, self.chunks / self.window - 1) * links.latency_seconds)
-
-    def seconds(self, conditions: Conditions) -> float:
-        """Return seconds of the exchange. Coding and transfer overlap except for one chunk."""
-        outer = self.state_bytes / conditions.outer_bytes_per_second
-        if not self.hops:
-            return outer
-        transfer = self.link_seconds(conditions)
-        coding = self.coded_bytes / conditions.coding_bytes_per_second
-        pipelined = max(transfer, coding) + min(transfer, coding) / self.chunks
-        return self.hops * conditions.links.latency_seconds + pipelined + outer
+            return np.tile(self.step_seconds, (steps, 1))
+        noise = np.random.default_rng(0).standard_normal((steps, self.workers))
+        return np.asarray(self.step_seconds * (1 + self.jitter * noise).clip(min=0.1))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    utilisation: float
-    """Compute divided by all time, mean over workers."""
-    step_seconds: float
-    """Compute and waiting of one step, mean."""
+    """Means over workers."""
+
+    compute_seconds_per_step: float
     exposed_seconds_per_step: float
-    """Waiting of the training thread, mean over workers."""
+    """Waiting of the training thread."""
     sent_bytes_per_step: float
-    """Bytes of the worker that sends most."""
-    peak_bits_per_second: float
-    """Rate of the busiest worker while something is on the link."""
-    in_flight: int
-    """Most fragments in flight at once."""
 
     @property
-    def mean_bits_per_second(self) -> float:
-        return 8 * self.sent_bytes_per_step / self.step_seconds
+    def step_seconds(self) -> float:
+        return self.compute_seconds_per_step + self.exposed_seconds_per_step
+
+    @property
+    def utilisation(self) -> float:
+        return self.compute_seconds_per_step / self.step_seconds
+
+
+# --- Streaming DiLoCo ----------------------------------------------------------------------------
 
 
 def predict(
-    payloads: Sequence[Payload],
-    schedule: Schedule,
+    fragments: Sequence[int],
+    diloco: DiLoCoConfig,
     conditions: Conditions,
+    *,
+    ranks: int = 1,
     steps: int | None = None,
 ) -> Prediction:
     """Predict a run of `steps` steps, which drains at its end, or (None) the steady state.
 
-    `payloads` are the exchanges of the fragments in the order of their turns.
+    `fragments` are the parameters of each, in the order of their turns. `ranks` share the link of
+    a worker.
     """
-    assert len(payloads) == schedule.fragments
-    period = schedule.sync_every
-    horizon = STEADY_ROUNDS * period if steps is None else min(steps, MAX_ROUNDS * period)
-    events = _events(schedule, None if steps is None else horizon)
-    sends = [fragment for _, kind, fragment in events if kind == SEND]
-    waited, in_flight = _simulate(payloads, events, conditions)
-    total_steps, scale = horizon, 1.0
-    if steps is not None and sends:
-        total_steps = steps
-        all_sends = sum(schedule.outer_round(one, steps) for one in range(schedule.fragments))
-        scale = all_sends / len(sends)
-    sent = np.sum([payloads[fragment].sent for fragment in sends], axis=0) if sends else np.zeros(1)
-    exposed = waited * scale / total_steps
-    compute = conditions.mean_step_seconds
+    schedule = Schedule(diloco.sync_every, len(fragments), diloco.overlap.delay)
+    if steps is not None and steps > MAX_ROUNDS * schedule.sync_every:
+        steps = None
+    total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
+    exchanges = [
+        predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks)
+        for values in fragments
+    ]
+    events = _events(schedule, steps)
+    last_step = events[-1][0] if events else 0
+    computed = conditions.draw_steps(last_step).cumsum(axis=0)
+    waited = np.zeros(conditions.workers)
+    thread_free, sent_bytes = 0.0, 0
+    ready: dict[int, float] = {}
+    for step, kind, fragment in events:
+        now = computed[step - 1] + waited
+        if kind == SEND:
+            sent, seconds = exchanges[fragment]
+            thread_free = ready[fragment] = max(thread_free, float(now.max())) + seconds
+            sent_bytes += sent
+        else:
+            waited += np.maximum(0.0, ready.pop(fragment) - now)
     return Prediction(
-        utilisation=compute / (compute + exposed),
-        step_seconds=compute + exposed,
-        exposed_seconds_per_step=exposed,
-        sent_bytes_per_step=float(sent.max()) * scale / total_steps,
-        peak_bits_per_second=max(
-            _rate(8 * max(one.sent), one.link_seconds(conditions)) for one in payloads
-        ),
-        in_flight=in_flight,
-    )
-
-
-def all_reduce_bytes(parameters: float, workers: int) -> float:
-    """Return the bytes that one worker sends in a ring all-reduce of all gradients."""
-    return 2 * (workers - 1) / workers * GRADIENT_BYTES * parameters
-
-
-def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
-    """Predict the control, a ring all-reduce of all gradients at every step.
-
-    The backward pass is spread evenly over the last two thirds of the step and yields the buckets
-    (in parameters) in this order. The optimizer waits for all of them.
-    """
-    workers, links = conditions.workers, conditions.links
-    sent = all_reduce_bytes(sum(buckets), workers)
-    compute = conditions.mean_step_seconds
-    link_free = on_link = 0.0
-    for number, parameters in enumerate(buckets, start=1):
-        ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
-        transfer = 8 * all_reduce_bytes(parameters, workers) / links.slowest
-        link_free = max(link_free, ready) + transfer + 2 * (workers - 1) * links.latency_seconds
-        on_link += transfer
-    slowest = conditions.draw_steps(JITTERED_STEPS if conditions.jitter else 1).max(axis=0).mean()
-    exposed = max(0.0, float(slowest) - compute)
-    if workers > 1:
-        exposed += max(link_free, compute) - compute
-    return Prediction(
-        utilisation=compute / (compute + exposed),
-        step_seconds=compute + exposed,
-        exposed_seconds_per_step=exposed,
-        sent_bytes_per_step=sent,
-        peak_bits_per_second=_rate(8 * sent, on_link),
-        in_flight=min(1, workers - 1),
+        compute_seconds_per_step=conditions.mean_step_seconds,
+        exposed_seconds_per_step=float(waited.mean()) / total_steps,
+        sent_bytes_per_step=sent_bytes / total_steps,
     )
 
 
@@ -248,26 +176,169 @@ def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]
     return sorted(found)
 
 
-def _simulate(
-    payloads: Sequence[Payload], events: Sequence[tuple[int, int, int]], conditions: Conditions
-) -> tuple[float, int]:
-    """Return the mean seconds that training waits in all events, and the most in flight."""
-    lengths = [payload.seconds(conditions) for payload in payloads]
-    steps = conditions.draw_steps(events[-1][0] if events else 0)
-    computed = np.concatenate([np.zeros((conditions.workers, 1)), steps.cumsum(axis=1)], axis=1)
-    waited = np.zeros(conditions.workers)
-    thread_free, most = 0.0, 0
-    ready: dict[int, float] = {}
-    for step, kind, fragment in events:
-        now = computed[:, step] + waited
-        if kind == SEND:
-            thread_free = max(thread_free, float(now.max())) + lengths[fragment]
-            ready[fragment] = thread_free
-            most = max(most, len(ready))
-        else:
-            waited += np.maximum(0.0, ready.pop(fragment) - now)
-    return float(waited.mean()), most
+def predict_exchange(
+    values: int,
+    largest: int,
+    quantization: Quantization,
+    conditions: Conditions,
+    ranks: int = 1,
+) -> tuple[int, float]:
+    """Return the bytes that each worker sends, and receives, for a fragment, and the seconds.
+
+    Encoding, transfer and decoding of chunks overlap. `largest`: values of the largest fragment.
+    """
+    others = conditions.workers - 1
+    outer = 4 * values / conditions.outer_bytes_per_second
+    if not others:
+        return 0, outer
+    codec, gather = _codecs(quantization)
+    chunk, window = chunk_and_window(-(-largest // ranks), codec)
+    hops, sent = 1, codec.wire_bytes(values)
+    if others > 1:  # the others' slices of the delta, and the mean of the own slice to each other
+        hops, sent = 2, others * (sent + gather.wire_bytes(values)) // (others + 1)
+    sent += others * ranks * HEADER_BYTES
+    chunks = -(-values // (ranks * chunk))
+    idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
+    transfer = max(8 * sent / conditions.bits_per_second, idle * conditions.latency_seconds)
+    coding = coded_bytes(values, conditions.workers) / conditions.coding_bytes_per_second
+    pipelined = max(transfer, coding) + min(transfer, coding) / chunks
+    return sent, hops * conditions.latency_seconds + pipelined + outer
 
 
-def _rate(bits: float, seconds: float) -> float:
-    return bits / seconds if seconds else (math.inf if bits else 0.0)
+def coded_bytes(values: int, workers: int) -> float:
+    """Return the fp32 bytes that a worker encodes and decodes in an exchange.
+
+    Two workers encode their own delta and decode both. More encode their own and the mean of their
+    slice, and decode all parts of that slice and all means.
+    """
+    return 4 * values * (3.0 if workers == 2 else 3.0 + 1 / workers)
+
+
+@cache
+def _codecs(quantization: Quantization) -> tuple[Codec, Codec]:
+    return build_codec(quantization), build_gather_codec(quantization)
+
+
+# --- data parallelism ----------------------------------------------------------------------------
+
+
+def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
+    """Predict the control, a ring all-reduce of all gradients at every step.
+
+    The backward pass is spread evenly over the last two thirds of the step and yields the buckets
+    (in parameters) in this order. The optimizer waits for all of them.
+    """
+    workers, compute = conditions.workers, conditions.mean_step_seconds
+    latency = 2 * (workers - 1) * conditions.latency_seconds
+    done = 0.0
+    for number, parameters in enumerate(buckets, start=1):
+        ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
+        transfer = 8 * all_reduce_bytes(parameters, workers) / conditions.bits_per_second
+        done = max(done, ready) + transfer + latency
+    slowest = conditions.draw_steps(JITTERED_STEPS if conditions.jitter else 1).max(axis=1).mean()
+    exposed = max(0.0, float(slowest) - compute) + max(0.0, done - compute)
+    return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers))
+
+
+# --- a configured run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model and length of a run. Its methods answer for any settings of the outer loop."""
+
+    model: LanguageModel
+    """On the meta device."""
+    plan: RunPlan
+    layers: int
+    flops_per_step: float
+    """FLOPs of one worker."""
+    workers: int
+    ranks: int
+    """Ranks of one worker, over which FSDP2 shards it."""
+    on_cpu: bool
+    """The run has no accelerator."""
+
+    @staticmethod
+    def of(config: Config, vocabulary: int) -> "Workload":
+        length, workers = config.training.sequence_length, config.diloco.workers
+        ranks = max(1, config.parallel.fsdp)
+        model = build_model(config.model, vocabulary, length)
+        counts = model.parameter_counts()
+        plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
+        flops = model.flops_per_token(length) * plan.tokens_per_step / workers
+        on_cpu = config.run.device == "cpu"
+        return Workload(model, plan, len(model.blocks), flops, workers, ranks, on_cpu)
+
+    def fragments(self, config: Fragments) -> tuple[int, ...]:
+        """Return the parameters of each fragment in the order of their turns."""
+        return _fragment_sizes(self.model, config)
+
+    def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
+        """Predict the steady state."""
+        if diloco.method == "none":
+            layers = Fragments(pattern="sequential", layers_per_fragment=1)
+            *blocks, rest = self.fragments(layers)
+            return predict_data_parallel((*reversed(blocks), rest), conditions)
+        speeds = self.with_speeds(diloco, conditions)
+        return predict(self.fragments(diloco.fragments), diloco, speeds, ranks=self.ranks)
+
+    def needed_bits_per_second(
+        self, diloco: DiLoCoConfig, conditions: Conditions, utilisation: float
+    ) -> float | None:
+        """Return the rate of the slowest link for a utilisation, within half a percent.
+
+        Return None where no rate is enough because of latency, coding or uneven steps.
+        """
+
+        def is_enough(rate: float) -> bool:
+            found = self.predict(diloco, replace(conditions, bits_per_second=rate))
+            return found.utilisation >= utilisation
+
+        low, high = 1.0, 1e18
+        if not is_enough(high):
+            return None
+        while high / low > 1.005:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return high
+
+    def with_speeds(self, diloco: DiLoCoConfig, conditions: Conditions) -> Conditions:
+        """Return the conditions with the speeds of coding and outer step under these settings.
+
+        Measured and given speeds stay. Else work on the host takes time, on the device none.
+        """
+        coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
+        if self._state_is_on_host(diloco):
+            cores, codec = self.ranks * diloco.quantization.threads, diloco.quantization.codec
+            if math.isinf(coding):
+                coding = cores * HOST_CODING[codec]
+            elif conditions.codec:  # measured with another codec: in the proportions of the table
+                coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
+            if math.isinf(outer):
+                outer = cores * HOST_OUTER_STEP
+        return replace(conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
+
+    def memory(self, diloco: DiLoCoConfig) -> tuple[float, float]:
+        """Return the bytes of one rank on the device and pinned on the host.
+
+        They hold parameters, gradients, AdamW, and outer parameters, delta, outer optimizer and
+        error feedback.
+        """
+        inner = INNER_BYTES * self.plan.parameters / self.ranks
+        if diloco.method == "none":
+            return inner, 0.0
+        buffers = 2 + STATE_BUFFERS[diloco.outer_optimizer.name]
+        buffers += diloco.quantization.error_feedback
+        shards = [4 * -(-size // self.ranks) for size in self.fragments(diloco.fragments)]
+        if self.on_cpu or not self._state_is_on_host(diloco):
+            return inner + buffers * sum(shards), 0.0
+        return inner, buffers * sum(map(pinned_bytes, shards))
+
+    def _state_is_on_host(self, diloco: DiLoCoConfig) -> bool:
+        return self.on_cpu or diloco.link.backend == "gloo" or diloco.link.outer_state == "cpu"
+
+
+@cache
+def _fragment_sizes(model: nn.Module, config: Fragments) -> tuple[int, ...]:
+    return tuple(fragment.parameters for fragment in build_fragments(model, config))

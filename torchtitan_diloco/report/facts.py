@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.planner.prediction import all_reduce_bytes
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
     SENT_BYTES,
@@ -21,7 +20,7 @@ from torchtitan_diloco.report.run_records import (
     of_known,
     round_workers,
 )
-from torchtitan_diloco.utils import brief, clock
+from torchtitan_diloco.utils import all_reduce_bytes, brief, clock
 
 SHARES = {
     "compute": "time/share_compute_percent_mean_over_ranks",
