@@ -245,6 +245,7 @@ def _open_store(node: Node, timeout: int) -> "TCPStore":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node.rank > 0:
+        _say(f"node {node.rank} of {node.count}: waiting for the first node at {node.endpoint}")
         return _next_store(node, timeout)
     listener = node.listen()
     address, port = listener.getsockname()[:2]
