@@ -281,6 +281,9 @@ def test_the_profiler_writes_into_the_folder(text: Path) -> None:
         ({"profiling.enable": "true", "profiling.ranks": "[3]"}, "profiling.ranks has 3"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.stepz": 2}, "training.steps"),
+        ({"training.batch_size": 10**12, "training.global_batch_size": 10**12}, "out of memory"),
+        ({"model.width": 10**9}, "out of memory"),
+        ({"diloco.method": "streaming", "diloco.outer_optimizer.lr": 1e30}, "100"),
     ],
 )
 def test_mistakes_are_errors_in_one_line(

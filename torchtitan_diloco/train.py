@@ -12,12 +12,14 @@ from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import is_user_error, start_logging
-
-USER_ERROR = 2
-"""Exit code of a mistake in the configuration or the data."""
-WORKER_LOST = 3
-"""Exit code if another worker died or did not answer in time."""
+from torchtitan_diloco.utils import (
+    USER_ERROR,
+    WORKER_LOST,
+    cause_of,
+    is_user_error,
+    raise_open_files_limit,
+    start_logging,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -27,6 +29,7 @@ def main(arguments: list[str]) -> int:
         return _report(error)
     if config is None:
         return 0
+    raise_open_files_limit()
     start_logging(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     set_determinism(config.run)
     try:
@@ -44,6 +47,14 @@ def main(arguments: list[str]) -> int:
     except (WorkerLostError, RanksLostError) as error:
         _print_error(error)
         return WORKER_LOST
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _print_error(
+            f"out of memory ({cause_of(error)}): lower training.batch_size, "
+            "training.sequence_length or the size of the model, or use more ranks per worker"
+        )
+        return USER_ERROR
     leave_world(world)
     return 0
 
@@ -70,7 +81,12 @@ def _report(error: ValueError) -> int:
     return USER_ERROR
 
 
-def _print_error(error: Exception) -> None:
+def is_out_of_memory(error: Exception) -> bool:
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or "can't allocate memory" in str(error)  # torch has no type for it on the CPU
+
+
+def _print_error(error: Exception | str) -> None:
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     print(f"{rank}error: {error}", file=sys.stderr, flush=True)
 

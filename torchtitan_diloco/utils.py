@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,14 @@ logger = logging.getLogger("torchtitan_diloco")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to stop after the current step."""
+USER_ERROR = 2
+"""Exit code of a mistake in the configuration or the data."""
+WORKER_LOST = 3
+"""Exit code if another worker died or did not answer in time."""
+OPEN_FILES_SHARE = 0.8
+"""Share of the possible open files that is worth a warning."""
+FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
+"""Environment variable: a file of the launcher, in which training writes the folder of the run."""
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
 IGNORE_INDEX = -100
@@ -97,6 +106,31 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # macOS has a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_open_files() -> None:
+    """Warn once if this process has nearly as many open files as it may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY:
+        used = sum(1 for _ in Path("/dev/fd").iterdir())
+        if used >= OPEN_FILES_SHARE * limit:
+            _warn_of_open_files(limit)
+
+
+@cache
+def _warn_of_open_files(limit: int) -> None:
+    logger.warning(
+        f"{OPEN_FILES_SHARE:.0%} of the {limit} files and connections that this process may open "
+        "are in use, and it fails without more: raise the limit (ulimit -Hn), and close the ports "
+        "of the run to strangers (docs/troubleshooting.md)"
+    )
 
 
 def clock(seconds: float) -> str:

@@ -144,3 +144,12 @@ def test_a_save_by_time_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         now[0] += 30
         due.append(saver.due_by_time())
     assert due == [False, False, False, True, False, False, False, True]
+
+    written = threading.Event()
+    monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(written.wait(60)))
+    saver.save(MANIFEST)
+    now[0] += 500
+    assert not saver.due_by_time()  # training would wait for the save under way
+    written.set()
+    saver.wait()
+    assert saver.due_by_time()

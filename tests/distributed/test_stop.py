@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -68,3 +70,34 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+HANGS = """
+import ctypes, os, signal, threading
+import torch
+from torchtitan_diloco.distributed import stop
+from torchtitan_diloco.distributed.world import World
+
+class Watch:
+    def lost_ranks(self):
+        return {3: "silent for 16 s"}
+    def first_cause(self, error):
+        print("told", error.workers, flush=True)
+
+stop.HANGING_SECONDS = 0.1
+world = World(0, 4, 2, torch.device("cpu"), control=object(), liveness=Watch())
+with stop.StopRequest(world):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # waits for ever, and no Python signal handler runs
+"""
+
+
+def test_a_rank_that_hangs_does_not_keep_the_others_from_stopping() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 3, run.stderr
+    assert run.stdout == "told [1]\n"
+    assert "rank 3 of worker 1 (silent for 16 s) hangs, so the run cannot stop" in run.stderr

@@ -11,9 +11,12 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 
-START = (
-    "import sys; from torchtitan_diloco.launch import main;sys.exit(main(sys.argv[1:], 'stand_in'))"
-)
+START = """
+import os, sys
+from torchtitan_diloco import launch, restarts
+restarts.FIRST_PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "0.1"))
+sys.exit(launch.main(sys.argv[1:], 'stand_in'))
+"""
 PATIENCE_SECONDS = 90.0
 LAUNCHER_VARIABLES = re.compile(
     r"NNODES|NODE_RANK|RDZV_.*|NPROC|SHUTDOWN_SECONDS|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|LOGLEVEL"

@@ -1,16 +1,19 @@
-"""Training program for the tests of the launcher. It does the words of its last argument.
+"""Training program for the tests of the launcher. It does the words of `--run.description`.
 
 `meet`: form a gloo group and print the sum of all ranks. `wait`: wait for a stop signal, finish a
 "step" and end. `hang`: sleep and ignore signals. `fail:RANK:CODE`, `kill:RANK`, `raise:RANK`: that
-rank ends badly while the others wait.
+rank ends badly while the others wait. `crashes:FOLDER:CODE:STEP-STEP-...`: train in that folder;
+start number n saves a checkpoint of the n-th step (0: none), and then the last rank ends with that
+code, or by that signal if it is negative. A start beyond the last step finishes.
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-from torchtitan_diloco.utils import STOP_SIGNALS
+from torchtitan_diloco.utils import FOLDER_NOTE, STOP_SIGNALS
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -24,8 +27,8 @@ time.sleep(float(os.environ.get("IMPORT_SECONDS", "0")))
 
 
 def main(arguments: list[str]) -> int:
-    say(f"started rank={RANK} threads={os.environ.get('OMP_NUM_THREADS')} {arguments[:-1]}")
-    for word in arguments[-1].split(","):
+    say(f"started rank={RANK} threads={os.environ.get('OMP_NUM_THREADS')} {arguments}")
+    for word in arguments[arguments.index("--run.description") + 1].split(","):
         name, *values = word.split(":")
         if name == "meet":
             meet()
@@ -34,6 +37,10 @@ def main(arguments: list[str]) -> int:
                 signal.signal(number, signal.SIG_IGN)
             say("hanging")
             time.sleep(600)
+        elif name == "crashes":
+            return crash(
+                Path(values[0]), int(values[1]), [int(step) for step in values[2].split("-")]
+            )
         elif name == "wait" or int(values[0]) != RANK:
             wait_for_signal()
         else:
@@ -51,7 +58,35 @@ def fail(name: str, values: list[str]) -> int:
     return int(values[1])
 
 
+def crash(folder: Path, code: int, steps: list[int]) -> int:
+    folder.mkdir(exist_ok=True)
+    Path(os.environ[FOLDER_NOTE]).write_text(str(folder))
+    starts = folder / f"starts-{RANK}"
+    number = len(starts.read_text()) if starts.exists() else 0
+    starts.write_text("+" * (number + 1))
+    meet()
+    if number == len(steps):
+        return 0
+    if RANK == 0 and steps[number]:
+        saved = folder / f"checkpoints/step-{steps[number]}"
+        saved.mkdir(parents=True, exist_ok=True)
+        (saved / "manifest.json").touch()
+    crashed = folder / f"crashed-{number}"
+    if int(os.environ.get("WORLD_SIZE", "1")) > RANK + 1:
+        while not crashed.exists():
+            time.sleep(0.02)
+        time.sleep(2)  # a launcher of both ranks ends this one
+        return 3
+    time.sleep(0.5)  # until rank 0 has saved
+    crashed.touch()
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    return code
+
+
 def meet() -> None:
+    if "RANK" not in os.environ:
+        return
     import torch
     import torch.distributed as dist
 

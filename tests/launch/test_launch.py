@@ -2,20 +2,21 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchtitan_diloco.launch import (
+from torchtitan_diloco.launch import _open_store, describe_failures, main
+from torchtitan_diloco.placement import (
     LaunchError,
     Node,
     count_gpus,
-    describe_failures,
     local_processes,
-    main,
     read_node,
 )
 
@@ -74,9 +75,7 @@ def test_one_node_needs_no_variables() -> None:
 )
 def test_two_nodes(endpoint: str, expected: str) -> None:
     variables = {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": endpoint, "RDZV_ID": "job"}
-    assert read_node(variables) == Node(2, 1, "static", expected, "job")
-    del variables["NODE_RANK"]
-    assert read_node(variables | {"RDZV_BACKEND": "c10d"}).backend == "c10d"
+    assert read_node(variables) == Node(2, 1, expected, "job")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +86,7 @@ def test_two_nodes(endpoint: str, expected: str) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs RDZV_ENDPOINT"),
         ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, r"NODE_RANK \(now None\).* 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, "numbered 0 to 1"),
+        ({"NNODES": "2", "RDZV_BACKEND": "c10d"}, "RDZV_BACKEND=c10d: nodes are numbered by"),
         ({"NNODES": "-1"}, "NNODES=-1 must be a whole number of at least 1"),
     ],
 )
@@ -143,17 +143,17 @@ def test_gpus(
         (
             {1: 3, 0: -signal.SIGTERM},
             3,
-            "error: rank 1 failed with exit code 3; the message of the first to fail is above",
+            "rank 1 failed with exit code 3; the message of the first to fail is above",
         ),
-        ({2: 1, 0: 7}, 1, "error: rank 0 failed with exit code 7, rank 2 failed with exit code 1;"),
-        ({0: -signal.SIGSEGV}, 139, "error: rank 0 was ended by SIGSEGV"),
-        ({0: -signal.SIGTERM}, 143, "error: rank 0 was ended by SIGTERM"),
+        ({2: 1, 0: 7}, 1, "rank 0 failed with exit code 7, rank 2 failed with exit code 1; the"),
+        ({0: -signal.SIGSEGV}, 139, "rank 0 was ended by SIGSEGV"),
+        ({0: -signal.SIGTERM}, 143, "rank 0 was ended by SIGTERM"),
     ],
 )
 def test_failures_in_one_line(exit_codes: dict[int, int], code: int, line: str) -> None:
-    found, described = describe_failures(exit_codes)
+    found, reason, advice = describe_failures(exit_codes)
     assert found == code
-    assert described.startswith(line)
+    assert f"{reason}{advice}".startswith(line)
 
 
 @pytest.mark.parametrize("word", ["--help", "--print-config"])
@@ -184,3 +184,46 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path: Path) -> None:
             break
     assert "Traceback" not in process.stderr.read()
     assert process.wait() == -signal.SIGINT
+
+
+def test_the_store_listens_on_the_address_of_the_endpoint_only() -> None:
+    store = _open_store(Node(), timeout=10)
+    socket.create_connection(("127.0.0.1", store.port), timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=10)
+    # torchrun opens the store of this port again, and gets the same one.
+    again = TCPStore("127.0.0.1", store.port, is_master=True, multi_tenant=True, world_size=1)
+    again.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_port_is_open_on_all_interfaces_if_the_endpoint_is_no_address_of_this_machine() -> None:
+    with Node(2, 0, "192.0.2.1:0").listen() as listener:  # an address for documentation
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_node_waits_for_a_store_in_which_it_has_not_been() -> None:
+    first = _open_store(Node(2, 0, "127.0.0.1:0"), timeout=10)
+    other = Node(2, 1, f"127.0.0.1:{first.port}")
+    assert _open_store(other, timeout=10).port == first.port
+    with pytest.raises(TimeoutError, match="still has the processes of an earlier start"):
+        _open_store(other, timeout=1)
+
+
+def test_the_limit_of_open_files_is_raised_and_its_approach_is_told_once() -> None:
+    code = """
+import os, resource
+from torchtitan_diloco.utils import check_open_files, raise_open_files_limit, start_logging
+start_logging(0, 1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
+raise_open_files_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+check_open_files()
+files = [os.dup(0) for _ in range(37)]
+check_open_files()
+check_open_files()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    limit, *warnings = run.stdout.splitlines()
+    assert limit == "50 50"
+    assert [line[:34] for line in warnings] == ["warning: 80% of the 50 files and c"]

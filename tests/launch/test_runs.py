@@ -45,9 +45,8 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     assert a.output.count(repr(argument)) == 2
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_launchers_are_two_nodes_of_one_run(tmp_path: Path, backend: str) -> None:
-    common = {**two_nodes(), "RDZV_BACKEND": backend}
+def test_two_launchers_are_two_nodes_of_one_run(tmp_path: Path) -> None:
+    common = two_nodes()
     with (
         launcher(tmp_path / "1", "meet", environment={**common, "NODE_RANK": "1"}) as one,
         launcher(tmp_path / "0", "meet", environment={**common, "NODE_RANK": "0"}) as zero,
@@ -55,8 +54,7 @@ def test_two_launchers_are_two_nodes_of_one_run(tmp_path: Path, backend: str) ->
         assert (zero.wait(), one.wait()) == (0, 0), zero.output + one.output
     assert "of 2 sum=1" in zero.output
     assert "of 2 sum=1" in one.output
-    if backend == "static":
-        assert "rank=0" in zero.output
+    assert "rank=0" in zero.output
 
 
 def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
@@ -71,9 +69,9 @@ def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
     """torch waits in C++ then, where no Python signal handler runs."""
-    variables = {**two_nodes(), "NODE_RANK": "1", "LOGLEVEL": "INFO"}
+    variables = {**two_nodes(), "NODE_RANK": "1"}
     with launcher(tmp_path / "console", "wait", environment=variables) as run:
-        run.wait_for("Rendezvous'ing worker group")
+        run.wait_for("node 1 of 2: waiting for the first node at localhost:")
         time.sleep(0.5)
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
@@ -89,7 +87,6 @@ def test_a_stop_signal_lets_every_rank_finish(
 ) -> None:
     with launcher(tmp_path / "console", "wait", workers=workers) as run:
         run.wait_for("waiting", times=workers)
-        assert (f"pid={run.process.pid}\n" in run.output) == (workers == 1)
         os.killpg(run.process.pid, stop_signal)  # as a terminal does
         assert run.wait() == code
         assert run.output.count(f"signal={stop_signal.name} count=1") == workers

@@ -103,11 +103,13 @@ class Checkpointer:
     def due_by_time(self) -> bool:
         """Return whether `every_minutes` have passed by the clock of rank 0.
 
-        The timer starts again at once, as all ranks agree on the save some steps later.
+        A save under way ends first, so that training does not wait for a slow disk. The timer
+        starts again at once, as all ranks agree on the save some steps later.
         """
         minutes = self._config.every_minutes
         seconds = time.monotonic() - self._timer_start
-        due = self._world.is_first and minutes > 0 and seconds >= 60 * minutes
+        saving = self._saving is not None and not self._saving.done()
+        due = self._world.is_first and minutes > 0 and seconds >= 60 * minutes and not saving
         if due:
             self._timer_start = time.monotonic()
         return due

@@ -29,7 +29,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.distributed.collectives import on_first_rank
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import FOLDER_NOTE, logger
 
 LOCK = "run.lock"
 VISIBLE_WITHIN_SECONDS = 10.0
@@ -160,6 +160,8 @@ def claim_run_folder(
         raise
     if shared:
         _check_visible(world, Path(path), token)
+    if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
+        Path(note).write_text(str(Path(path).absolute()), encoding="utf-8")
     return Path(path), locks[0] if locks else nullcontext()
 
 

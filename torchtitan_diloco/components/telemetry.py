@@ -32,7 +32,14 @@ from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, total
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import GIB, clock, logger, peak_flops, peak_memory_bytes
+from torchtitan_diloco.utils import (
+    GIB,
+    check_open_files,
+    clock,
+    logger,
+    peak_flops,
+    peak_memory_bytes,
+)
 
 Batch = tuple[Tensor, Tensor]
 COUNTED = (
@@ -175,6 +182,7 @@ class Telemetry:
         `agreement_seconds`: how long the training thread has waited in this process, so far, for
         all ranks to agree on something.
         """
+        check_open_files()
         now, where = time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)

@@ -29,6 +29,9 @@ class Run:
     """Seed of the initial weights, data order, dropped rounds and stochastic rounding."""
     deterministic: bool = False
     """Use deterministic kernels only, so that the same run gives the same bits. Slower on CUDA."""
+    restarts: NotNegative = 3
+    """Times in a row that the launcher starts a crashed run again from its latest checkpoint. A new
+    checkpoint begins the count again. 0: never."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. `auto`: CUDA if there is a GPU, else the CPU."""
     garbage_collect_every: NotNegative = 50
@@ -135,7 +138,7 @@ class Training:
 class Optimizer:
     """Inner optimizer (AdamW)."""
 
-    lr: Annotated[float, Meta(gt=0)] = 4e-4
+    lr: Annotated[float, Meta(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay rate of the first moment."""
@@ -224,7 +227,7 @@ class Checkpoint:
 
     every: NotNegative = 0
     """Steps between two checkpoints. 0: do not save by steps."""
-    every_minutes: NotNegative = 30
+    every_minutes: NotNegative = 5
     """Minutes between two checkpoints, by the clock of rank 0. 0: do not save by time."""
     at_end: bool = True
     """Save after the last step, and when a signal (SIGINT, SIGTERM, SIGHUP) stops the run."""

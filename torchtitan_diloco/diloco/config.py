@@ -35,7 +35,7 @@ class OuterOptimizer:
     name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
     """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD). `sign_momentum` steps by
     the sign of the momentum."""
-    lr: Annotated[float, Meta(gt=0)] = 0.4
+    lr: Annotated[float, Meta(gt=0, le=100)] = 0.4
     """Peak outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay rate of the momentum, or of the first moment with `adam`."""

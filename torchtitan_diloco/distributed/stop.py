@@ -2,21 +2,28 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from types import FrameType
 from typing import NamedTuple, Self
 
 from torch.distributed import ReduceOp
 
+from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import STOP_SIGNALS, logger
+from torchtitan_diloco.utils import STOP_SIGNALS, WORKER_LOST, logger
 
 SAME_REQUEST_SECONDS = 1.0
 """Schedulers and launchers pass signals on, so that one request may arrive more than once."""
 ASK_EVERY = 2
 """Steps between two questions of workers that train on their own: each takes time on the links."""
+
+HANGING_SECONDS = 12.0
+"""Seconds from a signal until a rank that is silent ends the run. Launchers wait longer."""
 
 
 class Requests(NamedTuple):
@@ -32,6 +39,10 @@ class StopRequest:
     Signals reach ranks at different moments, and a rank that stopped alone would leave the others
     waiting in a collective. So the ranks ask each other in the background and read the answer
     `lag` steps later. A second signal ends the process at once.
+
+    While a rank hangs there is no answer, and no checkpoint, as one holds the state of all workers.
+    A thread ends this process then: the training thread may wait inside torch, where it handles no
+    signal.
     """
 
     def __init__(self, world: World, lag: int = 1) -> None:
@@ -47,6 +58,41 @@ class StopRequest:
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        self._ended = threading.Event()
+        if world.control is not None:
+            read_end, self._write_end = os.pipe()
+            os.set_blocking(self._write_end, False)
+            signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(read_end,), daemon=True).start()
+
+    def _watch(self, read_end: int) -> None:
+        """After a signal, end this process if another rank hangs."""
+        with os.fdopen(read_end, "rb", buffering=0) as signals:
+            number = signals.read(1)
+            while number and number[0] not in self._previous:  # such as SIGCHLD
+                number = signals.read(1)
+        wait = HANGING_SECONDS
+        while number and not self._ended.wait(wait):
+            hanging = self._world.liveness.lost_ranks()
+            if hanging:
+                self._leave(signal.Signals(number[0]).name, hanging)
+            wait = 1.0
+
+    def _leave(self, name: str, hanging: Mapping[int, str]) -> None:
+        ranks = ", ".join(
+            f"rank {rank} of worker {rank // self._world.ranks_per_worker} ({reason})"
+            for rank, reason in hanging.items()
+        )
+        print(
+            f"[rank {self._world.rank}] error: {ranks} hangs, so the run cannot stop after one "
+            f"common step on {name}: it ends here, and saves nothing more",
+            file=sys.stderr,
+            flush=True,
+        )
+        workers = sorted({rank // self._world.ranks_per_worker for rank in hanging})
+        self._world.liveness.first_cause(WorkerLostError(workers, ranks))  # tells the others
+        if not self._ended.wait(0.5):
+            os._exit(WORKER_LOST)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -90,6 +136,10 @@ class StopRequest:
         """Restore the signal handlers, and wait for open questions unless the run has failed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._ended.set()
+        if self._world.control is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._write_end)
         if error is None:
             for _, question in self._questions:
                 question.result()
