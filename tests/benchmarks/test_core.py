@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import contention, slow_link, sync
+from benchmarks import slow_link, sync, train_step
 from benchmarks.core import (
     codec_name,
     kept,
@@ -74,7 +74,7 @@ def test_a_wrong_configuration_is_no_traceback(capsys: pytest.CaptureFixture[str
         (slow_link.main, ["--optimizer.lr", "fast"]),
         (sync.main, ["--megabytes", "1"]),
         (sync.main, ["--fragments", "4"]),
-        (contention.main, ["--training.steps", "none"]),
+        (train_step.main, ["--training.steps", "none"]),
     ],
 )
 def test_commands_refuse_before_anything_is_measured(
