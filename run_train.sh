@@ -9,4 +9,12 @@ prepare_environment ""
 
 # Signals must reach Python, and Python must not import files of the current folder.
 export PYTHONSAFEPATH=1
-exec "$ENVIRONMENT_PYTHON" -u -m torchtitan_diloco.launch "$@"
+# Without -S, Ctrl-C in the first tenths of a second would print a traceback of Python's own start-up.
+exec "$ENVIRONMENT_PYTHON" -S -u -c '
+import signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+import site
+site.main()
+from torchtitan_diloco.launch import main
+sys.exit(main(sys.argv[1:]))' "$@"

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from torchtitan_diloco.components.checkpoint_schema import complete_checkpoints, step_of
 from torchtitan_diloco.config.schema import Checkpoint
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 60.0
@@ -34,22 +33,25 @@ class Restarts:
             raise NotRestartedError("it saves no checkpoints while it trains")
         if not (folder := self._folder()):
             raise NotRestartedError("it had not begun to train")
-        saved = complete_checkpoints(Path(folder))
-        if not saved and self._config.resume != "auto":
+        from torchtitan_diloco.components.checkpoint_schema import step_of  # imports torch
+
+        latest = _latest_checkpoint(folder)
+        if latest is None and self._config.resume not in ("auto", "strict"):
             raise NotRestartedError("it had saved no checkpoint")
-        step = step_of(saved[-1]) if saved else 0
+        step = 0 if latest is None else step_of(latest)
         self._in_a_row = self._in_a_row + 1 if step == self._started_from else 1
         self._started_from = step
         if self._in_a_row > self._limit:
             times = f"{self._limit} restarts" if self._limit > 1 else "a restart"
             raise NotRestartedError(f"{times} from {self.origin} brought no new checkpoint")
         self.reasons.append(reason)
-        return ["--run.folder", folder, "--checkpoint.resume", "auto"]
+        resume = "strict" if self._config.resume == "strict" else "auto"
+        return ["--run.folder", folder, "--checkpoint.resume", resume]
 
     def last_saved(self) -> str:
         """Return the end of a sentence that names the latest checkpoint of the run."""
-        found = complete_checkpoints(Path(folder)) if (folder := self._folder()) else []
-        return f"; the latest checkpoint is {found[-1]}" if found else "; no checkpoint was saved"
+        latest = _latest_checkpoint(self._folder())
+        return f"; the latest checkpoint is {latest}" if latest else "; no checkpoint was saved"
 
     def _folder(self) -> str:
         return self._note.read_text(encoding="utf-8") if self._note.exists() else ""
@@ -75,3 +77,10 @@ class Restarts:
         count = len(self.reasons)
         times = "once" if count == 1 else f"{count} times"
         return f"started again {times}, after: {'; '.join(self.reasons)}" if count else ""
+
+
+def _latest_checkpoint(folder: str) -> Path | None:
+    from torchtitan_diloco.components.checkpoint_schema import complete_checkpoints  # imports torch
+
+    found = complete_checkpoints(Path(folder)) if folder else []
+    return found[-1] if found else None
