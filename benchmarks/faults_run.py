@@ -26,7 +26,7 @@ from torchtitan_diloco import train
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import read_json_lines
+from torchtitan_diloco.utils import end_process, read_json_lines
 
 PATIENCE_SECONDS = 90.0
 """What takes longer counts as never."""
@@ -254,4 +254,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

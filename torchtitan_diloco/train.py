@@ -16,6 +16,7 @@ from torchtitan_diloco.utils import (
     USER_ERROR,
     WORKER_LOST,
     cause_of,
+    end_process,
     is_user_error,
     raise_open_files_limit,
     start_logging,
@@ -92,4 +93,4 @@ def _print_error(error: Exception | str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

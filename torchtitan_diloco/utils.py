@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,16 @@ PEAK_BF16_FLOPS = {
     "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
 }
 """Dense bf16 FLOP/s from data sheets. A longer name comes before one that it contains."""
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with this code, after a lost worker without a clean-up, which would wait for it."""
+    if code != WORKER_LOST:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def start_logging(rank: int, size: int) -> None:
