@@ -187,13 +187,20 @@ class Liveness:
                 return error
         return self._loss()
 
-    def lost_ranks(self) -> dict[int, str]:
-        """Return the ranks that are lost, or else silent, and why, after a failure elsewhere."""
+    def lost_ranks(self, *, failed: bool = False) -> dict[int, str]:
+        """Return the ranks that are lost, or else silent, and why.
+
+        `failed`: something between ranks has, so that a shorter silence counts as well.
+        """
         with self._changed:
             if self._wait_for_decision():
                 return self._lost
-            quiet = [peer for peer in self._peers if not math.isnan(peer.quiet_since)]
-            return {peer.rank: peer.quiet_why for peer in quiet}
+            long_ago = time.perf_counter() - 3 * self._pace.beat
+            return {
+                peer.rank: NO_SIGN if math.isnan(peer.quiet_since) else peer.quiet_why
+                for peer in self._peers
+                if not math.isnan(peer.quiet_since) or (failed and peer.heard_at < long_ago)
+            }
 
     @property
     def _is_deciding(self) -> bool:
