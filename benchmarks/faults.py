@@ -9,6 +9,7 @@ steps of work were lost, and whether that is what the documentation promises. Al
 ten minutes on two cores.
 """
 
+import math
 import os
 import random
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from benchmarks import core
 from benchmarks.faults_run import Job, in_network, launched, wait_until
-from benchmarks.network import ENVIRONMENT, Network, NoNetworkError, port_of
+from benchmarks.network import Network, NoNetworkError, port_of, run_command
 
 HEADER = "fault | what happened | seconds | steps lost | as promised | n"
 LOST = r"worker {} left or did not answer"
@@ -60,13 +61,13 @@ def in_payload(network: Network, job: Job, victim: int) -> None:
     """Return when the victim is in the middle of a payload over a link that has become slow."""
     job.reach(10)
     for worker in range(network.workers):
-        network.set_rate(worker, up=1, down=1)
+        network.set_rate(worker, up=4, down=4)
     sent = network.counters(victim)[0]
     wait_until(lambda: network.counters(victim)[0] > sent + 100_000, "a payload")
 
 
-@case("killed in a payload, 1 Mbit/s, 2 workers", 2, True)
-@case("killed in a payload, 1 Mbit/s, 3 workers", 3, True)
+@case("killed in a payload, 4 Mbit/s, 2 workers", 2, True)
+@case("killed in a payload, 4 Mbit/s, 3 workers", 3, True)
 @case("killed between exchanges, 3 workers", 3, False)
 def killed(folder: Path, workers: int, payload: bool) -> Outcome:
     victim, survivors = workers - 1, range(workers - 1)
@@ -94,17 +95,18 @@ def stopped(folder: Path) -> Outcome:
         os.kill(job.programs[2].pid, signal.SIGCONT)
         job.wait()
         codes = [program.returncode for program in job.programs]
-        told = job.line(r"worker 2 .*(stopped|stall|silent)") or job.line("worker 2")
-    happened = f"said; {'went on' if codes == [0] * 3 else f'ended with {codes}'}; {told[:90]}"
+        told = job.line("worker 2 goes on")
+    happened = f"said; {'went on' if not any(codes) else f'ended with {codes}'}; {told}"
     return Outcome(happened, said, 0, promised=said is not None and said <= 12 and not any(codes))
+
+
+def on_switch(network: Network, command: str) -> None:
+    run_command([*network.inside(network.switch), *command.split()])
 
 
 def cut(network: Network, worker: int, *, closed: bool) -> None:
     """Drop all packets of a worker's link without a word, or let them pass again."""
-    device, change = port_of(worker), "replace" if closed else "del"
-    words = f"tc qdisc {change} dev {device} root" + " netem loss 100%" * closed
-    command = [*network.inside(network.switch), *words.split()]
-    subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True)
+    on_switch(network, f"ip link set {port_of(worker)} {'nomaster' if closed else 'master switch'}")
 
 
 @case("link cut without a word for 15 s")
@@ -133,12 +135,10 @@ def bad_link(folder: Path, kind: str) -> Outcome:
                 cut(network, 1, closed=False)
                 time.sleep(3)
             else:
-                words = f"tc qdisc replace dev {port_of(1)} root netem loss 30%"
-                inside = network.inside(network.switch)
-                subprocess.run([*inside, *words.split()], env=ENVIRONMENT, check=True)
+                on_switch(network, f"tc qdisc replace dev {port_of(1)} root netem loss 30%")
                 time.sleep(4)
         steps, seconds = job.step - before, time.monotonic() - started
-        cut(network, 1, closed=False)
+        network.set_rate(1, up=math.inf, down=math.inf)
         codes = job.wait()
     return Outcome(f"{steps} steps in {seconds:.0f} s, exit codes {codes}", promised=not any(codes))
 

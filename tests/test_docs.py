@@ -1,8 +1,8 @@
 """Run every ```bash block of the README and of docs/, from the root of the repository.
 
-A training run gets three steps, and a folder of its own unless it names one. `./run_tests.sh` only
-collects. `$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced as
-```text.
+A training run that later commands need, because it names its folder, gets three steps, and so does
+the first one of the README; the settings of the others are checked. `./run_tests.sh` only collects.
+`$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced as ```text.
 """
 
 import os
@@ -28,17 +28,16 @@ def blocks(page: Path) -> list[str]:
 
 def shortened(block: str, out: Path) -> str:
     lines = []
-    for number, line in enumerate(block.splitlines()):
-        command = line.split(" #")[0]
+    for line in block.splitlines():
+        command = line.split(" #")[0].rstrip()
         if "./run_tests.sh" in command:
             line = f"{command} --collect-only -q"
-        elif (
-            "./run_train.sh" in command
-            and "--help" not in command
-            and "--print-config" not in command
-        ):
-            folder = "" if "--run.folder" in command else f" --run.folder {out}/run{number}"
-            line = f"{command} {SHORT}{folder}"
+        elif command == "./run_train.sh":
+            line = f"{command} {SHORT} --run.folder {out}/run"
+        elif "./run_train.sh" in command and "--run.folder" in command:
+            line = f"{command} {SHORT}"
+        elif "./run_train.sh" in command and "--help" not in command:
+            line = f"{command} --print-config"
         lines.append(line)
     return "\n".join(lines)
 
