@@ -162,6 +162,7 @@ def strangers(folder: Path, connections: int, limit: str) -> Outcome:
 
 # --- checkpoints and restarts ---------------------------------------------------------------------
 
+DIES_AT = 115
 SAVING = {"checkpoint.every": "20", "checkpoint.keep_latest": "3"}
 
 
@@ -173,18 +174,16 @@ def checkpoints(job: Job) -> list[Path]:
 @case("a worker killed, run.restarts = 0", 0)
 def restarts(folder: Path, count: int) -> Outcome:
     settings = SAVING | {"run.restarts": str(count)}
-    with launched(folder, settings, "dies@110:1") as job:
+    with launched(folder, settings, f"dies@{DIES_AT}:1") as job:
         died = folder / "run" / "died"
         wait_until(lambda: died.exists() or job.ended, "the death", job.log)
-        lost = job.step
         seconds = job.seconds_until("resumed from")
         (code,) = job.wait()
         resumed = re.search(r"step (\d+)", job.line("resumed from"))
     if resumed is None:
-        last = job.log().strip().splitlines()[-1]
-        return Outcome(f"exit code {code}: {last[:80]}", promised=count == 0 and code not in (0, 2))
+        return Outcome(job.last_words(code), promised=count == 0 and code not in (0, 2))
     return Outcome(
-        f"went on by itself, exit code {code}", seconds, lost - int(resumed[1]), not code
+        f"went on by itself, exit code {code}", seconds, DIES_AT - int(resumed[1]), not code
     )
 
 
@@ -202,12 +201,10 @@ def start_again(folder: Path, at: int) -> Outcome:
         (code,) = again.wait()
     found = re.search(r"step (\d+)", again.line("resumed from"))
     if found is None or code:
-        return Outcome(
-            f"exit code {code}: {again.log().strip().splitlines()[-1][:80]}", promised=False
-        )
-    said = again.line("damaged|incomplete|manifest|unreadable")
+        return Outcome(again.last_words(code), promised=False)
+    said = again.line("damaged|incomplete|manifest|unreadable").partition("warning: ")[2]
     seconds = time.monotonic() - started
-    return Outcome(f"resumed; {said[:90] or 'nothing said'}", seconds, at - int(found[1]))
+    return Outcome(f"resumed; {said[:200] or 'nothing said'}", seconds, at - int(found[1]))
 
 
 @case("newest checkpoint: a bit flipped", "bit")
@@ -260,11 +257,9 @@ def full_disk(folder: Path) -> Outcome:
     inside = ["unshare", *user, "--mount", "sh", "-c", script, "sh"]
     with launched(folder, SAVING | {"training.steps": "100"}, inside=inside) as job:
         (code,) = job.wait()
-    said, last = job.line("could not be saved|No space"), job.log().strip().splitlines()[-1]
+    said = job.line("could not be saved|No space")
     trained_on = "step   100" in job.log() or "step 100" in job.log()
-    return Outcome(
-        f"exit code {code}; {said[:70] or last[:70]}", promised=bool(said) and trained_on
-    )
+    return Outcome(f"exit code {code}; {said[:90]}", promised=bool(said) and trained_on)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -375,7 +370,7 @@ def build_row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
     seconds = [one.seconds for one in outcomes if one.seconds is not None]
     lost = [one.steps_lost for one in outcomes if one.steps_lost is not None]
     kept = sum(one.promised for one in outcomes)
-    texts = list(dict.fromkeys(one.happened for one in outcomes))
+    texts = list(dict.fromkeys(re.sub(r"/\S*/", "", one.happened) for one in outcomes))
     return [
         name,
         texts[0] + f" (and {len(texts) - 1} others)" * (len(texts) > 1),

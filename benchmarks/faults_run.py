@@ -110,6 +110,9 @@ class Job:
         """Return the first line of a worker's log that has the pattern, or an empty text."""
         return next((one for one in self.log(worker).splitlines() if re.search(pattern, one)), "")
 
+    def last_words(self, code: int | None) -> str:
+        return f"exit code {code}: {self.log().strip().splitlines()[-1][:120]}"
+
     def wait(self) -> list[int | None]:
         """Return the exit codes; a program that does not end has None and is killed."""
         with suppress(TimeoutError):
