@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "utils": set(),
     "diloco": {"utils"},
     "config": {"utils", "diloco.config", "diloco.fields"},
+    "islands": {"utils", "diloco"},
     "distributed": {"utils", "config", "diloco"},
     "models": {"utils", "config"},
     "data": {"utils", "config"},
@@ -81,6 +82,15 @@ def test_the_check_sees_a_violation() -> None:
     assert violations("config", "import torchtitan_diloco.diloco.streaming")
     assert not violations("config", "from torchtitan_diloco.diloco.config import Link")
     assert not violations("trainer", "from torchtitan_diloco.planner import observed")
+
+
+def test_the_rules_of_islands_are_pure() -> None:
+    """They have no I/O and no clock, so that a simulation can test them."""
+    allowed = {"collections", "dataclasses", "enum", "hashlib", "msgspec", "operator", "typing"}
+    for name in ("records", "log", "rules"):
+        for module in imported_modules((PACKAGE / f"islands/{name}.py").read_text()):
+            own = module.startswith("torchtitan_diloco.islands.")
+            assert own or module.split(".")[0] in allowed, f"islands/{name}.py imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -1,0 +1,375 @@
+"""An island of a simulation, and what is drawn or chosen for it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tests.islands import toy
+from tests.islands.toy import Copies, Shared, Vector
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands.log import State, checksums_before
+from torchtitan_diloco.islands.records import (
+    Chunk,
+    Facts,
+    Part,
+    Record,
+    Take,
+    VoidError,
+    decode,
+    digest,
+)
+from torchtitan_diloco.islands.rules import Island, Members, Timing
+
+if TYPE_CHECKING:
+    from tests.islands.simulation import World
+
+RUN_ID = "r1"
+TICK, BEAT, RETRY, RECONNECT = 0.1, 0.5, 0.5, 0.1
+"""Seconds between looks at the clock, keys of members, attempts to append, and to connect."""
+HOUR = 3600.0
+
+
+@dataclass
+class Plan:
+    """What all islands of a simulation share."""
+
+    sync_every: int = 6
+    fragments: int = 2
+    delay: int = 1
+    alpha: int = 0
+    batch: int = 2
+    steps: int = 40
+    """Steps of all islands together, if there were `begin` of them in lockstep."""
+    slots: int = 3
+    begin: int = 3
+    floor: float = 0.3
+    expiry: float = 2.0
+    loss: float = 0.0
+    """Probability that a message to the server is lost. Acknowledgements are all lost."""
+    doubled: float = 0.0
+    latency: tuple[float, float] = (0.002, 0.02)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.sync_every, self.fragments, self.delay)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self.sync_every, self.delay, 1, self.floor)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(
+            run=RUN_ID,
+            slots=self.slots,
+            begin=self.begin,
+            total_tokens=self.steps * self.begin * self.batch * toy.TOKENS,
+            checksums=(Shared().checksum,) * self.fragments,
+            fingerprints={"settings": "same"},
+        )
+
+
+@dataclass
+class Nature:
+    """What is an island's own."""
+
+    step: float = 0.1
+    jitter: float = 0.0
+    upload: float = 0.02
+    download: float = 0.01
+    bad: float = 0.0
+    """Probability that a part is corrupt."""
+    not_finite_at: int = -1
+    """Step after which the parameters are not finite."""
+
+
+class Process:
+    """One start of an island."""
+
+    def __init__(self, world: "World", name: str, nature: Nature) -> None:
+        self.world, self.nature, self.plan = world, nature, world.plan
+        self.incarnation = f"{name}/{len(world.processes)}"
+        self.offset = world.random.uniform(-HOUR, HOUR)
+        self.alive, self.finished, self.paused_until = True, False, 0.0
+        self.cursor = self.delivered = 0
+        self.members = Members(self.plan.expiry)
+        self.copies = self._first_copies()
+        self.state = State(self.copies.checksum)
+        self.island: Island | None = None
+        self.theta: list[Vector] = []
+        self.checked: dict[int, str] = {}
+        self.stored: dict[int, Part] = {}
+        self.own: dict[int, Vector] = {}
+        self.attempts: dict[tuple[object, ...], float] = {}
+        self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
+        """For each fragment: version -> hash of the entry that made it."""
+        self.training = self.blocked = False
+        self.poisoned = set[int]()
+        """Fragments whose parameters are not finite."""
+        self.idle = self.blocked_since = 0.0
+        self.joined_at = -1.0
+        self.leaving = False
+
+    @property
+    def now(self) -> float:
+        return self.world.now + self.offset
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def pause(self, seconds: float) -> None:
+        self.paused_until = self.world.now + seconds
+
+    def cut(self, seconds: float) -> None:
+        """Lose the connection: what is sent is lost, what is delivered comes after it."""
+        self.members.connected = False
+        self.world.after(seconds + RECONNECT, self.reconnect, self)
+
+    def reconnect(self) -> None:
+        self.members.connect(self.now)
+        self.delivered = self.cursor
+        self.deliver()
+
+    # --- network ----------------------------------------------------------------------------------
+
+    def _first_copies(self) -> Copies:
+        """Return the copies to begin with: another island's snapshots, or version 0."""
+        donors = [one for one in self.world.processes if one.alive and one.training]
+        if not donors:
+            fragments = range(self.plan.fragments)
+            return Copies([Shared() for _ in fragments], [{} for _ in fragments])
+        donor = self.world.random.choice(donors)
+        records = []
+        for _, raw in self.world.log[: donor.cursor]:
+            try:
+                records.append(decode(raw))
+            except VoidError:
+                continue
+        snapshots, checksums = [], []
+        for fragment, shared in enumerate(donor.copies.shared):
+            snapshot = shared[self.world.random.choice(sorted(shared)[-3:])]
+            head = donor.heads[fragment].get(snapshot.version, "")
+            checksums.append(checksums_before(records, fragment, head))
+            snapshots.append(snapshot)
+        return Copies(snapshots, checksums)
+
+    def connect(self) -> None:
+        self.copies = self._first_copies()
+        self.state = State(self.copies.checksum)
+        self.joined_at = self.world.now
+        self.members.connect(self.now)
+        self.deliver()
+        self.tick()
+        self.beat()
+
+    def deliver(self) -> None:
+        """Deliver the log from where this process is, in order."""
+        if not self.members.connected or self.joined_at < 0:
+            return
+        while self.delivered < len(self.world.log):
+            self.delivered += 1
+            self.world.after(self.world.delay(), self.receive, self)
+
+    def receive(self) -> None:
+        if not self.members.connected or self.cursor >= self.delivered:
+            return
+        subject, raw = self.world.log[self.cursor]
+        self.cursor += 1
+        self.members.tick(self.now)
+        if self.island is None:
+            outcome = self.state.read(self.cursor, subject, raw)
+        else:
+            outcome = self.island.read(self.cursor, subject, raw, self.now)
+        self.world.agree(("state", self.cursor), toy.fingerprint(self.state))
+        self.world.note(outcome, self.cursor)
+        if outcome.entry is not None:
+            close = outcome.entry.close
+            self.heads[close.fragment][close.version] = digest(raw)
+            self.copies.advance(outcome.entry, self.world.fetch)
+            checksum = self.copies.checksum(close.fragment, close.version)
+            self.world.agree(("checksum", close.fragment, close.version), checksum)
+        if isinstance(outcome.record, Part) and not outcome.void:
+            self.world.after(self.nature.download, partial(self.check, self.cursor), self)
+        self.react()
+
+    def check(self, sequence: int) -> None:
+        """Fetch a part."""
+        part = decode(self.world.log[sequence - 1][1])
+        assert isinstance(part, Part)
+        corrupt = bool(part.chunks) and part.chunks[0].sequence in self.world.corrupt
+        self.checked[sequence] = "its hash differs" if corrupt else ""
+        self.react()
+
+    def transmit(self, record: Record) -> None:
+        """Send a record to the server. Nobody ever learns whether it arrived."""
+        world = self.world
+        for _ in range(1 + (world.random.random() < self.plan.doubled)):
+            if self.members.connected and world.random.random() >= self.plan.loss:
+                world.after(world.delay(), partial(world.append, record))
+
+    def attempt(self, record: Record | None, *what: object) -> None:
+        """Transmit a record, and not again for a while: whether it counts shows in the log."""
+        key = type(record), *what
+        if record is not None and self.now >= self.attempts.get(key, -HOUR * 2) + RETRY:
+            self.attempts[key] = self.now
+            self.transmit(record)
+
+    def beat(self) -> None:
+        if self.members.connected:
+            step = self.island.step if self.island else 0
+            caught_up = self.cursor == len(self.world.log) or self.training
+            for other in self.world.processes:
+                if other is not self and other.alive and other.members.connected:
+                    hear = partial(other.hear, self.incarnation, step, caught_up)
+                    self.world.after(self.world.delay(), hear, other)
+        if not self.finished:
+            self.world.after(BEAT, self.beat, self)
+
+    def hear(self, incarnation: str, step: int, caught_up: bool) -> None:
+        self.members.hear(incarnation, step, caught_up, self.now)
+
+    def tick(self) -> None:
+        self.members.tick(self.now)
+        self.react()
+        if not self.finished:
+            self.world.after(TICK, self.tick, self)
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def react(self) -> None:
+        if self.state.ended:
+            self.finished = True
+        if self.finished or (not self.members.connected and self.island is None):
+            return
+        if self.island is None:
+            self.join()
+            return
+        if self.island.fenced:
+            self.finished = True
+            return
+        if not self.training and self.state.begun:
+            self.training = True
+            self.next_step()
+        if not self.training:
+            return
+        for fragment in range(self.plan.fragments):
+            self.attempt(self.island.open(fragment), fragment)
+            close = self.island.close(fragment, self.checked, 1.0, self.now)
+            self.attempt(close, fragment, close and (close.version, close.after))
+            part = self.stored.get(fragment)
+            if part is not None and self.island.syncs[fragment].under_way:
+                self.attempt(part, fragment, part.number)
+        if self.blocked or self.island.stopped:
+            self.boundary()
+        if self.island.stopped:
+            self.attempt(self.island.give(self.now))
+            self.attempt(self.island.done(self.now))
+            self.attempt(self.island.end(self.now))
+
+    def join(self) -> None:
+        if self.state.facts is None or self.cursor < len(self.world.log):
+            return
+        owned = [slot for slot, name in self.state.owners().items() if name == self.incarnation]
+        if owned:
+            sends = [self.plan.schedule.first_send(p) for p in range(self.plan.fragments)]
+            now, timing = self.now, self.plan.timing
+            self.island = Island(
+                self.state, self.members, owned[0], timing, first_sends=sends, now=now
+            )
+            self.theta = [dict(self.copies.newest(p).theta) for p in range(self.plan.fragments)]
+            self.react()
+        elif self.incarnation in self.state.incarnations:
+            self.finished = True
+        elif (free := self.members.free_slot(self.state, self.now)) is not None:
+            slot, replaces = free
+            who = {"slot": slot, "incarnation": self.incarnation}
+            self.attempt(Take(run=RUN_ID, **who, replaces=replaces), slot, replaces)  # type: ignore[arg-type]
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def next_step(self) -> None:
+        jitter = self.world.random.uniform(-self.nature.jitter, self.nature.jitter)
+        self.world.after(max(0.001, self.nature.step + jitter), self.step, self)
+
+    def step(self) -> None:
+        island = self.island
+        assert island is not None
+        if self.finished:
+            return
+        for sample in range(island.position, island.position + self.plan.batch):
+            toy.train(self.theta, island.slot, sample)
+        island.finish_step(self.plan.batch, self.plan.batch * toy.TOKENS, self.nature.step)
+        if island.step == self.nature.not_finite_at:
+            self.poisoned = set(range(self.plan.fragments))
+        island.leaving = self.leaving
+        island.stopped = island.leaving or island.clock >= island.total_tokens
+        self.boundary()
+
+    def boundary(self) -> None:
+        """Do what is due between two steps. Blocked, it is called again when something happens."""
+        island, began = self.island, self.world.now
+        assert island is not None
+        if not self.blocked:
+            self.blocked_since = began
+        self.blocked = False
+        if self.plan.delay and self._apply():
+            return
+        for fragment in range(self.plan.fragments):
+            if island.send_is_due(fragment, self.now):
+                self.send(fragment)
+            self.attempt(island.open(fragment), fragment)
+        if not self.plan.delay and self._apply():
+            return
+        self.idle += self.world.now - self.blocked_since
+        if not island.stopped:
+            self.next_step()
+
+    def _apply(self) -> bool:
+        """Apply what can be applied. Return whether training waits."""
+        island = self.island
+        assert island is not None
+        for fragment in range(self.plan.fragments):
+            while (mode := island.next_mode(fragment)) is not None:
+                version = island.syncs[fragment].applied
+                old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
+                own = self.own.get(fragment, {})
+                theta = self.theta[fragment]
+                self.theta[fragment] = toy.apply(mode, theta, old, new, own, self.plan.alpha)
+                if mode.value == "reset":
+                    self.poisoned.discard(fragment)
+                island.finish_apply(fragment, self.now)
+            until = island.wait_until(fragment)
+            if until is not None and self.now < until:
+                self.blocked = True
+                self.world.after(max(0.001, until - self.now), self.react, self)
+        return self.blocked
+
+    def send(self, fragment: int) -> None:
+        island, world = self.island, self.world
+        assert island is not None
+        base = island.syncs[fragment].applied
+        shared = self.copies.shared[fragment][base]
+        delta = toy.encode_delta(self.theta[fragment], shared.theta)
+        checksum = self.copies.checksum(fragment, base)
+        part = island.send(fragment, checksum, self.now, finite=fragment not in self.poisoned)
+        if self.nature.not_finite_at < 0:  # a reset loses work
+            world.check_samples(part, delta)
+        self.own[fragment] = delta
+        self.stored.pop(fragment, None)
+        world.after(self.nature.upload, partial(self.store, part, delta), self)
+
+    def store(self, part: Part, delta: Vector) -> None:
+        """Store the chunk of a part, then append the part."""
+        if not self.members.connected:
+            self.world.after(RETRY, partial(self.store, part, delta), self)
+            return
+        number = len(self.world.payloads) + 1
+        self.world.payloads[number] = delta
+        if self.world.random.random() < self.nature.bad:
+            self.world.corrupt.add(number)
+        chunk = Chunk(number, 1, digest(repr(delta).encode()))
+        fields = {name: getattr(part, name) for name in part.__struct_fields__}
+        self.stored[part.fragment] = Part(**{**fields, "chunks": (chunk,) if part.finite else ()})
+        self.react()

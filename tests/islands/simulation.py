@@ -1,0 +1,99 @@
+"""Server and network of a simulation, in virtual time. Everything is drawn from one seed."""
+
+import heapq
+import random
+from collections.abc import Callable
+from itertools import count
+
+from tests.islands import toy
+from tests.islands.process import Nature, Plan, Process
+from tests.islands.toy import Vector
+from torchtitan_diloco.islands.log import Entry, Outcome
+from torchtitan_diloco.islands.records import Part, Record, encode, subject_of
+
+
+class World:
+    def __init__(self, plan: Plan, seed: int = 0) -> None:
+        self.plan, self.random, self.now = plan, random.Random(seed), 0.0
+        self.log: list[tuple[str, bytes]] = []
+        self.payloads: dict[int, Vector] = {}
+        self.corrupt: set[int] = set()
+        self.processes: list[Process] = []
+        self.void: list[Outcome] = []
+        """Records that were passed over, as the first reader saw them."""
+        self.entries: list[tuple[float, Entry]] = []
+        """Entries, and when they were first read."""
+        self.late: list[int] = []
+        """For each part that was taken: how many entries had left it out."""
+        self._seen: dict[object, str] = {}
+        self._queue: list[tuple[float, int, Process | None, Callable[[], None]]] = []
+        self._number = count()
+        self.append(plan.facts)
+
+    def after(
+        self, seconds: float, action: Callable[[], None], process: Process | None = None
+    ) -> None:
+        """`process`: whose action it is. A dead one does nothing, a paused one does it later."""
+        heapq.heappush(self._queue, (self.now + seconds, next(self._number), process, action))
+
+    def start(self, name: str, nature: Nature | None = None, at: float = 0.0) -> Process:
+        process = Process(self, name, nature or Nature())
+        self.processes.append(process)
+        self.after(at, process.connect, process)
+        return process
+
+    def run(self, until: float = 400.0) -> None:
+        """Run until all living islands have seen the end."""
+        while self._queue and self.now < until:
+            at, _, process, action = heapq.heappop(self._queue)
+            self.now = at
+            assert len(self.log) < 3000, "the log is flooded"
+            if process is not None and not process.alive:
+                continue
+            if process is not None and at < process.paused_until:
+                self.after(process.paused_until - at, action, process)
+                continue
+            action()
+            if all(one.finished for one in self.processes if one.alive):
+                return
+        raise AssertionError(f"no end after {until} s")
+
+    def append(self, record: Record) -> None:
+        self.append_raw(subject_of(record), encode(record))
+
+    def append_raw(self, subject: str, raw: bytes) -> None:
+        self.log.append((subject, raw))
+        for process in self.processes:
+            process.deliver()
+
+    def agree(self, what: object, value: str) -> None:
+        """Assert that all processes compute the same."""
+        known = self._seen.setdefault(what, value)
+        assert known == value, f"{what} differs"
+
+    def note(self, outcome: Outcome, sequence: int) -> None:
+        if ("noted", sequence) in self._seen:
+            return
+        self._seen["noted", sequence] = ""
+        if outcome.void:
+            self.void.append(outcome)
+        if outcome.entry is not None:
+            self.entries.append((self.now, outcome.entry))
+            version = outcome.entry.close.version
+            self.late += [version - 1 - part.base for part in outcome.entry.parts]
+
+    def check_samples(self, part: Part, delta: Vector) -> None:
+        """Assert that a delta has work of its own range only, and each sample once."""
+        if self.plan.alpha == 0:  # else a share of older work stays in the parameters
+            samples = toy.samples_of(delta)
+            possible = {(part.slot, sample) for sample in range(part.start, part.end)}
+            assert samples <= possible, f"{part} contains older work"
+            assert {value for key, value in delta.items() if key} <= {1}
+            # What is done between the send and the apply is lost by alpha = 0.
+            assert self.plan.delay or samples == possible, f"{part} lacks work"
+
+    def delay(self) -> float:
+        return self.random.uniform(*self.plan.latency)
+
+    def fetch(self, part: Part) -> Vector:
+        return self.payloads[part.chunks[0].sequence] if part.chunks else {}

@@ -1,0 +1,357 @@
+"""Validity of records: what is passed over, and why."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.islands.toy import fingerprint
+from torchtitan_diloco.islands.log import VERSIONS_LATE, Outcome, State, checksums_before
+from torchtitan_diloco.islands.records import (
+    Close,
+    Done,
+    End,
+    Facts,
+    Give,
+    Open,
+    Part,
+    Record,
+    Refusal,
+    Take,
+    decode,
+    digest,
+    encode,
+    subject_of,
+)
+
+FACTS = Facts(
+    run="r", slots=2, begin=1, total_tokens=100, checksums=("v0", "v0"), fingerprints={"code": "a"}
+)
+
+
+class Log:
+    """A log with shortcuts for records that are valid."""
+
+    def __init__(self, corrupt: int | None = None) -> None:
+        """`corrupt`: first version that this process computes wrongly."""
+        self.raw: list[tuple[str, bytes]] = []
+        self.state = State(
+            lambda _, version: f"v{version}{'x' * (corrupt is not None and version >= corrupt)}"
+        )
+        self.write(FACTS)
+        self.take(0, "a")
+        self.take(1, "b")
+
+    def write(self, record: Record) -> Outcome:
+        self.raw.append((subject_of(record), encode(record)))
+        return self.state.read(len(self.raw), *self.raw[-1])
+
+    def take(self, slot: int, name: str, replaces: str | None = None) -> Outcome:
+        return self.write(Take(run="r", slot=slot, incarnation=name, replaces=replaces))
+
+    def part(self, slot: int, end: int, **changed: Any) -> Outcome:
+        fragment = self.state.fragments[0]
+        ledger = self.state.slots[slot].ledgers[0]
+        fields = {
+            "run": "r",
+            "slot": slot,
+            "incarnation": self.state.slots[slot].owner or "a",
+            "fragment": 0,
+            "number": ledger.number + 1,
+            "base": fragment.version,
+            "checksum": f"v{fragment.version}",
+            "start": ledger.taken_to,
+            "end": end,
+            "weight": end - ledger.taken_to,
+        }
+        return self.write(Part(**{**fields, **changed}))
+
+    def open(self, slot: int = 0) -> Outcome:
+        version = self.state.fragments[0].version + 1
+        owner = self.state.slots[slot].owner or "a"
+        return self.write(
+            Open(run="r", slot=slot, incarnation=owner, fragment=0, version=version, grace=1.0)
+        )
+
+    def build(self, *parts: int, slot: int = 0, refused: tuple[Refusal, ...] = ()) -> Close:
+        owner = self.state.slots[slot].owner or "a"
+        return self.state.build_close(0, (slot, owner), parts, refused, 0.5)
+
+    def round(self, *ends: int) -> Outcome:
+        """Merge a part of each slot."""
+        self.open()
+        for slot, end in enumerate(ends):
+            assert not self.part(slot, end).void
+        return self.write(self.build(*self.state.fragments[0].waiting))
+
+
+def changed(record: Any, **fields: Any) -> Any:
+    return msgspec.structs.replace(record, **fields)
+
+
+def test_a_round() -> None:
+    log = Log()
+    outcome = log.round(10, 20)
+    assert outcome.entry is not None
+    assert outcome.entry.close.weights == (10, 20)
+    assert log.state.fragments[0].clock == 30
+    assert [slot.ledgers[0].taken_to for slot in log.state.slots] == [10, 20]
+
+
+# --- closes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"version": 2}, "version is 2, not 1"),
+        ({"previous": "0"}, "previous is"),
+        ({"parts": (6, 5), "weights": (20, 10)}, "parts is"),
+        ({"parts": (5, 5), "weights": (10, 10)}, "twice"),
+        ({"parts": (5, 9), "weights": (10, 9)}, "record 9 is not a waiting part"),
+        ({"parts": (), "weights": ()}, "takes nothing"),
+        ({"weights": (10, 21)}, "weights is"),
+        ({"clock": 31}, "clock is 31, not 30"),
+        ({"checksum": "v9"}, "checksum of version 0"),
+        ({"after": 5}, "after is 5, not 6"),
+        ({"incarnation": "c"}, "belongs to a"),
+        ({"run": "other"}, "belongs to the run other"),
+        ({"slot": 7}, "no slot 7"),
+        ({"fragment": 7}, "no fragment 7"),
+    ],
+)
+def test_a_close_that_is_wrong_anywhere_is_void_as_a_whole(
+    wrong: dict[str, Any], reason: str
+) -> None:
+    log = Log()
+    log.open()
+    log.part(0, 10)
+    log.part(1, 20)
+    right = log.build(5, 6)
+    assert reason in log.write(changed(right, **wrong)).void
+    assert log.state.fragments[0].version == 0
+    assert not log.write(right).void, "a void record does not get in the way of a valid one"
+
+
+def test_a_close_loses_to_a_part_that_its_writer_had_not_seen() -> None:
+    log = Log()
+    log.open()
+    log.part(0, 10)
+    close = log.build(5)
+    log.part(1, 20)
+    assert "after is 5, not 6" in log.write(close).void
+    assert not log.write(log.build(5, 6)).void
+
+
+def test_void_closes_do_not_hold_up_each_other() -> None:
+    """If void records counted, two islands would make each other's closes void for ever."""
+    log = Log()
+    log.open()
+    log.part(0, 10)
+    first, second = log.build(5, slot=0), log.build(5, slot=1)
+    assert log.write(changed(first, clock=99)).void
+    assert not log.write(second).void
+    assert log.write(first).void == "no round is open"
+
+
+def test_a_refused_part_is_given_up_also_alone() -> None:
+    log = Log()
+    log.open()
+    log.part(0, 10)
+    outcome = log.write(log.build(refused=(Refusal(5, "not finite"),)))
+    assert outcome.entry is not None
+    assert outcome.entry.parts == ()
+    assert log.state.fragments[0].waiting == {}
+    assert not log.part(0, 15, start=0).void, "the next part carries its range"
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"start": 9}, "starts at 9, not at 10"),
+        ({"end": 10}, "has no data"),
+        ({"number": 1}, "already known"),
+        ({"base": 0, "checksum": "v0"}, "older than 1"),
+        ({"base": 2}, "no version 2"),
+        ({"checksum": "v9"}, "checksum of version 1 is v9"),
+        ({"finite": False}, "is not finite"),
+        ({"incarnation": "old"}, "slot 0 belongs to a"),
+    ],
+)
+def test_a_wrong_part_is_void(wrong: dict[str, Any], reason: str) -> None:
+    """`base`: the copy from before its own last part was merged. Its delta has that work again."""
+    log = Log()
+    log.round(10)
+    assert reason in log.part(0, **{"end": 30, **wrong}).void
+    assert not log.part(0, 30).void
+    assert "already known" in log.part(0, 30, number=2).void
+    assert "another part" in log.part(0, 40).void
+
+
+def test_a_late_part_waits_for_four_versions_and_is_then_given_up() -> None:
+    log = Log()
+    late = len(log.raw) + 1
+    log.part(1, 5)
+    for version in range(1, VERSIONS_LATE + 2):
+        assert late in log.state.fragments[0].waiting
+        log.open()
+        log.part(0, 10 * version)
+        assert not log.write(log.build(len(log.raw))).void
+    assert log.state.fragments[0].waiting == {}
+    assert not log.part(1, 8, start=0).void
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("close_first", [True, False])
+def test_a_take_races_with_a_close_of_the_old_owners_part(close_first: bool) -> None:
+    log = Log()
+    log.open()
+    log.part(0, 10)
+    close = log.build(5, slot=1)
+    if close_first:
+        assert not log.write(close).void
+    assert not log.take(0, "c", replaces="a").void
+    if not close_first:
+        assert "not a waiting part" in log.write(close).void
+    assert log.state.slots[0].start == (10 if close_first else 0)
+    assert "slot 0 belongs to c" in log.part(0, 20, incarnation="a").void
+    fates = [[span.fate for span in ledger.spans] for ledger in log.state.slots[0].ledgers]
+    assert fates == ([["merged"], ["lost"]] if close_first else [[], []])
+    assert log.state.slots[0].read_twice == (0 if close_first else 10)
+
+
+def test_of_two_takes_one_wins() -> None:
+    log = Log()
+    assert not log.take(0, "c", replaces="a").void
+    assert "belongs to c" in log.take(0, "d", replaces="a").void
+    assert "only once" in log.take(0, "a", replaces="c").void
+
+
+def test_a_repeated_take_after_a_give_is_void() -> None:
+    log = Log()
+    log.write(Give(run="r", slot=0, incarnation="a"))
+    assert not log.take(0, "c").void
+    log.write(Give(run="r", slot=0, incarnation="c"))
+    assert "only once" in log.take(0, "c").void
+    assert "belongs to nobody" in log.part(0, 10, incarnation="c").void
+
+
+def test_the_end_waits_for_all_owners_and_fixes_the_copy() -> None:
+    log = Log()
+    log.round(10)
+    done = [Done(run="r", slot=slot, incarnation=name) for slot, name in enumerate("ab")]
+    heads = tuple(fragment.head for fragment in log.state.fragments)
+    end = End(run="r", slot=0, incarnation="a", absent=(), heads=heads)
+    log.write(done[0])
+    assert log.part(0, 20).void == "its writer is done"
+    assert log.write(end).void == "b is not done"
+    log.open(slot=1)
+    log.part(1, 5)
+    assert not log.write(log.build(len(log.raw), slot=1)).void
+    log.write(done[1])
+    assert log.write(end).void == "an entry was made since"
+    heads = tuple(fragment.head for fragment in log.state.fragments)
+    assert not log.write(changed(end, heads=heads)).void
+    assert log.write(end).void == "the run has ended"
+    other = Log()
+    absent = changed(end, absent=("b",), heads=tuple(f.head for f in other.state.fragments))
+    other.write(done[0])
+    assert not other.write(absent).void
+
+
+# --- the log as a whole ---------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=40) | st.sampled_from([b"{}", b'{"kind":"take"}', b"[1]"])))
+def test_garbage_changes_nothing(garbage: list[bytes]) -> None:
+    log, clean = Log(), Log()
+    for raw in garbage:
+        assert log.state.read(log.state.sequence + 1, "fragment.0", raw).void
+    log.raw = [("run", b"")] * log.state.sequence
+    assert not log.part(0, 10).void
+    assert not clean.part(0, 10).void
+    assert log.state.slots == clean.state.slots
+
+
+@given(st.data())
+def test_altered_records_are_never_an_error(data: st.DataObject) -> None:
+    source = Log()
+    source.round(10, 20)
+    subject, raw = source.raw[data.draw(st.integers(0, len(source.raw) - 1))]
+    position = data.draw(st.integers(0, len(raw) - 1))
+    altered = raw[:position] + data.draw(st.binary(max_size=3)) + raw[position + 1 :]
+    for state in (source.state, State(lambda _, __: "v0")):
+        state.read(state.sequence + 1, subject, altered)
+
+
+@pytest.mark.parametrize("record", [b'"\\ud800"', b" ", b"[" * 5000])
+def test_odd_encodings_are_void(record: bytes) -> None:
+    log = Log()
+    assert "not a record" in log.state.read(4, "run", record).void
+    taken = encode(Take(run="r", slot=0, incarnation="c", replaces="a"))
+    assert "canonical" in log.state.read(5, "run", taken.replace(b":", b": ", 1)).void
+    assert "on the subject" in log.state.read(6, "fragment.0", taken).void
+    assert log.state.owners() == {0: "a", 1: "b"}
+
+
+def test_a_gap_in_the_log_is_an_error() -> None:
+    log = Log()
+    with pytest.raises(ValueError, match="record 5 of the log comes after record 3"):
+        log.state.read(5, *log.raw[-1])
+
+
+def test_a_log_that_is_not_the_known_one_is_refused() -> None:
+    log, other = Log(), Log()
+    log.part(0, 10)
+    other.part(0, 11)
+
+    def reread(raw: list[tuple[str, bytes]]) -> None:
+        state = State(lambda _, __: "v0", known=(log.state.sequence, log.state.digest))
+        for sequence, record in enumerate(raw, start=1):
+            state.read(sequence, *record)
+        state.check_complete()
+
+    reread(log.raw)
+    reread([*log.raw, *other.raw])
+    with pytest.raises(ValueError, match="record 4 or one before it is not the one"):
+        reread(other.raw)
+    with pytest.raises(ValueError, match="ends with record 3, and this island has read 4"):
+        reread(log.raw[:-1])
+
+
+def test_who_has_a_wrong_copy_sees_disputes_and_replays_to_the_same_state() -> None:
+    healthy, faulty = Log(), Log(corrupt=1)
+    for one in (healthy, faulty):
+        assert one.round(10, 20).entry is not None
+    for log in (healthy, faulty):  # each disagrees with the other
+        own = log.state.fragments[0].version, "v1" if log is healthy else "v1x"
+        wrong = "v1x" if log is healthy else "v1"
+        assert own[0] == 1
+        assert log.part(0, 20, checksum=wrong).disputed
+    repaired = State(lambda _, version: f"v{version}")
+    for sequence, (subject, raw) in enumerate(faulty.raw, start=1):
+        repaired.read(sequence, subject, raw)
+    reference = State(lambda _, version: f"v{version}")
+    for sequence, (subject, raw) in enumerate(faulty.raw, start=1):
+        reference.read(sequence, subject, raw)
+    assert fingerprint(repaired) == fingerprint(reference)
+
+
+def test_the_chain_of_hashes_gives_a_newcomer_the_checksums() -> None:
+    log = Log()
+    for number in range(1, 4):
+        log.round(10 * number, 20 * number)
+    forged = changed(decode(log.raw[-1][1]), checksum="forged", version=1, previous="0" * 64)
+    log.write(forged)
+    head = log.state.fragments[0].head
+    assert head == digest(log.raw[-2][1])
+    records = [decode(raw) for _, raw in log.raw]
+    assert checksums_before(records, 0, head) == {0: "v0", 1: "v1", 2: "v2"}
+    assert checksums_before(records, 1, log.state.fragments[1].head) == {}

@@ -1,0 +1,75 @@
+"""What an island believes of others."""
+
+from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.records import Facts, Take, encode
+from torchtitan_diloco.islands.rules import Members
+
+EXPIRY = 4.0
+
+
+def two_owners() -> State:
+    state = State(lambda _, __: "v0")
+    facts = Facts(
+        run="r", slots=3, begin=1, total_tokens=9, checksums=("v0",), fingerprints={"code": "a"}
+    )
+    takes = [Take(run="r", slot=slot, incarnation=f"i{slot}", replaces=None) for slot in (0, 1)]
+    for sequence, record in enumerate([facts, *takes], start=1):
+        assert not state.read(sequence, "run", encode(record)).void
+    return state
+
+
+def pass_time(members: Members, begin: float, end: float, *heard: str) -> None:
+    """Tick four times a second, and hear of some."""
+    for quarter in range(int((end - begin) * 4) + 1):
+        now = begin + quarter / 4
+        members.tick(now)
+        for name in heard:
+            members.hear(name, step=quarter, caught_up=True, now=now)
+
+
+def test_nobody_is_gone_in_the_first_expiry_time() -> None:
+    members, state = Members(EXPIRY), two_owners()
+    assert not members.is_gone("i1", 1000.0), "there is no connection yet"
+    members.connect(1000.0)
+    pass_time(members, 1000.0, 1003.5, "i0")
+    assert not members.is_gone("i1", 1003.5)
+    assert members.is_ready("i1", 1003.5, step_seconds=0.1)
+    pass_time(members, 1003.5, 1004.0, "i0")
+    assert members.is_gone("i1", 1004.0)
+    assert not members.is_ready("i1", 1004.0, step_seconds=0.1)
+    assert members.is_ready("i0", 1004.0, step_seconds=0.1)
+    assert members.free_slot(state, 1004.0) == (2, None), "a free slot before that of a dead island"
+
+
+def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_others() -> None:
+    members = Members(EXPIRY)
+    members.connect(0.0)
+    pass_time(members, 0.0, 10.0, "i0")
+    members.tick(18.0)
+    assert not members.is_gone("i0", 18.0)
+    pass_time(members, 18.0, 22.0)
+    assert members.is_gone("i0", 22.0)
+
+
+def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
+    members = Members(EXPIRY)
+    members.connect(0.0)
+    for second in range(10):
+        members.tick(second)
+        members.hear("stands", step=3, caught_up=True, now=second)
+        members.hear("reads", step=second, caught_up=False, now=second)
+    assert not members.is_ready("stands", 9.0, step_seconds=0.1)
+    assert members.is_ready("stands", 9.0, step_seconds=4.0), (
+        "its steps may be as long as one's own"
+    )
+    assert not members.is_ready("reads", 9.0, step_seconds=0.1)
+    assert not members.is_gone("stands", 9.0)
+
+
+def test_the_slot_of_a_dead_island_is_taken_when_none_is_free() -> None:
+    members, state = Members(EXPIRY), two_owners()
+    take = Take(run="r", slot=2, incarnation="i2", replaces=None)
+    state.read(4, "run", encode(take))
+    members.connect(0.0)
+    pass_time(members, 0.0, 5.0, "i0", "i2")
+    assert members.free_slot(state, 5.0) == (1, "i1")

@@ -1,0 +1,175 @@
+"""Exact arithmetic in place of tensors: vectors modulo a prime.
+
+Component 0 is not linear: it shows any other order of steps, sends and applies. Each sample adds 1
+to a component of its own, so a vector tells which samples it contains.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.records import Part, digest
+from torchtitan_diloco.islands.rules import Mode
+
+PRIME = 2**61 - 1
+TOKENS = 7
+"""Tokens of a sample."""
+LR, MOMENTUM = 3, 5
+
+Vector = dict[int, int]
+Payload = bytes
+
+
+def inverse(value: int) -> int:
+    return pow(value, -1, PRIME)
+
+
+def combine(*terms: tuple[int, Vector]) -> Vector:
+    """Return the sum of factor * vector."""
+    total: Vector = {}
+    for factor, vector in terms:
+        for key, value in vector.items():
+            total[key] = (total.get(key, 0) + factor * value) % PRIME
+    return {key: value for key, value in total.items() if value}
+
+
+def component(slot: int, sample: int) -> int:
+    return 1 + slot * 1_000_000 + sample
+
+
+def samples_of(vector: Vector) -> set[tuple[int, int]]:
+    return {divmod(key - 1, 1_000_000) for key in vector if key}
+
+
+def train(theta: list[Vector], slot: int, sample: int) -> None:
+    """Change all fragments in place by a sample. They depend on each other."""
+    total = sum(vector.get(0, 0) for vector in theta)
+    key = component(slot, sample)
+    for fragment, vector in enumerate(theta):
+        change = total * total + 1000 * sample + slot + fragment
+        vector[0] = (vector.get(0, 0) + change) % PRIME
+        vector[key] = vector.get(key, 0) + 1
+
+
+def encode_delta(theta: Vector, shared: Vector) -> Vector:
+    """Return the delta as it is decoded again: component 0 loses its last bits."""
+    delta = combine((1, theta), (-1, shared))
+    return {**delta, 0: delta.get(0, 0) // 8 * 8}
+
+
+@dataclass
+class Shared:
+    """Shared copy of a fragment and its momentum."""
+
+    version: int = 0
+    theta: Vector = field(default_factory=lambda: {0: 17})
+    momentum: Vector = field(default_factory=dict)
+
+    def advance(self, deltas: Sequence[Vector], weights: Sequence[int]) -> "Shared":
+        total = sum(weights)
+        if not total:
+            return Shared(self.version + 1, self.theta, self.momentum)
+        terms = [(w * inverse(total), delta) for w, delta in zip(weights, deltas, strict=True)]
+        mean = combine(*terms)
+        momentum = combine((MOMENTUM, self.momentum), (1, mean))
+        theta = combine((1, self.theta), (LR, mean), (LR * MOMENTUM, momentum))
+        return Shared(self.version + 1, theta, momentum)
+
+    @property
+    def checksum(self) -> str:
+        return digest(repr((self.version, sorted(self.theta.items()))).encode())[:16]
+
+
+def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, own: Vector, alpha: int) -> Vector:
+    """`alpha`: the share of the local parameters, as a number modulo the prime."""
+    if mode is Mode.RESET:
+        return dict(new)
+    if mode is Mode.MIX:
+        return combine((alpha, theta), (1 - alpha, new))
+    changed = combine((1, theta), (1, new), (-1, old))
+    return combine((1, changed), (-1, own)) if mode is Mode.ADD_OWN else changed
+
+
+class Copies:
+    """The shared copies of all versions, as one process computes them from entries."""
+
+    def __init__(self, snapshots: Sequence[Shared], checksums: Iterable[Mapping[int, str]]) -> None:
+        """`checksums`: those of the versions before each snapshot."""
+        self.shared = [{one.version: one} for one in snapshots]
+        self.checksums = [dict(known) for known in checksums]
+        for known, one in zip(self.checksums, snapshots, strict=True):
+            known[one.version] = one.checksum
+
+    def checksum(self, fragment: int, version: int) -> str:
+        return self.checksums[fragment][version]
+
+    def newest(self, fragment: int) -> Shared:
+        return self.shared[fragment][max(self.shared[fragment])]
+
+    def advance(self, entry: Entry, fetch: Callable[[Part], Vector]) -> None:
+        fragment, version = entry.close.fragment, entry.close.version
+        if version <= min(self.shared[fragment]):
+            return  # before the snapshot
+        deltas = [fetch(part) for part in entry.parts]
+        made = self.shared[fragment][version - 1].advance(deltas, entry.close.weights)
+        self.shared[fragment][version] = made
+        self.checksums[fragment][version] = made.checksum
+
+
+def replay(
+    log: Sequence[tuple[str, bytes]], copies: Copies, fetch: Callable[[Part], Vector]
+) -> tuple[State, list[Entry]]:
+    """Read a whole log, with an arithmetic of one's own."""
+    state, entries = State(copies.checksum), list[Entry]()
+    for sequence, (subject, raw) in enumerate(log, start=1):
+        outcome = state.read(sequence, subject, raw)
+        if outcome.entry is not None:
+            copies.advance(outcome.entry, fetch)
+            entries.append(outcome.entry)
+    return state, entries
+
+
+def fingerprint(state: State) -> str:
+    values = {key: value for key, value in vars(state).items() if not callable(value)}
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def one_world(schedule: Schedule, workers: int, steps: int, alpha: int, batch: int) -> list[Shared]:
+    """Return the final shared copies of workers in lockstep, as in `diloco/reference.py`."""
+    fragments = range(schedule.fragments)
+    shared = [Shared() for _ in fragments]
+    theta = [[dict(shared[p].theta) for p in fragments] for _ in range(workers)]
+    in_flight: dict[int, list[Vector]] = {}
+    weights = [0] * schedule.fragments
+    in_flight_weights = dict[int, int]()
+
+    def merge(fragment: int) -> None:
+        if fragment not in in_flight:
+            return
+        weight = in_flight_weights[fragment]
+        new = shared[fragment].advance(in_flight.pop(fragment), [weight] * workers)
+        for worker in theta:
+            old = shared[fragment].theta
+            worker[fragment] = apply(Mode.MIX, worker[fragment], old, new.theta, {}, alpha)
+        shared[fragment] = new
+
+    for step in range(1, steps + 1):
+        for slot, worker in enumerate(theta):
+            for sample in range(batch * (step - 1), batch * step):
+                train(worker, slot, sample)
+        weights = [weight + batch * TOKENS for weight in weights]
+        if schedule.delay:
+            for fragment in schedule.applied_at(step):
+                merge(fragment)
+        for fragment in schedule.sent_at(step):
+            base = shared[fragment].theta
+            in_flight[fragment] = [encode_delta(worker[fragment], base) for worker in theta]
+            in_flight_weights[fragment], weights[fragment] = weights[fragment], 0
+        if not schedule.delay:
+            for fragment in schedule.applied_at(step):
+                merge(fragment)
+    for fragment in list(in_flight):
+        merge(fragment)
+    return shared

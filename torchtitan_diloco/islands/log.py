@@ -1,0 +1,357 @@
+"""State that follows from reading the log of a run with islands, in order.
+
+All islands read the same records in the same order, so they have the same state. A record that is
+not valid where it stands is passed over by all of them. An island that has appended a record knows
+what became of it when it reads it back. There is no I/O, no clock and no arithmetic in here.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan_diloco.islands.records import (
+    AnyRecord,
+    Close,
+    Done,
+    End,
+    Facts,
+    Give,
+    Open,
+    Part,
+    Refusal,
+    Take,
+    VoidError,
+    decode,
+    digest,
+    encode,
+    subject_of,
+)
+
+VERSIONS_LATE = 4
+"""A part that so many entries have left out may be taken by the next. Then it is given up."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Valid close, with the parts that it names."""
+
+    close: Close
+    parts: tuple[Part, ...]
+
+    def part_of(self, incarnation: str) -> Part | None:
+        return next((part for part in self.parts if part.incarnation == incarnation), None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a record."""
+
+    record: AnyRecord | None
+    void: str = ""
+    """Reason why it is passed over. Empty: it is valid."""
+    disputed: bool = False
+    """It is void because its writer has another checksum of a version than this process."""
+    entry: Entry | None = None
+
+
+@dataclass
+class Span:
+    start: int
+    end: int
+    fate: Literal["merged", "lost"]
+
+
+@dataclass
+class Ledger:
+    """What became of the samples of a slot in a fragment. The spans follow on each other."""
+
+    spans: list[Span] = field(default_factory=list)
+    merged_in: int = 0
+    """Version of the last entry that took a part."""
+    number: int = 0
+    """Number of the owner's last valid part."""
+
+    @property
+    def taken_to(self) -> int:
+        """Return where the next part must start."""
+        return self.spans[-1].end if self.spans else 0
+
+    def add(self, end: int, fate: Literal["merged", "lost"]) -> None:
+        if self.spans and self.spans[-1].fate == fate:
+            self.spans[-1].end = end
+        elif end > self.taken_to:
+            self.spans.append(Span(self.taken_to, end, fate))
+
+
+@dataclass
+class Slot:
+    ledgers: list[Ledger]
+    """One for each fragment."""
+    owner: str | None = None
+    start: int = 0
+    """Sample at which the owner began to read."""
+    read_to: int = 0
+    """Last sample that a part of the owner has told of."""
+    read_twice: int = 0
+    """Samples that an owner had trained on, as its parts tell, and the next owner reads again."""
+    done: bool = False
+
+
+@dataclass
+class Fragment:
+    head: str
+    """Hash of the last entry, at first of the facts."""
+    version: int = 0
+    clock: int = 0
+    last: int = 0
+    """Sequence number of the last valid record. Void ones do not count: else closes of several
+    islands, each void because of the one before, would go on for ever."""
+    open: Open | None = None
+    waiting: dict[int, Part] = field(default_factory=dict)
+    """Valid parts that no entry has taken, by sequence number."""
+
+    def waiting_of(self, slot: int) -> Part | None:
+        return next((part for part in self.waiting.values() if part.slot == slot), None)
+
+
+class State:
+    """Fold of the log. Hand `read` every record, in order."""
+
+    def __init__(
+        self, checksum: Callable[[int, int], str], known: tuple[int, str] | None = None
+    ) -> None:
+        """Start before the first record.
+
+        Args:
+            checksum: returns that of a fragment's version, from this process's own arithmetic. It
+                is asked only for versions that entries read so far have made, the newest included.
+            known: `sequence` and `digest` of an earlier state of this island, which this log must
+                contain.
+        """
+        self._checksum, self._known = checksum, known
+        self.sequence, self.digest = 0, digest(b"")
+        self.facts: Facts | None = None
+        self.slots: list[Slot] = []
+        self.fragments: list[Fragment] = []
+        self.incarnations: set[str] = set()
+        self.begun = self.ended = False
+
+    def read(self, sequence: int, subject: str, raw: bytes) -> Outcome:
+        """Apply a record, or pass over it. No content raises; a gap in the log does."""
+        if sequence != self.sequence + 1:
+            raise ValueError(
+                f"record {sequence} of the log comes after record {self.sequence}: records were "
+                "deleted, so the run cannot be continued from this log; restore the server's folder"
+            )
+        self.sequence, self.digest = sequence, digest(self.digest.encode() + raw)
+        if self._known is not None and sequence == self._known[0] and self.digest != self._known[1]:
+            raise ValueError(
+                f"record {sequence} or one before it is not the one that this island has read: the "
+                "log is another run's or was made anew; join with the join string of this run"
+            )
+        record = None
+        try:
+            record = decode(raw)
+            _check(subject == subject_of(record), f"on the subject {subject}")
+            entry = self._accept(record)
+        except VoidError as error:
+            return Outcome(record, void=str(error), disputed=isinstance(error, _DisputeError))
+        if isinstance(record, Open | Part | Close):
+            self.fragments[record.fragment].last = sequence
+        return Outcome(record, entry=entry)
+
+    def check_complete(self) -> None:
+        """Raise if the whole log has been read and is shorter than this island knows it."""
+        if self._known is not None and self.sequence < self._known[0]:
+            raise ValueError(
+                f"the log ends with record {self.sequence}, and this island has read "
+                f"{self._known[0]}: it was truncated; restore the server's folder"
+            )
+
+    def owners(self) -> dict[int, str]:
+        return {number: slot.owner for number, slot in enumerate(self.slots) if slot.owner}
+
+    def build_close(
+        self,
+        fragment: int,
+        by: tuple[int, str],
+        parts: Collection[int],
+        refused: tuple[Refusal, ...],
+        lr: float,
+    ) -> Close:
+        """Return the one close of these parts that is valid now. `by`: slot and incarnation."""
+        assert self.facts is not None
+        state = self.fragments[fragment]
+        names = sorted(set(parts), key=lambda sequence: state.waiting[sequence].slot)
+        weights = tuple(state.waiting[sequence].weight for sequence in names)
+        return Close(
+            run=self.facts.run,
+            slot=by[0],
+            incarnation=by[1],
+            fragment=fragment,
+            version=state.version + 1,
+            after=state.last,
+            previous=state.head,
+            checksum=self._checksum(fragment, state.version),
+            parts=tuple(names),
+            weights=weights,
+            refused=refused,
+            clock=state.clock + sum(weights),
+            lr=lr,
+        )
+
+    # --- validity ---------------------------------------------------------------------------------
+
+    def _accept(self, record: AnyRecord) -> Entry | None:
+        if isinstance(record, Facts):
+            _check(self.facts is None, "the run has its facts")
+            self._set_facts(record)
+            return None
+        if self.facts is None:
+            raise VoidError("before the facts")
+        _check(record.run == self.facts.run, f"belongs to the run {record.run}")
+        _check(not self.ended, "the run has ended")
+        _check(record.slot < len(self.slots), f"there is no slot {record.slot}")
+        if isinstance(record, Take):
+            self._take(record)
+            return None
+        slot = self.slots[record.slot]
+        owner = slot.owner or "nobody"
+        _check(slot.owner == record.incarnation, f"slot {record.slot} belongs to {owner}")
+        if isinstance(record, Open | Part | Close):
+            known = record.fragment < len(self.fragments)
+            _check(known, f"there is no fragment {record.fragment}")
+        if isinstance(record, Close):
+            return self._close(record)
+        _check(not (slot.done and isinstance(record, Open | Part | Done)), "its writer is done")
+        match record:
+            case Give():
+                slot.owner = None
+            case Done():
+                slot.done = True
+            case Open():
+                fragment = self.fragments[record.fragment]
+                _check(record.version == fragment.version + 1, "not the next version")
+                _check(fragment.open is None, "the round is open")
+                fragment.open = record
+            case Part():
+                self._part(record)
+            case End():
+                self._end(record)
+        return None
+
+    def _set_facts(self, facts: Facts) -> None:
+        head = digest(encode(facts))
+        self.facts = facts
+        self.fragments = [Fragment(head) for _ in facts.checksums]
+        self.slots = [Slot([Ledger() for _ in facts.checksums]) for _ in range(facts.slots)]
+
+    def _take(self, take: Take) -> None:
+        """Let the new owner start behind all samples that any fragment has taken.
+
+        The gap of the other fragments is lost. Samples behind it are read again.
+        """
+        slot = self.slots[take.slot]
+        _check(slot.owner == take.replaces, f"slot {take.slot} belongs to {slot.owner or 'nobody'}")
+        _check(take.incarnation not in self.incarnations, "an incarnation takes a slot only once")
+        self.incarnations.add(take.incarnation)
+        start = max(ledger.taken_to for ledger in slot.ledgers)
+        slot.read_twice += max(0, slot.read_to - start)
+        for fragment, ledger in zip(self.fragments, slot.ledgers, strict=True):
+            ledger.add(start, "lost")
+            ledger.number = 0
+            void = [number for number, part in fragment.waiting.items() if part.slot == take.slot]
+            for number in void:
+                del fragment.waiting[number]
+        slot.owner, slot.start, slot.read_to, slot.done = take.incarnation, start, start, False
+        assert self.facts is not None
+        self.begun = self.begun or len(self.owners()) >= min(self.facts.begin, self.facts.slots)
+
+    def _part(self, part: Part) -> None:
+        slot, fragment = self.slots[part.slot], self.fragments[part.fragment]
+        ledger = slot.ledgers[part.fragment]
+        _check(part.number > ledger.number, f"part {part.number} of its writer is already known")
+        _check(fragment.waiting_of(part.slot) is None, "another part of the slot is waiting")
+        _check(part.start == ledger.taken_to, f"starts at {part.start}, not at {ledger.taken_to}")
+        _check(part.end > part.start, "has no data")
+        _check(part.finite or not part.weight, "has weight, and is not finite")
+        oldest = max(ledger.merged_in, fragment.version - VERSIONS_LATE)
+        # A copy from before its own last part was merged would send that part's work once more.
+        _check(part.base >= oldest, f"relative to version {part.base}, older than {oldest}")
+        _check(part.base <= fragment.version, f"there is no version {part.base}")
+        self._check_sum(part.fragment, part.base, part.checksum)
+        ledger.number = part.number
+        slot.read_to = max(slot.read_to, part.end)
+        fragment.waiting[self.sequence] = part
+
+    def _close(self, close: Close) -> Entry:
+        fragment = self.fragments[close.fragment]
+        _check(fragment.open is not None, "no round is open")
+        refused = [refusal.part for refusal in close.refused]
+        named = [*close.parts, *refused]
+        _check(bool(named), "takes nothing")
+        _check(len(set(named)) == len(named), "names a part twice")
+        for number in named:
+            _check(number in fragment.waiting, f"record {number} is not a waiting part")
+        by = close.slot, close.incarnation
+        valid = self.build_close(close.fragment, by, close.parts, close.refused, close.lr)
+        self._check_sum(close.fragment, fragment.version, close.checksum)
+        for name in Close.__struct_fields__:
+            found, right = getattr(close, name), getattr(valid, name)
+            _check(found == right, f"{name} is {found}, not {right}")
+        entry = Entry(close, tuple(fragment.waiting[number] for number in close.parts))
+        for number, part in zip(close.parts, entry.parts, strict=True):
+            ledger = self.slots[part.slot].ledgers[close.fragment]
+            ledger.add(part.end, "merged" if part.finite else "lost")
+            ledger.merged_in = close.version
+            del fragment.waiting[number]
+        fragment.version, fragment.clock = close.version, close.clock
+        fragment.head, fragment.open = digest(encode(close)), None
+        oldest = close.version - VERSIONS_LATE
+        fragment.waiting = {
+            number: part
+            for number, part in fragment.waiting.items()
+            if part.base >= oldest and number not in refused
+        }
+        return entry
+
+    def _end(self, end: End) -> None:
+        heads = tuple(fragment.head for fragment in self.fragments)
+        _check(end.heads == heads, "an entry was made since")
+        for slot in self.slots:
+            ready = slot.owner is None or slot.done or slot.owner in end.absent
+            _check(ready, f"{slot.owner} is not done")
+        self.ended = True
+
+    def _check_sum(self, fragment: int, version: int, found: str) -> None:
+        if found != self._checksum(fragment, version):
+            reason = f"checksum of version {version} is {found}, not what this process computes"
+            raise _DisputeError(reason)
+
+
+def checksums_before(
+    records: Iterable[AnyRecord | None], fragment: int, head: str
+) -> dict[int, str]:
+    """Return the checksums of the versions before the entry with this hash, `head`.
+
+    Whoever begins with a snapshot has not computed them, and needs them to judge the records that
+    came before. The chain of hashes leads from the snapshot's last entry to the valid ones.
+    """
+    closes = {}
+    for record in records:
+        if isinstance(record, Close) and record.fragment == fragment:
+            closes[digest(encode(record))] = record
+    found = dict[int, str]()
+    while head in closes:
+        close = closes[head]
+        found[close.version - 1], head = close.checksum, close.previous
+    return found
+
+
+class _DisputeError(VoidError):
+    """Its writer has another checksum of a version."""
+
+
+def _check(valid: bool, reason: str) -> None:
+    if not valid:
+        raise VoidError(reason)

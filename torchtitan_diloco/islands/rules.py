@@ -1,0 +1,379 @@
+"""Decisions of an island: when it sends, opens, closes, applies, waits and ends.
+
+They follow from the state of the log, from what the island knows of itself and of the others, and
+from its own monotonic clock, which is handed in as `now`. Nothing in here blocks or sends.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal
+
+
+@dataclass(frozen=True)
+class Timing:
+    sync_every: int
+    """H."""
+    delay: int
+    """tau."""
+    quorum: int
+    """Parts that a round needs when its grace is over."""
+    floor: float
+    """Least grace, in seconds."""
+
+
+class Mode(Enum):
+    """How an entry changes the parameters theta, from the shared copies Theta around it."""
+
+    MIX = "mix"
+    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
+    ADD = "add"
+    """theta += Theta_new - Theta_old: the entry has no own part."""
+    ADD_OWN = "add own"
+    """theta += Theta_new - Theta_old + own decoded part: late. Only work since the send remains."""
+    RESET = "reset"
+    """theta = Theta_new: the own part was not finite."""
+
+
+@dataclass
+class Member:
+    """What another island last told, and when, by this island's clock."""
+
+    heard: float
+    moved: float
+    """When its step last changed."""
+    step: int
+    caught_up: bool
+
+
+class Members:
+    """What is heard of other islands: hints for waiting, never for what is valid.
+
+    After a connection, and after a pause of this process, nobody counts as gone for the first
+    `expiry` seconds: an outage takes all keys, and a paused process has heard of nobody.
+    """
+
+    def __init__(self, expiry: float) -> None:
+        self.expiry = expiry
+        self.connected = False
+        self._by_name: dict[str, Member] = {}
+        self._since = self._last_tick = 0.0
+
+    def connect(self, now: float) -> None:
+        self.connected, self._since, self._last_tick = True, now, now
+
+    def tick(self, now: float) -> None:
+        """Notice a pause. Call this more often than every half of `expiry`, and first of all."""
+        if now - self._last_tick > self.expiry / 2:
+            self._since = now
+        self._last_tick = now
+
+    def hear(self, incarnation: str, step: int, caught_up: bool, now: float) -> None:
+        known = self._by_name.get(incarnation)
+        moved = now if known is None or known.step != step else known.moved
+        self._by_name[incarnation] = Member(now, moved, step, caught_up)
+
+    def is_new(self, now: float) -> bool:
+        return not self.connected or now - self._since < self.expiry
+
+    def is_gone(self, incarnation: str, now: float) -> bool:
+        """Return whether its slot may be taken."""
+        member = self._by_name.get(incarnation)
+        return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
+
+    def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
+        """Return whether a round waits for it. `step_seconds`: of this island's steps."""
+        if self.is_new(now):
+            return True
+        member = self._by_name.get(incarnation)
+        if member is None or self.is_gone(incarnation, now) or not member.caught_up:
+            return False
+        return now - member.moved < max(self.expiry, 3 * step_seconds)
+
+    def free_slot(self, state: State, now: float) -> tuple[int, str | None] | None:
+        """Return a slot that may be taken, and the owner that this replaces."""
+        owners = [(slot, found.owner) for slot, found in enumerate(state.slots)]
+        for slot, name in sorted(owners, key=lambda pair: pair[1] is not None):
+            if name is None or self.is_gone(name, now):
+                return slot, name
+        return None
+
+
+@dataclass
+class Sync:
+    """What an island knows of its own part in a fragment's rounds."""
+
+    turn: int
+    """Own step of the next send."""
+    applied: int = 0
+    """Version that the parameters contain."""
+    unapplied: deque[Entry] = field(default_factory=deque)
+    sent: Part | None = None
+    sent_step: int = 0
+    sent_at: float = 0.0
+    under_way: bool = False
+    """The last part sent has not come back in the log. Append it again after an interruption."""
+    tokens_sent: int = 0
+    """Own tokens when the last part was sent."""
+    tokens_taken: int = 0
+    """The same of the last part that an entry has taken: where the next weight begins."""
+    attempt: tuple[int, int] = 0, 0
+    """Version and own step of the last own opening."""
+    opened_step: int = 0
+    """Own step of the last opening. An own attempt counts from when it was made: counted from when
+    it is read, each opening would be later in the cycle than the one before."""
+    opened_at: float = 0.0
+    disputed: bool = False
+    """Another island has written another checksum. Nothing is written until the caller has checked
+    the shared copy by a replay and resets this."""
+
+
+class Island:
+    """An island that owns a slot. `read` takes the records; the other methods decide."""
+
+    def __init__(
+        self,
+        state: State,
+        members: Members,
+        slot: int,
+        timing: Timing,
+        *,
+        first_sends: Sequence[int],
+        now: float,
+    ) -> None:
+        """The parameters are the newest shared copy that the log makes.
+
+        `first_sends`: own step of each fragment's first send.
+        """
+        owner = state.slots[slot].owner
+        assert owner is not None
+        assert state.facts is not None
+        self.state, self.members, self.timing = state, members, timing
+        self.slot, self.incarnation = slot, owner
+        self.total_tokens = state.facts.total_tokens
+        self._who: dict[str, Any] = {"run": state.facts.run, "slot": slot, "incarnation": owner}
+        self.syncs = [
+            Sync(turn, fragment.version, opened_at=now)
+            for turn, fragment in zip(first_sends, state.fragments, strict=True)
+        ]
+        self.step, self.tokens, self.step_seconds = 0, 0, 0.0
+        self.position = state.slots[slot].start
+        self.stopped = False
+        """No more steps: the run has had its tokens, or the island leaves."""
+        self.leaving = False
+        self._clock_floor = 0
+        newest = max(fragment.clock for fragment in state.fragments)
+        self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
+
+    @property
+    def fenced(self) -> bool:
+        """Return whether another incarnation has the slot: end without writing anything."""
+        return self.state.slots[self.slot].owner != self.incarnation
+
+    @property
+    def clock(self) -> int:
+        """Return the tokens of the run so far, which the learning rate and the end follow."""
+        merged, tokens, islands = self._clock_base
+        return max(self._clock_floor, merged + (self.tokens - tokens) * islands)
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def finish_step(self, samples: int, weight: int, seconds: float) -> None:
+        """`weight`: tokens, 0 if the step was skipped; `seconds`: usual time of a step."""
+        self.step += 1
+        self.position += samples
+        self.tokens += weight
+        self.step_seconds = seconds
+
+    def read(self, sequence: int, subject: str, raw: bytes, now: float) -> Outcome:
+        outcome = self.state.read(sequence, subject, raw)
+        record = outcome.record
+        if isinstance(record, Open | Part | Close) and record.fragment < len(self.syncs):
+            sync = self.syncs[record.fragment]
+            sync.disputed = sync.disputed or outcome.disputed
+            if isinstance(record, Part) and sync.sent is not None:
+                own = record.incarnation == self.incarnation
+                returned = own and record.number == sync.sent.number
+                sync.under_way = sync.under_way and not returned
+            if isinstance(record, Open) and not outcome.void:
+                version, step = sync.attempt
+                sync.opened_step = step if version == record.version else self.step
+                sync.opened_at = now
+            if outcome.entry is not None:
+                sync.unapplied.append(outcome.entry)
+        return outcome
+
+    def ready_slots(self, now: float) -> set[int]:
+        """Return the slots whose parts a round waits for."""
+        return {
+            number
+            for number, slot in enumerate(self.state.slots)
+            if slot.owner is not None
+            and not slot.done
+            and (number == self.slot or self.members.is_ready(slot.owner, now, self.step_seconds))
+        }
+
+    # --- rounds -----------------------------------------------------------------------------------
+
+    def send_is_due(self, fragment: int, now: float) -> bool:
+        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
+        ledger = self.state.slots[self.slot].ledgers[fragment]
+        pending = sync.under_way or shared.waiting_of(self.slot) is not None
+        # Before its last part is applied, the delta would contain that part once more.
+        behind = sync.applied < ledger.merged_in
+        has_data = self.position > ledger.taken_to
+        if pending or behind or not has_data or not self._may_send(fragment):
+            return False
+        if self.leaving or (self.step >= sync.turn and self.clock <= self.total_tokens):
+            return True
+        if shared.open is None:
+            return False
+        grace_left = sync.opened_at + shared.open.grace - now
+        return self.stopped or (sync.turn - self.step) * self.step_seconds > grace_left
+
+    def send(self, fragment: int, checksum: str, now: float, *, finite: bool = True) -> Part:
+        """Return the part to append when its chunks are stored. `checksum`: of the base version."""
+        sync, ledger = self.syncs[fragment], self.state.slots[self.slot].ledgers[fragment]
+        sync.sent = Part(
+            **self._who,
+            fragment=fragment,
+            number=ledger.number + 1 if sync.sent is None else sync.sent.number + 1,
+            base=sync.applied,
+            checksum=checksum,
+            start=ledger.taken_to,
+            end=self.position,
+            weight=self.tokens - sync.tokens_taken if finite else 0,
+            finite=finite,
+        )
+        sync.turn = self.step + self.timing.sync_every
+        sync.sent_step, sync.sent_at, sync.under_way = self.step, now, True
+        sync.tokens_sent = self.tokens
+        return sync.sent
+
+    def open(self, fragment: int) -> Open | None:
+        """Return an opening if it is time: H own steps after the last one, with a part to merge."""
+        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
+        has_part = sync.under_way or shared.waiting_of(self.slot) is not None
+        early = self.step < sync.opened_step + self.timing.sync_every
+        if shared.open is not None or not has_part or early or self.clock > self.total_tokens:
+            return None
+        if not self._may_send(fragment):
+            return None
+        version = shared.version + 1
+        if sync.attempt[0] != version:
+            sync.attempt = version, self.step
+        return Open(**self._who, fragment=fragment, version=version, grace=self._grace())
+
+    def close(
+        self, fragment: int, checked: Mapping[int, str], lr: float, now: float
+    ) -> Close | None:
+        """Return a close if the round is open, and complete or its grace over.
+
+        `checked`: waiting parts that this island has fetched, by sequence number, each with the
+        reason why it cannot be used, empty if it can.
+        """
+        shared = self.state.fragments[fragment]
+        if shared.open is None or not self._may_write(fragment):
+            return None
+        good = [number for number in shared.waiting if checked.get(number) == ""]
+        bad = [number for number in shared.waiting if checked.get(number)]
+        arrived = {part.slot for part in shared.waiting.values()}
+        complete = self.ready_slots(now) <= arrived and len(good) + len(bad) == len(shared.waiting)
+        waited = now >= self.syncs[fragment].opened_at + shared.open.grace
+        # Right after an outage the others may still be on their way back: do not close alone.
+        enough = waited and len(good) >= self.timing.quorum and not self.members.is_new(now)
+        if not (good or bad) or not (complete or enough):
+            return None
+        refused = tuple(Refusal(number, checked[number]) for number in bad)
+        return self.state.build_close(fragment, (self.slot, self.incarnation), good, refused, lr)
+
+    def _grace(self) -> float:
+        """Return the time from the opening to the own apply, or the floor."""
+        return max(self.timing.floor, self.timing.delay * self.step_seconds)
+
+    def _may_send(self, fragment: int) -> bool:
+        return self._may_write(fragment) and not self.state.slots[self.slot].done
+
+    def _may_write(self, fragment: int) -> bool:
+        return not (self.fenced or self.state.ended or self.syncs[fragment].disputed)
+
+    # --- entries ----------------------------------------------------------------------------------
+
+    def next_mode(self, fragment: int) -> Mode | None:
+        """Return how the first entry not yet applied is applied at this boundary; None: not yet."""
+        sync = self.syncs[fragment]
+        if not sync.unapplied:
+            return None
+        entry = sync.unapplied[0]
+        part = entry.part_of(self.incarnation)
+        if part is None:
+            return Mode.ADD
+        due = sync.sent_step + self.timing.delay
+        own_round = part.base == entry.close.version - 1
+        if own_round and self.step < due and not self.stopped:
+            return None
+        if not part.finite:
+            return Mode.RESET
+        # Mixing scales down the work since the send. Later there is more of it, and it must stay.
+        in_time = own_round and self.step == due
+        return Mode.MIX if in_time else Mode.ADD_OWN
+
+    def finish_apply(self, fragment: int, now: float) -> None:
+        """Count the first entry not yet applied as applied."""
+        sync = self.syncs[fragment]
+        entry = sync.unapplied.popleft()
+        assert entry.close.version == sync.applied + 1
+        sync.applied = entry.close.version
+        tokens = self.tokens
+        if entry.part_of(self.incarnation) is not None:
+            tokens = sync.tokens_taken = sync.tokens_sent
+        self._clock_floor = self.clock
+        self._clock_base = entry.close.clock, tokens, len(self.ready_slots(now))
+
+    def wait_until(self, fragment: int) -> float | None:
+        """Return until when a training step waits for the entry that is due now, if it must."""
+        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
+        due = sync.sent is not None and self.step == sync.sent_step + self.timing.delay
+        pending = sync.under_way or shared.waiting_of(self.slot) is not None
+        if not due or not pending or not self.members.connected or self.stopped:
+            return None
+        if shared.open is None:
+            return sync.sent_at + self._grace()
+        return sync.opened_at + shared.open.grace
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def give(self, now: float) -> Give | None:
+        """Return what a leaving island writes last, once all that it can send is in the log."""
+        fragments = range(len(self.syncs))
+        busy = any(self.syncs[one].under_way or self.send_is_due(one, now) for one in fragments)
+        if not self.leaving or busy or self.fenced:
+            return None
+        return Give(**self._who)
+
+    def done(self, now: float) -> Done | None:
+        """Return the record that no more comes, once there is no round to take part in."""
+        if self.fenced or not self.stopped or self.state.slots[self.slot].done or self.state.ended:
+            return None
+        for fragment, sync in enumerate(self.syncs):
+            shared = self.state.fragments[fragment]
+            open_round = shared.open is not None and bool(shared.waiting)
+            if sync.under_way or sync.unapplied or open_round or self.send_is_due(fragment, now):
+                return None
+        return Done(**self._who)
+
+    def end(self, now: float) -> End | None:
+        """Return the end of the run, once all owners are done or gone."""
+        if self.fenced or self.state.ended or not self.state.slots[self.slot].done:
+            return None
+        slots = self.state.slots
+        absent = [slot.owner for slot in slots if slot.owner is not None and not slot.done]
+        if not all(self.members.is_gone(owner, now) for owner in absent):
+            return None
+        heads = tuple(map(attrgetter("head"), self.state.fragments))
+        return End(**self._who, absent=tuple(absent), heads=heads)
