@@ -93,8 +93,7 @@ def stopped(folder: Path) -> Outcome:
         said = job.seconds_until(r"waiting for worker 2")
         time.sleep(15 - min(15.0, said or 15.0))
         os.kill(job.programs[2].pid, signal.SIGCONT)
-        job.wait()
-        codes = [program.returncode for program in job.programs]
+        codes = job.wait()
         told = job.line("worker 2 goes on")
     happened = f"said; {'went on' if not any(codes) else f'ended with {codes}'}; {told}"
     return Outcome(happened, said, 0, promised=said is not None and said <= 12 and not any(codes))
@@ -187,13 +186,6 @@ def restarts(folder: Path, count: int) -> Outcome:
     )
 
 
-def trained(folder: Path) -> Job:
-    """Train to the end, with checkpoints on the way."""
-    with launched(folder, SAVING | {"training.steps": "100", "training.stop_after": "80"}) as job:
-        job.wait()
-    return job
-
-
 def start_again(folder: Path, at: int) -> Outcome:
     """Start the run in the folder again, which was at step `at`."""
     started = time.monotonic()
@@ -212,7 +204,8 @@ def start_again(folder: Path, at: int) -> Outcome:
 @case("newest checkpoint: a file cut short", "short")
 @case("metrics.jsonl damaged", "metrics")
 def damaged(folder: Path, kind: str) -> Outcome:
-    job = trained(folder)
+    with launched(folder, SAVING | {"training.steps": "100", "training.stop_after": "80"}) as job:
+        job.wait()
     newest = checkpoints(job)[-1]
     largest = max(
         (one for one in newest.rglob("*") if one.is_file()), key=lambda p: p.stat().st_size
@@ -278,10 +271,12 @@ def numbers(folder: Path, kind: str) -> Outcome:
         for record in job.records
         if "validation/loss_nats_per_token_global" in record
     ]
-    said = job.line("worker 1.*(finite|NaN|left out|shared|delta)") or job.line("warning")
+    said = job.line("error.*gradients") or job.line("worker 1").partition("warning: ")[2]
+    if kind == "nan-gradients":
+        return Outcome(f"exit code {code}; {said[:110]}", promised=code == 2 and bool(said))
     change = f"{losses[0]:.2f} -> {losses[-1]:.2f}" if losses else "no loss"
     fine = code == 0 and len(losses) > 1 and losses[-1] < losses[0]
-    return Outcome(f"exit code {code}, shared loss {change}; {said[:80]}", promised=fine)
+    return Outcome(f"shared loss {change}; {said[:150]}", promised=fine)
 
 
 # --- people ---------------------------------------------------------------------------------------

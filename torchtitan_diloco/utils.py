@@ -52,9 +52,12 @@ PEAK_BF16_FLOPS = {
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with this code, after a lost worker without a clean-up, which would wait for it."""
-    if code != WORKER_LOST:
-        sys.exit(code)
+    """Exit with this code; after a failure without a clean-up, which would wait for other ranks.
+
+    So the rank that failed first is also the first to end, and its exit code is that of the run.
+    """
+    if code == 0:
+        sys.exit()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
