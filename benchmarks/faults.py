@@ -309,14 +309,6 @@ def interrupted_early(folder: Path) -> Outcome:
     return Outcome(f"{tracebacks} tracebacks in {len(moments)} tries", promised=not tracebacks)
 
 
-@case("a worker calls step() once less", "forgets")
-def out_of_step(folder: Path, kind: str) -> Outcome:
-    with launched(folder, {}, f"{kind}@105:1") as job:
-        (code,) = job.wait()
-    said = job.line("error:")
-    return Outcome(f"exit code {code}; {said[:120]}", promised=bool(code) and "step" in said)
-
-
 INPUTS = [
     ("--training.steps", "9" * 400),
     ("--run.seed", str(2**70)),
@@ -385,6 +377,7 @@ def main() -> None:
     names = [one for one in CASES if not options.only or any(part in one for part in options.only)]
     if not names:
         parser.error(f"--only {','.join(options.only)}: the faults are {'; '.join(CASES)}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of scripts ignore Ctrl-C
     rows = []
     for name in names:
         rows.append(build_row(name, run_case(name, options.out, options.repeats)))

@@ -24,7 +24,6 @@ from benchmarks import core
 from benchmarks.network import Network
 from torchtitan_diloco import train
 from torchtitan_diloco.components.telemetry import StepResult
-from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import end_process, read_json_lines
 
@@ -223,9 +222,6 @@ class FaultyTrainer(Trainer):
         step, _, worker = place.partition(":")
         is_mine = bool(kind) and self.world.worker == int(worker)
         is_due = is_mine and self.step == int(step)
-        if is_due and kind == "forgets":
-            assert isinstance(self.outer, StreamingDiLoCo)
-            self.outer.step_count -= 1  # as if step() had been called once less
         if is_mine and kind == "nan-gradients" and 0 <= self.step - int(step) < BAD_STEPS:
             parameter = next(self.model.parameters())
             hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
