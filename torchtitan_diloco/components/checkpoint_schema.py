@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW
 
-VERSION = 2
+VERSION = 3
 MANIFEST, METADATA, SHARED = "manifest.json", ".metadata", "shared"
 INCOMPLETE, DAMAGED = ".incomplete", ".damaged"
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
