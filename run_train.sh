@@ -16,5 +16,5 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 import site
 site.main()
-from torchtitan_diloco.launch import main
-sys.exit(main(sys.argv[1:]))' "$@"
+from runpy import run_module
+run_module("torchtitan_diloco.launch", run_name="__main__", alter_sys=True)' "$@"

@@ -294,7 +294,7 @@ def interrupted(folder: Path) -> Outcome:
         (code,) = job.wait()
         seconds = time.monotonic() - started
     said = job.line("hangs")
-    return Outcome(f"exit code {code}; {said[:90]}", seconds, promised=seconds < 40 and bool(said))
+    return Outcome(f"exit code {code}; {said[:90]}", seconds, promised=seconds < 60 and bool(said))
 
 
 @case("Ctrl-C 0.05 to 5 s after the start")

@@ -25,7 +25,7 @@ from benchmarks.network import Network
 from torchtitan_diloco import train
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import end_process, read_json_lines
+from torchtitan_diloco.utils import read_json_lines, run_and_exit
 
 PATIENCE_SECONDS = 90.0
 """What takes longer counts as never."""
@@ -253,4 +253,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_and_exit(main, sys.argv[1:])

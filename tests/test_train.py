@@ -1,6 +1,8 @@
 """Mistakes of a user are a line; errors of the program keep their traceback."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,21 @@ def test_an_error_of_the_program_on_the_first_rank_keeps_its_traceback(
     with pytest.raises(ValueError, match="cannot convert float NaN") as caught:
         main(words(settings(text)))
     assert caught.traceback[-1].name == "clock"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [("return 0", 0, "goodbye"), ("return 3", 3, ""), ("raise OSError('odd')", 1, "OSError: odd")],
+)
+def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, says: str) -> None:
+    """What runs at exit tells the other ranks that this one has ended in order."""
+    program = (
+        "import atexit\nfrom torchtitan_diloco.utils import run_and_exit\n"
+        f"atexit.register(print, 'goodbye')\ndef main(_):\n    {body}\nrun_and_exit(main, [])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert says in done.stdout + done.stderr
+    assert ("goodbye" in done.stdout) == (code == 0)

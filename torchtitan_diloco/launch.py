@@ -14,7 +14,6 @@ import ctypes
 import importlib
 import ipaddress
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -41,8 +40,8 @@ from torchtitan_diloco.utils import (
     STOP_SIGNALS,
     USER_ERROR,
     available_cores,
-    end_process,
     raise_open_files_limit,
+    run_and_exit,
 )
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 SAME_SIGNAL_SECONDS = 0.5
 """`timeout` and service managers signal a process and then its group: twice, but meant once."""
-HANGING_SECONDS = 15.0
-"""After a signal, all ranks end within such a time of each other; one that does not is killed."""
 RUN_RANK = "from torchtitan_diloco import launch; launch.run_rank()"
 PR_SET_PDEATHSIG = 1
 
@@ -98,7 +95,6 @@ class _Run:
         self._exit_code = 1
         self._signals: list[tuple[float, signal.Signals]] = []
         """Time and number of each signal received."""
-        self._first_ended_at = math.inf
         self._signalled: set[int] = set()
         """Processes that the first signal was passed on to."""
 
@@ -141,20 +137,10 @@ class _Run:
                 _say(f"{first.name}: training stops after this step; a second signal kills it")
             _send(os.kill, ranks - self._signalled, first)
             self._signalled |= ranks
-            if self._hangs(ranks):
-                _send(os.killpg, ranks, signal.SIGKILL)
             return True
         _send(os.killpg, ranks, signal.SIGKILL)  # each leads a group: its data processes too
         _say(reason)
         return False
-
-    def _hangs(self, ranks: set[int]) -> bool:
-        """Return whether a rank has outlived another one for too long. torchrun waits 30 s."""
-        alive = {pid for pid in ranks if _is_alive(pid)}
-        if alive == ranks or not alive:
-            return False
-        self._first_ended_at = min(self._first_ended_at, time.monotonic())
-        return time.monotonic() - self._first_ended_at > HANGING_SECONDS
 
     def _train(self, module: str, arguments: list[str]) -> None:
         """Run the ranks, and again after each crash that `run.restarts` covers."""
@@ -337,21 +323,13 @@ def run_rank() -> None:
     if os.getppid() != int(launcher):  # it ended before prctl
         sys.exit(1)
     Path(folder, str(os.getpid())).touch()
-    end_process(importlib.import_module(module).main(arguments))
+    run_and_exit(importlib.import_module(module).main, arguments)
 
 
 def _send(kill: Callable[[int, int], None], ranks: set[int], number: signal.Signals) -> None:
     for pid in ranks:
         with contextlib.suppress(ProcessLookupError):
             kill(pid, number)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _say(text: str) -> None:

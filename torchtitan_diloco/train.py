@@ -16,9 +16,9 @@ from torchtitan_diloco.utils import (
     USER_ERROR,
     WORKER_LOST,
     cause_of,
-    end_process,
     is_user_error,
     raise_open_files_limit,
+    run_and_exit,
     start_logging,
 )
 
@@ -93,4 +93,4 @@ def _print_error(error: Exception | str) -> None:
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_and_exit(main, sys.argv[1:])

@@ -345,7 +345,7 @@ class Trainer:
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
         if config.method == "none":
-            return DataParallel(self.model, self.world.workers)
+            return DataParallel(self.model, self.world.workers, self.world.liveness)
         build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
         shards, liveness = self.world.shards, self.world.liveness
         return build(self.model, group, config, shard_group=shards, liveness=liveness)

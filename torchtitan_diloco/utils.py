@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -51,11 +51,17 @@ PEAK_BF16_FLOPS = {
 """Dense bf16 FLOP/s from data sheets. A longer name comes before one that it contains."""
 
 
-def end_process(code: int) -> NoReturn:
-    """Exit with this code; after a failure without a clean-up, which would wait for other ranks.
+def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
+    """Call `main` and exit with its code; after a failure without a clean-up.
 
-    So the rank that failed first is also the first to end, and its exit code is that of the run.
+    A clean-up would wait for other ranks, and would tell them that this one has ended in order. So
+    the rank that failed first is also the first to end, and its exit code is that of the run.
     """
+    try:
+        code = main(arguments)
+    except Exception:
+        traceback.print_exc()
+        code = 1
     if code == 0:
         sys.exit()
     for stream in (sys.stdout, sys.stderr):

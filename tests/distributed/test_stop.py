@@ -79,7 +79,8 @@ from torchtitan_diloco.distributed import stop
 from torchtitan_diloco.distributed.world import World
 
 class Watch:
-    def lost_ranks(self):
+    is_lost = False
+    def silent_ranks(self):
         return {3: "silent for 16 s"}
     def first_cause(self, error):
         print("told", error.workers, flush=True)

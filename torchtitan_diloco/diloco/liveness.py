@@ -187,20 +187,21 @@ class Liveness:
                 return error
         return self._loss()
 
-    def lost_ranks(self, *, failed: bool = False) -> dict[int, str]:
-        """Return the ranks that are lost, or else silent, and why.
-
-        `failed`: something between ranks has, so that a shorter silence counts as well.
-        """
+    def lost_ranks(self) -> dict[int, str]:
+        """Return the ranks that are lost, or else silent, and why, after a failure elsewhere."""
         with self._changed:
             if self._wait_for_decision():
                 return self._lost
-            long_ago = time.perf_counter() - 3 * self._pace.beat
-            return {
-                peer.rank: NO_SIGN if math.isnan(peer.quiet_since) else peer.quiet_why
-                for peer in self._peers
-                if not math.isnan(peer.quiet_since) or (failed and peer.heard_at < long_ago)
-            }
+            quiet = [peer for peer in self._peers if not math.isnan(peer.quiet_since)]
+            silent = self.silent_ranks(3 * self._pace.beat)
+            return silent | {peer.rank: peer.quiet_why for peer in quiet}
+
+    def silent_ranks(self, seconds: float | None = None) -> dict[int, str]:
+        """Return the ranks without a heartbeat for so long (default: until it is reported)."""
+        limit = self._pace.silence if seconds is None else seconds
+        heard = {peer.rank: peer.heard_at for peer in self._peers if not peer.ended}
+        now = time.perf_counter()
+        return {rank: NO_SIGN for rank, heard_at in heard.items() if now - heard_at >= limit}
 
     @property
     def _is_deciding(self) -> bool:

@@ -92,7 +92,7 @@ def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
             raise
         lost = [
             f"rank {rank} (worker {rank // world.ranks_per_worker}: {reason})"
-            for rank, reason in world.liveness.lost_ranks(failed=True).items()
+            for rank, reason in world.liveness.lost_ranks().items()
         ]
         raise RanksLostError(
             f"{' and '.join(lost) or 'some rank'} left or did not answer in time {where} "

@@ -71,12 +71,12 @@ class StopRequest:
             number = signals.read(1)
             while number and number[0] not in self._previous:  # such as SIGCHLD
                 number = signals.read(1)
-        wait = HANGING_SECONDS
-        while number and not self._ended.wait(wait):
-            hanging = self._world.liveness.lost_ranks()
-            if hanging:
-                self._leave(signal.Signals(number[0]).name, hanging)
-            wait = 1.0
+            wait, liveness = HANGING_SECONDS, self._world.liveness
+            while number and not self._ended.wait(wait):
+                silent = liveness.silent_ranks()
+                if silent and not liveness.is_lost:  # a loss ends the run in the training thread
+                    self._leave(signal.Signals(number[0]).name, silent)
+                wait = 1.0
 
     def _leave(self, name: str, hanging: Mapping[int, str]) -> None:
         ranks = ", ".join(
@@ -115,6 +115,8 @@ class StopRequest:
             started = time.perf_counter()
             found = Requests(*map(bool, self._questions.popleft()[1].result()))
             self.waited_seconds += time.perf_counter() - started
+            if found.stop:
+                self._ended.set()  # a rank that is silent now has time until it has saved
         self._save |= save
         if step % self._every == 0:
             self._ask(step)
