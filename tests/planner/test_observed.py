@@ -80,18 +80,6 @@ def test_a_run_of_other_workers_is_refused(
     assert "that run had 3 workers, and diloco.workers = 2" in capsys.readouterr().err
 
 
-def test_a_probe_measures_between_the_real_workers(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = streaming(text)
-    del settings["run.folder"]
-    assert main(["--config", "debug", "--probe", *words(settings)]) == 0
-    told = capsys.readouterr()
-    assert "of compute (measured)" in told.out
-    assert "recommended" in told.out
-    assert "probing links and steps" in told.err
-
-
 def test_a_probe_that_fails_says_why(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = streaming(text, training__sequence_length=1_000_000)
     del settings["run.folder"]
