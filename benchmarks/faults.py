@@ -232,7 +232,7 @@ def killed_in_save(folder: Path) -> Outcome:
         with launched(folder, SAVING | {"checkpoint.every": "5", "training.steps": "2000"}) as job:
             job.seconds_until("resumed from" if resumes else "step ")
             start = job.step
-            wait_until(lambda start=start, job=job: job.step >= start + 20, "steps", job.log)  # type: ignore[misc]
+            job.reach(start + 20)
             time.sleep(generator.random() / 2)
             for pid in [*job.ranks(), job.programs[0].pid]:
                 os.kill(pid, signal.SIGKILL)

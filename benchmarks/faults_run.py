@@ -28,7 +28,7 @@ from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import read_json_lines, run_and_exit
 
 PATIENCE_SECONDS = 90.0
-"""What takes longer counts as never."""
+"""Limit of each wait. An event that takes longer counts as one that never came."""
 BAD_STEPS = 15
 """Steps in a row whose gradients are not finite; more than `training.max_skipped_steps`."""
 LISTENING = "0A"

@@ -59,7 +59,7 @@ n appends, one after the other."""
 
 @dataclass(frozen=True)
 class Place:
-    """Where two ends meet."""
+    """Port of a connection, folder of its certificate, and whether it is encrypted."""
 
     folder: Path
     port: int

@@ -44,7 +44,7 @@ def test_an_error_of_the_program_on_the_first_rank_keeps_its_traceback(
     [("return 0", 0, "goodbye"), ("return 3", 3, ""), ("raise OSError('odd')", 1, "OSError: odd")],
 )
 def test_only_a_process_that_ends_in_order_says_goodbye(body: str, code: int, says: str) -> None:
-    """What runs at exit tells the other ranks that this one has ended in order."""
+    """Exit handlers run only then: they tell the other ranks that this one has ended in order."""
     program = (
         "import atexit\nfrom torchtitan_diloco.utils import run_and_exit\n"
         f"atexit.register(print, 'goodbye')\ndef main(_):\n    {body}\nrun_and_exit(main, [])"

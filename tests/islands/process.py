@@ -31,7 +31,7 @@ HOUR = 3600.0
 
 @dataclass
 class Plan:
-    """What all islands of a simulation share."""
+    """State that all islands of a simulation share."""
 
     sync_every: int = 6
     fragments: int = 2
@@ -71,7 +71,7 @@ class Plan:
 
 @dataclass
 class Nature:
-    """What is an island's own."""
+    """State of one island."""
 
     step: float = 0.1
     jitter: float = 0.0

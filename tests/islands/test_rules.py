@@ -1,4 +1,4 @@
-"""What an island believes of others."""
+"""Tests of the decisions of one island, from what it knows of the others."""
 
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Facts, Take, encode
