@@ -179,20 +179,29 @@ def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -
     copied = [snapshot.copy_out() for snapshot in snapshots]
     states = [snapshot.state for snapshot in snapshots]
 
-    def named(kind: str, buffers: Sequence[Tensor], names: set[str] | None = None) -> Named:
-        found = by_name(states, buffers, mesh, names)
-        return {f"{kind}/{name}": value for name, value in found.items()}
-
     in_flight = [one.state for one in snapshots if one.next is not None]
     names = {part.name for state in in_flight for part in state.fragment.parts}
     following = [one.outer if one.next is None else one.next for one in snapshots]
-    shared = named(SHARED, [one.outer for one in snapshots]) | named(NEXT, following, names)
+    shared = named(SHARED, states, [one.outer for one in snapshots], mesh)
+    shared |= named(NEXT, states, following, mesh, names)
     for number, slots in enumerate(zip(*(one.slots for one in snapshots), strict=True)):
-        shared |= named(f"{SLOT}{number}", slots)
+        shared |= named(f"{SLOT}{number}", states, slots, mesh)
     residuals = [one.residual for one in snapshots if one.residual is not None]
-    own = named(RESIDUAL, residuals) if residuals else {}
+    own = named(RESIDUAL, states, residuals, mesh) if residuals else {}
     facts = facts | {"fragments": [fragment for fragment, _ in copied]}
     return SavedState(facts, shared, own, total(sums for _, sums in copied))
+
+
+def named(
+    kind: str,
+    states: Sequence[OuterState],
+    buffers: Sequence[Tensor],
+    mesh: DeviceMesh | None,
+    names: Container[str] | None = None,
+) -> Named:
+    """Return flat buffers, one for each fragment, as tensors of a saved state."""
+    found = by_name(states, buffers, mesh, names)
+    return {f"{kind}/{name}": value for name, value in found.items()}
 
 
 def by_name(

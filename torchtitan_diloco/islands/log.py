@@ -19,6 +19,7 @@ from torchtitan_diloco.islands.records import (
     Open,
     Part,
     Refusal,
+    SlotRecord,
     Take,
     VoidError,
     decode,
@@ -160,6 +161,15 @@ class State:
             self.fragments[record.fragment].last = sequence
         return Outcome(record, entry=entry)
 
+    def preview(self, subject: str, record: Close) -> Entry | None:
+        """Return the entry that this close is if it comes next, or None. The state stays."""
+        try:
+            _check(subject == subject_of(record), f"on the subject {subject}")
+            self._check_writer(record)
+            return self._entry_of(record)
+        except VoidError:
+            return None
+
     def check_complete(self) -> None:
         """Raise if the whole log has been read and is shorter than this island knows it."""
         if self._known is not None and self.sequence < self._known[0]:
@@ -207,22 +217,13 @@ class State:
             _check(self.facts is None, "the run has its facts")
             self._set_facts(record)
             return None
-        if self.facts is None:
-            raise VoidError("before the facts")
-        _check(record.run == self.facts.run, f"belongs to the run {record.run}")
-        _check(not self.ended, "the run has ended")
-        _check(record.slot < len(self.slots), f"there is no slot {record.slot}")
+        self._check_writer(record)
         if isinstance(record, Take):
             self._take(record)
             return None
-        slot = self.slots[record.slot]
-        owner = slot.owner or "nobody"
-        _check(slot.owner == record.incarnation, f"slot {record.slot} belongs to {owner}")
-        if isinstance(record, Open | Part | Close):
-            known = record.fragment < len(self.fragments)
-            _check(known, f"there is no fragment {record.fragment}")
         if isinstance(record, Close):
             return self._close(record)
+        slot = self.slots[record.slot]
         _check(not (slot.done and isinstance(record, Open | Part | Done)), "its writer is done")
         match record:
             case Give():
@@ -239,6 +240,20 @@ class State:
             case End():
                 self._end(record)
         return None
+
+    def _check_writer(self, record: SlotRecord) -> None:
+        if self.facts is None:
+            raise VoidError("before the facts")
+        _check(record.run == self.facts.run, f"belongs to the run {record.run}")
+        _check(not self.ended, "the run has ended")
+        _check(record.slot < len(self.slots), f"there is no slot {record.slot}")
+        if isinstance(record, Take):
+            return
+        owner = self.slots[record.slot].owner
+        _check(owner == record.incarnation, f"slot {record.slot} belongs to {owner or 'nobody'}")
+        if isinstance(record, Open | Part | Close):
+            known = record.fragment < len(self.fragments)
+            _check(known, f"there is no fragment {record.fragment}")
 
     def _set_facts(self, facts: Facts) -> None:
         head = digest(encode(facts))
@@ -284,7 +299,7 @@ class State:
         slot.read_to = max(slot.read_to, part.end)
         fragment.waiting[self.sequence] = part
 
-    def _close(self, close: Close) -> Entry:
+    def _entry_of(self, close: Close) -> Entry:
         fragment = self.fragments[close.fragment]
         _check(fragment.open is not None, "no round is open")
         refused = [refusal.part for refusal in close.refused]
@@ -299,7 +314,11 @@ class State:
         for name in Close.__struct_fields__:
             found, right = getattr(close, name), getattr(valid, name)
             _check(found == right, f"{name} is {found}, not {right}")
-        entry = Entry(close, tuple(fragment.waiting[number] for number in close.parts))
+        return Entry(close, tuple(fragment.waiting[number] for number in close.parts))
+
+    def _close(self, close: Close) -> Entry:
+        entry, fragment = self._entry_of(close), self.fragments[close.fragment]
+        refused = [refusal.part for refusal in close.refused]
         for number, part in zip(close.parts, entry.parts, strict=True):
             ledger = self.slots[part.slot].ledgers[close.fragment]
             ledger.add(part.end, "merged" if part.finite else "lost")

@@ -109,6 +109,8 @@ class Part(SlotRecord, frozen=True):
     """Weight in the mean: the tokens of the range, without those of skipped steps."""
     finite: bool = True
     """False: the parameters were not finite. The island takes the shared copy; the work is lost."""
+    ranks: Positive = 1
+    """Ranks of the island. The payload is what each has encoded of its shard, in their order."""
     chunks: tuple[Chunk, ...] = ()
 
 

@@ -78,6 +78,11 @@ class Members:
         moved = now if known is None or known.step != step else known.moved
         self._by_name[incarnation] = Member(now, moved, step, caught_up)
 
+    def has_caught_up(self, incarnation: str) -> bool:
+        """Return whether it was heard, and has told that it had caught up with the log."""
+        member = self._by_name.get(incarnation)
+        return member is not None and member.caught_up
+
     def is_new(self, now: float) -> bool:
         return not self.connected or now - self._since < self.expiry
 

@@ -1,0 +1,466 @@
+"""First rank of an island: it reads the log, keeps the shared copies up to date, and decides.
+
+`join` takes a slot and catches up. From then on a thread handles what comes in, in order. The
+training thread asks what is due at the boundary of a step (see loop.py).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import msgspec
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.islands.connection import (
+    ClosedError,
+    Connection,
+    CorruptError,
+    GoneError,
+    Hint,
+    LogRecord,
+)
+from torchtitan_diloco.islands.copies import Advance, Copies, Save, Stop
+from torchtitan_diloco.islands.joining import (
+    Inbox,
+    Joining,
+    LeaveWanted,
+    Saved,
+    Snapshot,
+    SnapshotWanted,
+    join_bytes,
+    name_of,
+)
+from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.records import (
+    Close,
+    Facts,
+    Part,
+    Record,
+    Take,
+    VoidError,
+    decode,
+    encode,
+    subject_of,
+)
+from torchtitan_diloco.islands.rules import Island, Members, Timing
+from torchtitan_diloco.utils import logger
+
+BEAT, RETRY = 0.5, 0.5
+"""Seconds between heartbeats, and between attempts to append a record."""
+EXPIRY = 5.0
+"""Seconds of silence after which an island counts as gone."""
+REPORT_SECONDS = 10.0
+
+
+class IslandFencedError(RuntimeError):
+    """Another start of this island, or another island, has taken its slot."""
+
+
+class Leader:
+    def __init__(
+        self,
+        connection: Connection,
+        copies: Copies,
+        facts: Facts,
+        timing: Timing,
+        *,
+        incarnation: str,
+        first_send: Callable[[int, bool], int],
+    ) -> None:
+        """`facts`: those of the run, if this island is the first. `first_send` returns the own step
+        of a fragment's first send, for an island that begins with the run or joins it later."""
+        self._connection, self._copies, self._facts = connection, copies, facts
+        self._timing, self.incarnation, self._first_send = timing, incarnation, first_send
+        self._members = Members(EXPIRY)
+        self._inbox = Inbox(connection, self._members, incarnation)
+        self._joining = Joining(connection, self._inbox, self._members, copies, facts)
+        self._known = self._joining.known
+        self.changed = threading.Condition()
+        """Guards the state; it is notified after every change."""
+        self.state = State(self._checksum)
+        self.island: Island | None = None
+        self.leaving = False
+        """Another process has asked this island to leave."""
+        self.received: dict[tuple[int, int], int] = {}
+        """Bytes of the others' parts in an entry, by fragment and version."""
+        self._stored: dict[int, Part] = {}
+        """Own parts whose chunks are stored, by fragment."""
+        self._own: dict[tuple[int, int], Tensor] = {}
+        """Payloads of the latest own parts, by fragment and number."""
+        self._payloads: dict[int, Future[Tensor]] = {}
+        """Payloads of waiting parts, by sequence number."""
+        self._checked: dict[int, str] = {}
+        """The reason why each cannot be used, empty if it can."""
+        self._attempts: dict[tuple[object, ...], float] = {}
+        self._beaten = self._reported = 0.0
+        self._saves = 0
+        self._confirmed: dict[int, int] = {}
+        """Newest version of each fragment that another island has with the same bits."""
+        self._disputes: dict[int, tuple[int, float, str]] = {}
+        """Version with other bits, when this island gives up, and the reason, by fragment."""
+        self._failure: Exception | None = None
+        self._fetcher = BackgroundThread("islands-fetch")
+        self._giver = BackgroundThread("islands-snapshots")
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
+
+    # --- join -------------------------------------------------------------------------------------
+
+    def join(self, saved: Saved | None) -> None:
+        """Take a slot, catch up with the log, and wait until the run has begun."""
+        self._connection.start(after=0)
+        facts = self._joining.read_facts(saved)
+        self.state = State(self._checksum, self._joining.begin(facts, saved))
+        self._read_records()
+        self.state.check_complete()
+        slot = self._take_slot(facts)
+        while not self.state.begun:
+            there = ", ".join(name_of(owner) for owner in self.state.owners().values())
+            self._report(f"waiting until {facts.begin} islands are there; here are {there}")
+            self._work()
+        late = any(fragment.version for fragment in self.state.fragments)
+        sends = [self._first_send(one, late) for one in range(len(self.state.fragments))]
+        now = time.monotonic()
+        self.island = Island(
+            self.state, self._members, slot, self._timing, first_sends=sends, now=now
+        )
+        self._thread.start()
+
+    def _take_slot(self, facts: Facts) -> int:
+        while True:
+            owned = [slot for slot, name in self.state.owners().items() if name == self.incarnation]
+            if owned:
+                return owned[0]
+            now = time.monotonic()
+            if self.state.ended:
+                raise ValueError("the run has ended: there is nothing to join")
+            if self._twin() and not self._members.is_new(now):
+                raise ValueError(
+                    f"an island with the name {name_of(self.incarnation)} is running already: give "
+                    "this one another islands.name, or end the other one"
+                )
+            slot = None if self._twin() else self._members.free_slot(self.state, now)
+            for one, owner in self.state.owners().items():
+                if name_of(owner) == name_of(self.incarnation) and self._members.is_gone(
+                    owner, now
+                ):
+                    slot = one, owner
+            if slot is not None:
+                who = {"run": facts.run, "slot": slot[0], "incarnation": self.incarnation}
+                self._attempt(Take(**who, replaces=slot[1]), *slot)
+            self._report(f"waiting for one of {facts.slots} slots: all have an owner")
+            self._work()
+
+    def _twin(self) -> bool:
+        """Return whether the log has another start of this island as the owner of a slot, that is
+        not known to be gone."""
+        now = time.monotonic()
+        return any(
+            name_of(owner) == name_of(self.incarnation) and not self._members.is_gone(owner, now)
+            for owner in self.state.owners().values()
+        )
+
+    def _report(self, line: str) -> None:
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            logger.info(line)
+
+    # --- the training thread ----------------------------------------------------------------------
+
+    def begin_part(self, fragment: int) -> Part:
+        """Return the part to send now. The lock is held."""
+        assert self.island is not None
+        checksum = self._checksum(fragment, self.island.syncs[fragment].applied)
+        return self.island.send(fragment, checksum, time.monotonic())
+
+    def is_over(self) -> bool:
+        """Return whether a stopped island has nothing more to do. The lock is held."""
+        assert self.island is not None
+        if any(sync.unapplied for sync in self.island.syncs):
+            return False
+        return self.state.ended or self._has_left()
+
+    def _has_left(self) -> bool:
+        island = self.island
+        return island is not None and island.leaving and self.state.slots[island.slot].owner is None
+
+    def check(self) -> None:
+        """Raise what has failed in the thread."""
+        if self._failure is not None:
+            raise self._failure
+
+    def store(self, part: Part, payload: Tensor) -> int:
+        """Store the chunks of an own part, and have it appended. Return the bytes sent."""
+        self._own = {key: kept for key, kept in self._own.items() if key[0] != part.fragment}
+        self._own[part.fragment, part.number] = payload
+        if part.finite:
+            views = [memoryview(payload.numpy())] if payload.numel() else []
+            chunks = self._connection.store(views, "parts")
+            part = msgspec.structs.replace(part, chunks=chunks)
+        with self.changed:
+            self._stored[part.fragment] = part
+            self._react()
+        return payload.numel() if part.finite else 0
+
+    def own_payload(self, part: Part) -> Tensor:
+        return self._own[part.fragment, part.number]
+
+    def save(self) -> None:
+        """Let the thread do the job Save on all ranks."""
+        self._saves += 1
+
+    def to_save(self, versions: list[int]) -> Saved:
+        """Return what a checkpoint with the newest copies needs to know of the log."""
+        heads = [fragment.head for fragment in self.state.fragments]
+        assert self.state.facts is not None
+        return Saved(self.state.facts.run, self.state.sequence, self.state.digest, versions, heads)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._connection.close()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._copies.run(Stop())
+        for thread in (self._fetcher, self._giver):
+            thread.close(timeout=1.0)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._copies.threads)
+        try:
+            while not self._closed.is_set():
+                self._work()
+        except ClosedError:
+            pass
+        except Exception as error:  # raised again in the training thread
+            with self.changed:
+                self._failure = error
+                self.changed.notify_all()
+
+    def _work(self) -> None:
+        """Handle what has come in, or wait for a moment, and do what is due."""
+        with self.changed:
+            self._members.tick(time.monotonic())
+        self._inbox.receive()
+        self._read_records()
+        while self._inbox.messages:
+            self._answer(*self._inbox.messages.popleft())
+        while self._saves:
+            self._saves -= 1
+            self._copies.run(Save())
+        with self.changed:
+            self._members.tick(time.monotonic())
+            self._settle_disputes()
+            self._react()
+        self._beat()
+
+    def _beat(self) -> None:
+        now, island = time.monotonic(), self.island
+        if now - self._beaten < BEAT:
+            return
+        self._beaten = now
+        self._connection.beat(
+            Hint(
+                self.incarnation,
+                island.step if island else 0,
+                island.tokens if island else 0,
+                island.step_seconds if island else 0.0,
+                caught_up=self.state.sequence >= self._inbox.last,
+                leaving=island.leaving if island else False,
+            )
+        )
+
+    def _answer(self, sender: str, message: object) -> None:
+        if isinstance(message, LeaveWanted):
+            logger.info("this island was asked to leave the run")
+            self.leaving = True
+        elif isinstance(message, SnapshotWanted) and message.fragment < len(self._known):
+            fragment = message.fragment
+            copy, content = self._copies.fragments[fragment], self._copies.give(fragment)
+            head = self.state.fragments[fragment].head
+            give = partial(
+                self._give, sender, fragment, copy.newest, head, copy.rounds, content.numpy()
+            )
+            self._giver.submit(give)
+
+    def _give(self, to: str, *what: object) -> None:
+        *about, content = what
+        chunks = self._connection.store([memoryview(content)], "snapshots")  # type: ignore[arg-type]
+        self._connection.ask(to, msgspec.msgpack.encode(Snapshot(*about, chunks)))  # type: ignore[arg-type]
+
+    # --- records ----------------------------------------------------------------------------------
+
+    def _checksum(self, fragment: int, version: int) -> str:
+        return self._known[fragment].checksums[version]
+
+    def _read_records(self) -> None:
+        while self._inbox.records:
+            self._read(self._inbox.records.popleft())
+
+    def _read(self, record: LogRecord) -> None:
+        self._advance(record)
+        now, island = time.monotonic(), self.island
+        with self.changed:
+            self._members.tick(now)
+            read = self.state.read if island is None else partial(island.read, now=now)
+            outcome: Outcome = read(record.sequence, record.subject, record.raw)
+            if outcome.entry is not None:
+                self._forget(outcome.entry)
+            if island is not None and island.fenced and not self._has_left():
+                self._failure = IslandFencedError(
+                    f"slot {island.slot} of this island was taken by "
+                    f"{self.state.slots[island.slot].owner}; what this island does since is not "
+                    "part of the run"
+                )
+            self._compare(outcome)
+            self.changed.notify_all()
+        if isinstance(outcome.record, Part) and not outcome.void:
+            self._fetch(record.sequence, outcome.record)
+
+    def _advance(self, record: LogRecord) -> None:
+        """Make the version of a close that is valid, before the state knows of it.
+
+        So the training thread sees an entry only when its copy is there.
+        """
+        try:
+            close = decode(record.raw)
+        except VoidError:
+            return
+        if not isinstance(close, Close) or close.fragment >= len(self._known):
+            return
+        entry = self.state.preview(record.subject, close)
+        copy, known = self._copies.fragments[close.fragment], self._known[close.fragment]
+        if entry is None or close.version != copy.newest + 1:
+            return
+        payloads = [self._payload(number) for number in close.parts]
+        self.received[close.fragment, close.version] = sum(
+            payload.numel()
+            for part, payload in zip(entry.parts, payloads, strict=True)
+            if part.incarnation != self.incarnation
+        )
+        job = Advance(
+            fragment=close.fragment,
+            version=close.version,
+            lr=close.lr,
+            weights=[part.weight if part.finite else 0 for part in entry.parts],
+            ranks=[part.ranks if part.finite else 0 for part in entry.parts],
+        )
+        content = torch.cat([*payloads, torch.empty(0, dtype=torch.uint8)])
+        known.checksums[close.version] = self._copies.run(job, content)
+
+    def _forget(self, entry: Entry) -> None:
+        close = entry.close
+        waiting = self.state.fragments[close.fragment].waiting
+        taken = [*close.parts, *(refusal.part for refusal in close.refused)]
+        for number in set(taken) - set(waiting):
+            self._payloads.pop(number, None)
+            self._checked.pop(number, None)
+        for refusal in close.refused:
+            logger.warning(
+                f"fragment {close.fragment}, version {close.version}: the part in record "
+                f"{refusal.part} was left out: {refusal.reason}"
+            )
+        for part in entry.parts:
+            if not part.finite:
+                logger.warning(
+                    f"fragment {close.fragment}, version {close.version}: island "
+                    f"{name_of(part.incarnation)} has sent no delta, as its parameters were not "
+                    "finite or far off; it takes the shared parameters"
+                )
+
+    def _compare(self, outcome: Outcome) -> None:
+        """Remember which versions others have with the same bits, and who has other bits."""
+        record = outcome.record
+        if not isinstance(record, Part | Close) or record.incarnation == self.incarnation:
+            return
+        version = record.base if isinstance(record, Part) else record.version - 1
+        if outcome.disputed:
+            text = f"island {name_of(record.incarnation)} has other bits of fragment "
+            text += f"{record.fragment}: {outcome.void}"
+            self._disputes[record.fragment] = version, time.monotonic() + EXPIRY, text
+        elif not outcome.void:
+            confirmed = self._confirmed.get(record.fragment, -1)
+            self._confirmed[record.fragment] = max(confirmed, version)
+
+    def _settle_disputes(self) -> None:
+        """Continue where another island has confirmed this one's bits, and end where none has."""
+        for fragment, (version, deadline, text) in list(self._disputes.items()):
+            if self._confirmed.get(fragment, -1) >= version:
+                logger.warning(f"{text}; another island has those of this one")
+                del self._disputes[fragment]
+                if self.island is not None:
+                    self.island.syncs[fragment].disputed = False
+            elif time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{text}; no island has confirmed those of this one, so it ends: one of them "
+                    "has a memory fault, or computes differently. Started again, it replays the log"
+                )
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _fetch(self, sequence: int, part: Part) -> None:
+        """Fetch and check the payload of a part in the background."""
+        own = self._own.get((part.fragment, part.number))
+        if part.incarnation == self.incarnation and own is not None:
+            done: Future[Tensor] = Future()
+            done.set_result(own if part.finite else own[:0])
+            self._payloads[sequence], self._checked[sequence] = done, ""
+        else:
+            self._payloads[sequence] = self._fetcher.submit(partial(self._get, sequence, part))
+
+    def _get(self, sequence: int, part: Part) -> Tensor:
+        wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
+        reason, payload = "", torch.empty(0, dtype=torch.uint8)
+        try:
+            if sum(chunk.size for chunk in part.chunks) != wanted:
+                raise CorruptError(f"its chunks do not have {wanted} bytes")
+            payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
+            if not self._copies.is_finite(part.fragment, payload, part.ranks):
+                reason = "its values are not finite"
+        except (CorruptError, GoneError) as error:
+            reason = str(error)
+        with self.changed:
+            self._checked[sequence] = reason
+            self._react()
+        return payload
+
+    def _payload(self, sequence: int) -> Tensor:
+        payload = self._payloads[sequence].result()
+        if self._checked.get(sequence):
+            raise RuntimeError(
+                f"a part that the run has merged cannot be read: {self._checked[sequence]}; start "
+                "this island again, and it takes the copy of another one"
+            )
+        return payload
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def _react(self) -> None:
+        """Append what is due. The lock is held."""
+        island, now = self.island, time.monotonic()
+        if island is None or island.fenced or self.state.ended:
+            return
+        for fragment in range(len(self.state.fragments)):
+            self._attempt(island.open(fragment), fragment)
+            lr = self._copies.next_lr(fragment)
+            close = island.close(fragment, self._checked, lr, now)
+            self._attempt(close, fragment, close and (close.version, close.after))
+            part = self._stored.get(fragment)
+            if part is not None and island.syncs[fragment].under_way:
+                self._attempt(part, fragment, part.number)
+        if island.stopped:
+            self._attempt(island.give(now))
+            self._attempt(island.done(now))
+            self._attempt(island.end(now))
+
+    def _attempt(self, record: Record | None, *what: object) -> None:
+        """Append a record, and not again for a while: whether it counts shows in the log."""
+        key, now = (type(record), *what), time.monotonic()
+        if record is not None and now >= self._attempts.get(key, -RETRY) + RETRY:
+            self._attempts[key] = now
+            self._connection.append(subject_of(record), encode(record))

@@ -1,0 +1,520 @@
+"""Streaming DiLoCo on an island: fragments are sent and applied as the rules and the log say."""
+
+import math
+import re
+import secrets
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_diloco.diloco import healing
+from torchtitan_diloco.diloco import state_dict as saving
+from torchtitan_diloco.diloco.background import one_at_a_time
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.schedule import is_measured
+from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
+from torchtitan_diloco.diloco.transport import NOT_FINITE
+from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
+from torchtitan_diloco.islands.fingerprints import fingerprints
+from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.joining import Saved
+from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.ranks import Ranks, collect, share
+from torchtitan_diloco.islands.records import Facts, Part
+from torchtitan_diloco.islands.rules import Island, Mode, Timing
+from torchtitan_diloco.utils import logger
+
+
+class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+    """Take the delta of a fragment, for this part."""
+
+    part: Part
+
+
+class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
+    """Change the parameters by the next version of a fragment."""
+
+    fragment: int
+    version: int
+    mode: Mode
+    number: int
+    """Number of the own part in it, 0 if there is none."""
+    weight: int
+    participants: int
+    received: int
+    """Bytes of the others' parts."""
+
+
+class Boundary(msgspec.Struct, frozen=True, array_like=True, tag="boundary"):
+    """All that is due at this boundary has been done."""
+
+    clock: int
+    stopped: bool
+    over: bool
+    """The island has nothing more to send or to apply."""
+
+
+Decision: TypeAlias = Send | Apply | Boundary
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """The place of an island in the run."""
+
+    slot: int
+    slots: int
+    position: int
+    clock: int
+    step: int
+
+
+class IslandDiLoCo(StreamingDiLoCo):
+    """Outer loop of one island.
+
+    outer = IslandDiLoCo(model, Islands(join, name), config, total_tokens=...)
+    outer.join()
+    while not outer.finished:
+        ...                                    # a step, on samples from outer.position on
+        outer.step(weight=tokens, samples=samples)
+    outer.drain()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        islands: Islands,
+        config: DiLoCoConfig,
+        *,
+        total_tokens: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        ranks: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        facts: dict[str, str] | None = None,
+    ) -> None:
+        """Begin with the parameters of the model. Nothing is connected before `join`.
+
+        Args:
+            total_tokens: weight of all steps of all islands together, at which the run ends.
+            ranks: joins the ranks of this island on the CPU.
+            facts: what all islands must have equal beside the settings and the model, such as the
+                data.
+        """
+        _check(islands, config)
+        super().__init__(model, None, config, optimizer=optimizer, seed=seed)
+        self.islands, self.total_tokens = islands, total_tokens
+        self._ranks = Ranks(ranks)
+        self._copies = Copies(self._states, config, self._ranks)
+        self._encoder = Encoder(config, seed, self._ranks.rank)
+        self._decoder = build_codec(config.quantization)
+        self._facts = facts or {}
+        self._leader: Leader | None = None
+        self._follower: threading.Thread | None = None
+        self._seat = Seat(0, 1, 0, 0, 0)
+        self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
+        """The latest part of each fragment, when it was sent, and whether it is stored."""
+        self._payloads: dict[int, Tensor] = {}
+        """Its payload: what this rank has encoded."""
+        self._durations: deque[float] = deque(maxlen=16)
+        self._boundary_at = math.nan
+        self._over = self._stopped = False
+        self._samples = 0
+        self._saved: Saved | None = None
+
+    # --- join and leave ---------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Connect, take a slot, take the shared parameters, and wait until the run has begun."""
+        if self._ranks.is_first:
+            incarnation = f"{self.islands.name}/{secrets.token_hex(4)}"
+            join = Join.parse(self.islands.join)
+            facts = Facts(
+                run=join.run,
+                slots=self.islands.slots or self.islands.begin,
+                begin=self.islands.begin,
+                total_tokens=self.total_tokens,
+                checksums=tuple(self._copies.run(Declare(fragment=one)) for one in self._indices),
+                fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
+            )
+            self._leader = Leader(
+                Connection(join, incarnation),
+                self._copies,
+                facts,
+                Timing(
+                    self.config.sync_every,
+                    self.config.overlap.delay,
+                    self.islands.quorum,
+                    self.islands.grace_seconds,
+                ),
+                incarnation=incarnation,
+                first_send=self._first_send,
+            )
+            self._leader.join(self._saved)
+            island = self._leader.island
+            assert island is not None
+            slots, start = len(island.state.slots), island.position
+            seat = Seat(island.slot, slots, start, island.clock, self.step_count)
+        else:
+            self._follower = threading.Thread(
+                target=self._copies.follow, name="islands", daemon=True
+            )
+            self._follower.start()
+            seat = None
+        self._seat = share(seat, Seat, self._ranks.decisions)
+        self._take_newest()
+        logger.info(
+            f"island {self.islands.name} has slot {self._seat.slot} of {self._seat.slots}, begins "
+            f"at its sample {self._seat.position:,}; the run has merged {self._seat.clock:,} tokens"
+        )
+
+    @property
+    def position(self) -> int:
+        """Number of the next sample of the slot that this island trains on."""
+        return self._seat.position + self._samples
+
+    @property
+    def slot(self) -> int:
+        return self._seat.slot
+
+    @property
+    def slots(self) -> int:
+        return self._seat.slots
+
+    @property
+    def clock(self) -> int:
+        """Tokens of the run so far, which the learning rate follows."""
+        return self._seat.clock
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its tokens, or this island was asked to leave."""
+        return self._stopped
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self.fragments))
+
+    def _first_send(self, fragment: int, late: bool) -> int:
+        """Return the steps until the first send. Late, an island joins a run that has begun."""
+        first, every = self.schedule.first_send(fragment), self.schedule.sync_every
+        return (first - 1) % every + 1 if late else first
+
+    def _take_newest(self) -> None:
+        """Let the model hold the newest shared copies."""
+        drop_gathered(self._model)
+        for state, copy in zip(self._states, self._copies.fragments, strict=True):
+            copy.drop_before(copy.newest)
+            state.outer = copy.versions[copy.newest]
+            state.write_model()
+
+    def drain(self) -> None:
+        """Finish the run with the others or, before its end, leave it.
+
+        What was trained since the last send is sent first. At the end all islands have one copy.
+        """
+        if self._leader is not None and self._leader.island is not None:
+            with self._leader.changed:
+                island = self._leader.island
+                island.leaving = island.leaving or not island.stopped
+                island.stopped = True
+        while not self._over and (self._leader or self._follower):
+            self._boundary()
+            if not self._over and self._leader is not None:
+                with self._leader.changed:
+                    self._leader.check()
+                    self._leader.changed.wait(0.05)
+
+    def close(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
+            self._leader = None
+        if self._follower is not None:
+            self._follower.join()
+            self._follower = None
+        super().close()
+
+    # --- training thread --------------------------------------------------------------------------
+
+    @one_at_a_time
+    def step(self, weight: float = 1.0, samples: int | None = None) -> None:
+        """Apply and send what is due: call after every inner step.
+
+        Args:
+            weight: tokens of the step, 0 if it was skipped.
+            samples: samples of the slot that it has read. Default: one.
+        """
+        if weight != int(weight) or weight < 0:
+            raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
+        samples = 1 if samples is None else samples
+        self.step_count += 1
+        self._samples += samples
+        now = time.perf_counter()
+        if not math.isnan(self._boundary_at):
+            self._durations.append(now - self._boundary_at)
+        self.check()
+        if self._leader is not None:
+            island = self._leader.island
+            assert island is not None
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            with self._leader.changed:
+                island.finish_step(samples, int(weight), usual)
+                island.leaving = self._leader.leaving
+                island.stopped = island.leaving or island.clock >= island.total_tokens
+        self._boundary()
+        self._boundary_at = time.perf_counter()
+
+    def check(self) -> None:
+        """Raise if this island has failed or has lost its slot."""
+        if self._leader is not None:
+            self._leader.check()
+        for _, _, stored in self._sent.values():
+            if stored.done():
+                stored.result()
+
+    def _boundary(self) -> None:
+        """Do what the first rank decides, at this boundary, until nothing more is due."""
+        started, counted = time.perf_counter(), self._meter.exposed_seconds
+        decisions = None if self._leader is None else self._decide(self._leader)
+        while True:
+            mine = None if decisions is None else next(decisions)
+            decision: Decision = share(mine, Decision, self._ranks.decisions)
+            if isinstance(decision, Send):
+                self._send_part(decision.part)
+            elif isinstance(decision, Apply):
+                self._apply_version(decision)
+            else:
+                break
+        self._stopped, self._over = decision.stopped, decision.over
+        self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
+        counted = self._meter.exposed_seconds - counted
+        self._meter.expose(time.perf_counter() - started - counted)
+
+    def _decide(self, leader: Leader) -> Iterator[Decision]:
+        """Yield what is due, one after the other. Only on the first rank."""
+        island = leader.island
+        assert island is not None
+        if self.config.overlap.delay:
+            yield from self._due_applies(leader, island)
+        for fragment in self._indices:
+            part = None
+            with leader.changed:
+                if island.send_is_due(fragment, time.monotonic()):
+                    part = leader.begin_part(fragment)
+            if part is not None:
+                yield Send(msgspec.structs.replace(part, ranks=self._ranks.size))
+        if not self.config.overlap.delay:
+            yield from self._due_applies(leader, island)
+        with leader.changed:
+            over = island.stopped and leader.is_over()
+            boundary = Boundary(island.clock, island.stopped, over)
+        yield boundary
+
+    def _due_applies(self, leader: Leader, island: Island) -> Iterator[Decision]:
+        for fragment in self._indices:
+            while (decision := self._due_apply(leader, island, fragment)) is not None:
+                yield decision
+                with leader.changed:
+                    island.finish_apply(fragment, time.monotonic())
+
+    def _due_apply(self, leader: Leader, island: Island, fragment: int) -> Apply | None:
+        """Return the next entry to apply, or wait for it as long as the rules say."""
+        with leader.changed:
+            while (mode := island.next_mode(fragment)) is None:
+                until, now = island.wait_until(fragment), time.monotonic()
+                if until is None or now >= until:
+                    return None
+                leader.check()
+                leader.changed.wait(until - now)
+            entry = island.syncs[fragment].unapplied[0]
+            own = entry.part_of(leader.incarnation)
+            return Apply(
+                fragment,
+                entry.close.version,
+                mode,
+                number=0 if own is None else own.number,
+                weight=0 if own is None else own.weight,
+                participants=sum(weight > 0 for weight in entry.close.weights),
+                received=leader.received.pop((fragment, entry.close.version), 0),
+            )
+
+    def _send_part(self, part: Part) -> None:
+        state = self._states[part.fragment]
+        round_ = Round(
+            part.fragment, part.base + 1, self.step_count, state.values, due=time.perf_counter()
+        )
+        check_identity(self._model, state.fragment)
+        drop_gathered(self._model)
+        state.take_delta()
+        round_.taken = time.perf_counter()
+        upload = partial(self._upload, state, state.delta, part, round_)
+        self._sent[part.fragment] = part, round_, self._background.submit(upload)
+
+    @torch.no_grad()
+    def _apply_version(self, decision: Apply) -> None:
+        fragment, now = decision.fragment, time.perf_counter()
+        state, copy = self._states[fragment], self._copies.fragments[fragment]
+        round_ = self._round_of(decision)
+        round_.outer_round, round_.applied_step = decision.version, self.step_count
+        round_.weight, round_.participants = decision.weight, decision.participants
+        round_.asked = round_.fetched = now
+        round_.traffic.bytes_received = decision.received
+        drop_gathered(self._model)
+        new = copy.versions[decision.version]
+        if decision.mode is Mode.MIX:
+            measured = is_measured(decision.version, self.config.measure_every)
+            state.delta = new
+            drift = state.apply(self.config.overlap.mixing, measured=measured)
+            round_.drift = round_.drift if drift is None else drift
+        else:
+            own = self._payloads[fragment] if decision.mode is Mode.ADD_OWN else None
+            old, state.outer = state.outer, new
+            if decision.mode is Mode.RESET:
+                state.write_model()
+                self._start_afresh(fragment)
+                round_.flags = NOT_FINITE
+            else:
+                add_change(state, new, old, None if own is None else self._decoded(state, own))
+        copy.drop_before(decision.version)
+        round_.applied = time.perf_counter()
+        self._meter.applied(round_)
+
+    def _round_of(self, decision: Apply) -> Round:
+        """Return the round of the own part in an entry, or a new one if it has none."""
+        if decision.number and decision.fragment in self._sent:
+            return self._sent[decision.fragment][1]
+        values, now = self._states[decision.fragment].values, time.perf_counter()
+        step, moments = self.step_count, {"due": now, "taken": now, "begun": now, "ready": now}
+        return Round(decision.fragment, decision.version, step, values, **moments)
+
+    def _decoded(self, state: OuterState, payload: Tensor) -> Tensor:
+        values = torch.empty_like(state.outer)
+        self._decoder.decode(payload.to(values.device), values)
+        return values
+
+    # --- background thread ------------------------------------------------------------------------
+
+    def _upload(self, state: OuterState, delta: Tensor, part: Part, round_: Round) -> None:
+        """Encode this rank's delta; the first rank stores those of all."""
+        round_.begun = time.perf_counter()
+        group = self._ranks.uploads
+        with state.background():
+            round_.delta_square = state.finish_delta()
+            whole = healing.sum_over_ranks(round_.delta_square, group, 0)
+            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit)
+            payload = self._encoder.encode(delta, part.fragment, part.number, part.slot)
+        self._payloads[part.fragment] = payload
+        round_.traffic.encoded = time.perf_counter()
+        sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
+        collected = collect(payload, sizes, group)
+        if self._leader is not None:
+            if round_.flags:
+                part = msgspec.structs.replace(part, weight=0, finite=False)
+            round_.traffic.bytes_sent = self._leader.store(part, collected)
+        round_.ready = time.perf_counter()
+
+    # --- restart ----------------------------------------------------------------------------------
+
+    def start_state_dict(self, mesh: DeviceMesh | None = None) -> Future[SavedState]:
+        """Copy the newest shared copies, between two records of the log.
+
+        What this island has trained since its last part is not saved in them: who starts again
+        reads the samples of that work once more.
+        """
+        self.check()
+        facts = {
+            "step": self.step_count,
+            "settings": saving.resume_settings(self.config),
+            "layout": saving.layout_of(self._states),
+            "in_flight": [],
+            "healed": self._healed,
+        }
+        copied: Future[list[SavedCopy]] = Future()
+        saved: Future[SavedState] = Future()
+
+        def complete(_: object) -> None:
+            try:
+                saved.set_result(self._saved_state(copied.result(), facts, mesh))
+            except BaseException as error:
+                saved.set_exception(error)
+
+        copied.add_done_callback(complete)
+        self._copies.saves.put(copied)
+        if self._leader is not None:
+            self._leader.save()
+        return saved
+
+    def _saved_state(
+        self, copies: list[SavedCopy], facts: dict[str, Any], mesh: DeviceMesh | None
+    ) -> SavedState:
+        """Complete a save, in the thread that has copied."""
+        facts["fragments"] = [
+            {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(state.norms.latest)}
+            for one, state in zip(copies, self._states, strict=True)
+        ]
+        if self._leader is not None:
+            facts["island"] = vars(self._leader.to_save([one.version for one in copies]))
+        shared = saving.named(saving.SHARED, self._states, [one.theta for one in copies], mesh)
+        for number in range(len(copies[0].slots)):
+            slots = [one.slots[number] for one in copies]
+            shared |= saving.named(f"{saving.SLOT}{number}", self._states, slots, mesh)
+        return SavedState(facts, shared)
+
+    def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
+        """Resume from a saved state, before `join`."""
+        saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
+        in_flight = saved.facts["in_flight"]
+        if in_flight:  # of a run that was one world
+            saving.apply_early(self._states, saved, self._mixing)
+            saved.facts["in_flight"] = []
+        notes = super().load_state_dict(saved)
+        island = saved.facts.get("island")
+        if island is not None:
+            rounds = [record["rounds"] for record in saved.facts["fragments"]]
+            self._saved = Saved(**(island | {"rounds": rounds}))
+        return notes
+
+    def describe(self) -> list[str]:
+        lines = super().describe()
+        where = f"island {self.islands.name}: {self.islands.begin} begin together"
+        return [f"{'islands':<10} {where}, waits at least {self.islands.grace_seconds:g} s", *lines]
+
+
+def _check(islands: Islands, config: DiLoCoConfig) -> None:
+    """Raise on settings that contradict each other."""
+    mistakes = []
+    if not re.fullmatch(r"[\w.-]{1,60}", islands.name):
+        mistakes.append(
+            f'islands.name = "{islands.name}": give this island a name of letters, digits, ".", '
+            '"-" and "_"'
+        )
+    if islands.slots and islands.slots < islands.begin:
+        mistakes.append(
+            f"islands.slots = {islands.slots} is below islands.begin = {islands.begin}: each "
+            "island needs a slot"
+        )
+    refused = {
+        "diloco.quantization.error_feedback": config.quantization.error_feedback,
+        "diloco.link.drop_probability": config.link.drop_probability,
+        "diloco.link.outer_state": config.link.outer_state == "cpu",
+    }
+    mistakes += [
+        f"{key} does not work with islands: leave it out" for key, on in refused.items() if on
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
