@@ -1,0 +1,339 @@
+"""Connection of an island to the NATS server: the log, the chunks, and messages between islands.
+
+All that waits for the network is in a thread with an event loop. Methods can be called from any
+other thread. The log and the chunks have a connection each, so that records are not held up.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from torchtitan_diloco.islands.events import (
+    Asked,
+    Bulk,
+    Connected,
+    Disconnected,
+    Event,
+    Heard,
+    Hint,
+    LogReader,
+    LogRecord,
+    Names,
+)
+from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.records import Chunk, digest
+from torchtitan_diloco.islands.session import RefusedError, Session, check_installed
+from torchtitan_diloco.utils import logger
+
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
+
+__all__ = [
+    "Asked",
+    "Bulk",
+    "ClosedError",
+    "Connected",
+    "Connection",
+    "CorruptError",
+    "Disconnected",
+    "Event",
+    "GoneError",
+    "Heard",
+    "Hint",
+    "Join",
+    "LogRecord",
+]
+
+T = TypeVar("T")
+CHUNK_BYTES = 1_000_000
+RECORD_BYTES = 1_000_000
+"""A server takes messages of at most 1 MiB, if it is not configured otherwise."""
+UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
+"""Chunks under way at a time. Parts go first, so they have more."""
+FIRST_CONNECTION_SECONDS = 10.0
+LOG_PATIENCE, BULK_PATIENCE = 3.0, 60.0
+"""Seconds that the server may be silent. Pings come behind chunks, which may go over a slow link.
+When the log's connection is lost, that of the chunks is given up, too."""
+PAUSE, LONGEST_PAUSE = 0.1, 1.0
+"""Seconds between attempts."""
+
+
+class ClosedError(RuntimeError):
+    """The connection was closed while something waited for it."""
+
+
+class GoneError(ValueError):
+    """A chunk is not in its stream any more."""
+
+
+class CorruptError(ValueError):
+    """A chunk has not the size or the hash that its record says."""
+
+
+class Connection:
+    """What an island sends and hears. `events` has all that comes in, in order."""
+
+    def __init__(self, join: Join, name: str) -> None:
+        """`name`: this incarnation."""
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._join, self._name, self._names = join, name, Names(join.run)
+        self._delivered = 0
+        self._background = set[asyncio.Task[None]]()
+        self._log: Session | None = None
+        self._bulk: Session | None = None
+        self._bulk_is_there = asyncio.Event()
+        self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def start(self, after: int) -> None:
+        """Connect, and follow the log behind record `after`.
+
+        Raises a ValueError if that is not possible within some seconds. Later on, the connection
+        is made again whenever it is lost.
+        """
+        check_installed()
+        self._delivered = after
+        self._thread.start()
+        first = self._loop.create_future()
+        try:
+            self._wait(self._submit(self._start(first)))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End after what was appended before has been sent. All that waits raises ClosedError."""
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def append(self, subject: str, raw: bytes) -> None:
+        """Send a record for the log. Whether it is in there is known when it is read back."""
+        if len(raw) > RECORD_BYTES:
+            raise ValueError(
+                f"a record of {len(raw)} bytes is larger than {RECORD_BYTES}, which a server "
+                "takes: set more fragments, or fewer bits (diloco.fragments, diloco.quantization)"
+            )
+        self._send(f"{self._names.log}.{subject}", raw)
+
+    def beat(self, hint: Hint) -> None:
+        self._send(self._names.beat, msgspec.msgpack.encode(hint))
+
+    def ask(self, incarnation: str, raw: bytes) -> None:
+        """Send a message to one island, or to "all" others."""
+        self._send(self._names.ask(incarnation), self._name.encode() + b"\n" + raw)
+
+    def store(self, payloads: Sequence[bytes | memoryview], bulk: Bulk) -> tuple[Chunk, ...]:
+        """Store payloads, each in chunks of its own, and return when all are acknowledged."""
+        views = [memoryview(payload).cast("B") for payload in payloads]
+        pieces = [
+            view[start : start + CHUNK_BYTES]
+            for view in views
+            for start in range(0, len(view), CHUNK_BYTES)
+        ]
+        under_way = self._submit(_gather(self._store(piece, bulk) for piece in pieces))
+        hashes = [hashlib.sha256(piece).hexdigest() for piece in pieces]  # in the meantime
+        sequences = self._wait(under_way)
+        return tuple(map(Chunk, sequences, map(len, pieces), hashes))
+
+    def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
+        """Return the chunks. Raises GoneError or CorruptError if one is not as it was stored."""
+        for chunk in chunks:
+            if chunk.size > CHUNK_BYTES:
+                raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
+        found = self._wait(self._submit(_gather(self._fetch(chunk, bulk) for chunk in chunks)))
+        for chunk, data in zip(chunks, found, strict=True):
+            if len(data) != chunk.size or digest(data) != chunk.sha256:
+                raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
+        return found
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
+        with self._lock:
+            if self._closed:
+                operation.close()
+                raise ClosedError("the connection is closed")
+            return asyncio.run_coroutine_threadsafe(operation, self._loop)
+
+    def _wait(self, future: "Future[T]") -> T:
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise ClosedError("the connection was closed") from error
+
+    def _send(self, subject: str, raw: bytes) -> None:
+        with suppress(ClosedError):
+            self._submit(self._publish(subject, raw))
+
+    async def _publish(self, subject: str, raw: bytes) -> None:
+        if self._log is not None:
+            with suppress(Exception):  # the connection fails, and then all that was sent is lost
+                await self._log.client.publish(subject, raw)
+
+    async def _start(self, first: "asyncio.Future[None]") -> None:
+        self._in_background(self._keep_connected(first))
+        await first
+
+    async def _keep_connected(self, first: "asyncio.Future[None]") -> None:
+        """Connect again whenever the connection of the log is lost."""
+        reason, pause = "", PAUSE
+        give_up = self._loop.time() + FIRST_CONNECTION_SECONDS
+        addresses = random.sample(self._join.addresses, len(self._join.addresses))
+        for address in itertools.cycle(addresses):
+            session = Session(LOG_PATIENCE)
+            reader = LogReader(session, self._names, self._name, self.events, self._delivered)
+            try:
+                await session.open(self._join, address, self._name)
+                await reader.start()
+                if not first.done():
+                    first.set_result(None)
+                reason, pause = "", PAUSE
+                failure: Exception = ConnectionError(await self._serve(session, reader, address))
+            except Exception as error:  # whatever a damaged server makes the client raise
+                failure = error
+            finally:
+                session.fail("closed")
+                self._delivered = reader.delivered
+                self._in_background(session.close())
+            if not first.done():
+                if isinstance(failure, RefusedError) or self._loop.time() > give_up:
+                    first.set_exception(_first_error(failure))
+                    return
+            elif str(failure) != reason:
+                reason = str(failure)
+                self.events.put(Disconnected(reason))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _serve(self, session: Session, reader: LogReader, address: str) -> str:
+        """Work until the connection is lost, and return the reason."""
+        self._log = session
+        tasks = [
+            asyncio.create_task(self._keep_bulk(address)),
+            asyncio.create_task(reader.notice_silence()),
+        ]
+        try:
+            return await asyncio.shield(session.lost)
+        finally:
+            self._log = None
+            for task in tasks:
+                task.cancel()
+
+    async def _keep_bulk(self, address: str) -> None:
+        """Have a connection for chunks to the same server."""
+        while True:
+            session = Session(BULK_PATIENCE)
+            try:
+                await session.open(self._join, address, f"{self._name} bulk")
+                self._bulk = session
+                self._bulk_is_there.set()
+                reason = await asyncio.shield(session.lost)
+            except Exception as error:
+                reason = str(error)
+            finally:
+                self._bulk_is_there.clear()
+                session.fail("the connection of the log is lost")
+                self._in_background(session.close())
+            logger.debug("no connection for chunks: %s", reason)
+            await asyncio.sleep(PAUSE)
+
+    async def _retry(
+        self, bulk: Bulk, operation: Callable[["JetStreamContext"], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Repeat an operation on chunks until the server has answered."""
+        from nats import errors
+
+        pause = PAUSE
+        async with self._free[bulk]:
+            while True:
+                await self._bulk_is_there.wait()
+                assert self._bulk is not None
+                session = self._bulk
+                try:
+                    return await session.run(operation(session.jetstream))
+                except (OSError, TimeoutError, errors.Error) as error:
+                    logger.log(
+                        logging.DEBUG if session.lost.done() else logging.WARNING,
+                        "%s: the server does not take or give a chunk: %s",
+                        *(bulk, error),
+                    )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _store(self, piece: memoryview, bulk: Bulk) -> int:
+        subject = self._names.bulk(bulk)
+        stored = await self._retry(bulk, lambda stream: stream.publish(subject, bytes(piece)))
+        return stored.seq
+
+    async def _fetch(self, chunk: Chunk, bulk: Bulk) -> bytes:
+        stream = self._names.stream(bulk)
+
+        async def get(jetstream: "JetStreamContext") -> bytes | None:
+            from nats.js.errors import NotFoundError
+
+            # Any replica answers the first request, which is fast; only the leader knows that a
+            # message is gone.
+            for direct in (True, False):
+                with suppress(NotFoundError):
+                    return (await jetstream.get_msg(stream, chunk.sequence, direct=direct)).data
+            return None
+
+        found = await self._retry(bulk, get)
+        if found is None:
+            raise GoneError(f"chunk {chunk.sequence} of {bulk} is not kept any more")
+        return found
+
+    def _in_background(self, operation: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(operation)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _end(self) -> None:
+        if self._log is not None:
+            with suppress(Exception):
+                await self._log.client.flush(timeout=1)
+        for _ in range(2):  # first all that works, then what does not end by itself
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._background:
+                await asyncio.wait(self._background, timeout=1)
+
+
+async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all, and none any more after the first failure."""
+    tasks = [asyncio.create_task(operation) for operation in operations]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _first_error(failure: Exception) -> ValueError:
+    if isinstance(failure, ValueError):
+        return failure
+    return ValueError(
+        f"islands.join: no connection within {FIRST_CONNECTION_SECONDS:g} s ({failure}): check "
+        "that the server runs, and that its address and port can be reached from here"
+    )

@@ -1,0 +1,333 @@
+"""The server of a run: nats-server with a certificate, a login and streams in a folder."""
+
+import asyncio
+import json
+import re
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from torchtitan_diloco.islands.connection import LOG_PATIENCE
+from torchtitan_diloco.islands.events import Names
+from torchtitan_diloco.islands.join import RUN_PATTERN, Join
+from torchtitan_diloco.islands.session import Session, check_installed
+from torchtitan_diloco.utils import install_command, logger
+
+ISLAND, ADMIN = "island", "admin"
+SNAPSHOT_SECONDS = 6 * 3600
+"""Snapshots are made on request. Later ones replace them."""
+LOCAL_GB = 1
+
+
+class Settings(msgspec.Struct, forbid_unknown_fields=True):
+    """What is decided when a folder is new, in `run.json`. It contains passwords."""
+
+    run: str
+    host: str
+    port: int
+    address: str
+    keep_gb: float
+    password: str
+    admin_password: str
+    made: bool = False
+    """Whether the streams have been made."""
+
+
+class Server:
+    """A folder, and the nats-server that runs in it."""
+
+    def __init__(self, folder: Path, settings: Settings, say: Callable[[str], object]) -> None:
+        """`say`: takes the warnings and errors of nats-server."""
+        self.folder, self.settings, self._say = folder, settings, say
+        self.process: subprocess.Popen[str] | None = None
+        self.join = self._join(ISLAND, settings.password, f"{settings.address}:{settings.port}")
+
+    def start(self) -> None:
+        """Start nats-server, and make the streams if the folder is new."""
+        check_installed()
+        port = self.settings.port
+        _check_port(self.settings.host, port)
+        self._check_disk()
+        program = find_server()
+        path = self.folder / "nats-server.json"
+        _write_secret(path, json.dumps(self._configuration(), indent=1))
+        self.process = subprocess.Popen(
+            [program, "--config", str(path)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        try:
+            self._wait_until_ready()
+            host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+                self.settings.host, self.settings.host
+            )
+            threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True).start()
+            admin = self._join(ADMIN, self.settings.admin_password, f"{host}:{port}")
+            asyncio.run(self._make_streams(admin))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _pass_on(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                if re.search(r"\[(WRN|ERR|FTL)\]", line):
+                    self._say(_message(line))
+
+    def _join(self, user: str, password: str, address: str) -> Join:
+        certificate = ssl.PEM_cert_to_DER_cert((self.folder / "certificate.pem").read_text())
+        return Join((address,), self.settings.run, user, password, certificate=certificate)
+
+    def _configuration(self) -> dict[str, Any]:
+        settings = self.settings
+        users = [
+            {
+                "user": ISLAND,
+                "password": settings.password,
+                "permissions": island_permissions(settings.run),
+            },
+            {"user": ADMIN, "password": settings.admin_password},
+        ]
+        return {
+            "listen": f"{settings.host}:{settings.port}",
+            "write_deadline": "60s",  # a slow link is no reason to drop an island
+            "jetstream": {
+                "store_dir": str(self.folder / "store"),
+                "max_memory_store": 2**26,
+                "max_file_store": int(3e9 * settings.keep_gb) + 2**33,
+                "sync_interval": "always",
+            },
+            "tls": {
+                "cert_file": str(self.folder / "certificate.pem"),
+                "key_file": str(self.folder / "key.pem"),
+                "handshake_first": True,
+            },
+            "authorization": {"users": users},
+        }
+
+    def _check_disk(self) -> None:
+        free = shutil.disk_usage(self.folder).free / 1e9
+        needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
+        if free < needed:
+            raise ValueError(
+                f"{self.folder}: the disk has {free:.1f} GB left, and the server needs "
+                f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
+            )
+
+    def _wait_until_ready(self) -> None:
+        assert self.process is not None
+        assert self.process.stderr is not None
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if "Server is ready" in line:
+                return
+        raise ValueError(f"nats-server did not start: {_message(said[-1] if said else '')}")
+
+    async def _make_streams(self, admin: Join) -> None:
+        from nats.js.errors import NotFoundError
+
+        session = Session(LOG_PATIENCE)
+        await session.open(admin, admin.addresses[0], "serve")
+        try:
+            if not self.settings.made:
+                await make_streams(session, self.settings.run, self.settings.keep_gb)
+                self.settings.made = True
+                save(self.folder, self.settings)
+            await session.jetstream.stream_info(Names(self.settings.run).stream("log"))
+        except NotFoundError as error:
+            raise ValueError(
+                f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
+                "folder, or begin a new run in a new one"
+            ) from error
+        finally:
+            await session.close()
+
+
+async def make_streams(session: Session, run: str, keep_gb: float, replicas: int = 1) -> None:
+    """Make the streams of a run. Those that are there already must be the same."""
+    from nats.js.api import DiscardPolicy, StreamConfig
+
+    names = Names(run)
+    log = StreamConfig(
+        name=names.stream("log"),
+        subjects=[f"{names.log}.>"],
+        num_replicas=replicas,
+        deny_delete=True,
+        deny_purge=True,
+    )
+    parts = StreamConfig(
+        name=names.stream("parts"),
+        subjects=[names.bulk("parts")],
+        num_replicas=replicas,
+        max_bytes=int(keep_gb * 1e9),
+        discard=DiscardPolicy.OLD,
+        allow_direct=True,
+    )
+    snapshots = parts.evolve(
+        name=names.stream("snapshots"),
+        subjects=[names.bulk("snapshots")],
+        max_age=SNAPSHOT_SECONDS,
+    )
+    for config in (log, parts, snapshots):
+        await session.jetstream.add_stream(config)
+
+
+def island_permissions(run: str) -> dict[str, list[str]]:
+    """Return what an island may do: append and read, but not delete, purge or change streams."""
+    names = Names(run)
+    log, *bulk = (names.stream(kind) for kind in ("log", "parts", "snapshots"))
+    answers = ["_INBOX.>"]
+    return {
+        "publish": [
+            *(f"{names.log}.>", names.bulk("parts"), names.bulk("snapshots")),
+            *(names.beat, f"{names.prefix}.ask.*"),
+            *(f"$JS.API.STREAM.INFO.{log}", f"$JS.API.CONSUMER.CREATE.{log}", "$JS.FC.>"),
+            *(f"$JS.API.DIRECT.GET.{stream}" for stream in bulk),
+            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in bulk),
+        ],
+        "subscribe": [names.beat, f"{names.prefix}.ask.*", *answers],
+    }
+
+
+def open_folder(
+    folder: Path,
+    *,
+    run: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    address: str | None = None,
+    keep_gb: float | None = None,
+    say: Callable[[str], object] = logger.debug,
+) -> Server:
+    """Return the server of a folder, which is made if it is new.
+
+    In a folder that is known, None means as before; the run and what it keeps cannot change.
+    """
+    folder = folder.absolute()
+    path = folder / "run.json"
+    if not path.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"--folder {folder}: it has files, but no run; give a new folder")
+        _make_folder(folder, run or f"run-{secrets.token_hex(4)}", keep_gb or 20)
+    try:
+        settings = msgspec.json.decode(path.read_bytes(), type=Settings)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); restore the folder") from error
+    for flag, new, old in (("run", run, settings.run), ("keep-gb", keep_gb, settings.keep_gb)):
+        if new is not None and new != old:
+            raise ValueError(f"--{flag} {new}: {folder} was made with {old}; give a new folder")
+    settings.host = host or settings.host
+    settings.port = port or settings.port
+    settings.address = address or settings.address
+    save(folder, settings)
+    return Server(folder, settings, say)
+
+
+def _make_folder(folder: Path, run: str, keep_gb: float) -> None:
+    if not re.fullmatch(RUN_PATTERN, run):
+        raise ValueError(f"--run {run!r}: use at most 64 letters, digits, - and _")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_certificate(folder)
+    settings = Settings(
+        run=run,
+        host="0.0.0.0",
+        port=4222,
+        address=_own_address(),
+        keep_gb=keep_gb,
+        password=secrets.token_urlsafe(24),
+        admin_password=secrets.token_urlsafe(24),
+    )
+    save(folder, settings)
+
+
+def save(folder: Path, settings: Settings) -> None:
+    _write_secret(folder / "run.json", msgspec.json.encode(settings).decode())
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a file, whole or not at all, that only this user can read."""
+    new = path.with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_text(text)
+    new.replace(path)
+
+
+def _make_certificate(folder: Path) -> None:
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500"
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    try:
+        command = ["openssl", *options.split(), "-subj", "/CN=islands", *files]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ValueError("the server needs the openssl command, for a certificate") from error
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
+    (folder / "key.pem").chmod(0o600)
+
+
+def _own_address() -> str:
+    """Return the address of the interface that leads to other networks; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ValueError(
+            f"--port {port}: {error.strerror}; is the server of this folder still running? "
+            "Stop it, or give another port"
+        ) from error
+
+
+def find_server() -> str:
+    """Return the path of nats-server, from its package or on PATH."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise ValueError(f"the server needs nats-server: {install_command('islands')}")
+    return found
+
+
+@contextmanager
+def local_server(folder: Path) -> Iterator[Join]:
+    """Run a server for islands on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    server = open_folder(folder, host="127.0.0.1", port=port, address="127.0.0.1", keep_gb=LOCAL_GB)
+    server.start()
+    try:
+        yield server.join
+    finally:
+        server.stop()
+
+
+def _message(line: str) -> str:
+    """Return a line of nats-server's log without its process number and time."""
+    return re.sub(r"^\[\d+\] \S+ \S+ ", "", line).strip()

@@ -1,0 +1,144 @@
+"""One connection to a NATS server, given up at its first failure."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.utils import install_command
+
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
+
+T = TypeVar("T")
+POLL = 0.1
+"""Seconds between two looks at the state of a connection."""
+PING = 0.5
+CONNECT_SECONDS = 4.0
+ANSWER_SECONDS = 120.0
+"""Time for an answer. It is long: a broken connection is noticed sooner, by its pings."""
+
+
+class RefusedError(ValueError):
+    """The server refuses this island, or is not the one of the join string."""
+
+
+def check_installed() -> None:
+    try:
+        import nats  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"islands need the package nats-py: {install_command('islands')}"
+        ) from error
+    logging.getLogger("asyncio").addFilter(_is_no_end_of_tls)
+
+
+def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
+    """Return whether it is not the warning that nats-py causes whenever a TLS connection ends."""
+    return not str(record.msg).startswith("returning true from eof_received()")
+
+
+class Session:
+    """A NATS client that does not reconnect. Nothing may be done with it once it is `lost`.
+
+    The client's own recovery takes 2 s at least and was seen to take 17, so a new one is made.
+    """
+
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds without an answer to a ping after which the connection is lost."""
+        from nats.aio.client import Client
+
+        self.client: Client = Client()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._patience = patience
+        self.problem: Exception | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.jetstream: JetStreamContext
+
+    async def open(self, join: Join, address: str, name: str) -> None:
+        """Connect; raise RefusedError if it is no use to try again, else any other error."""
+        from nats import errors
+
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await self.client.connect(
+                    f"nats://{address}",
+                    name=name,
+                    user=join.user or None,
+                    password=join.password or None,
+                    tls=join.context(),
+                    # Else a server in the middle could ask for the password in plain text.
+                    tls_handshake_first=join.tls,
+                    error_cb=self._note,
+                    allow_reconnect=False,
+                    connect_timeout=2,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
+                    ping_interval=PING,  # type: ignore[arg-type]
+                    max_outstanding_pings=round(self._patience / PING),
+                    no_echo=True,
+                )
+        except (OSError, errors.Error, TimeoutError) as error:
+            raise explain(self.problem or error, address) from error
+        self.jetstream = self.client.jetstream(timeout=ANSWER_SECONDS)
+        self._watch = asyncio.create_task(self._notice_loss())
+
+    async def _note(self, error: Exception) -> None:
+        self.problem = error
+
+    async def _notice_loss(self) -> None:
+        while not self.client.is_closed:
+            await asyncio.sleep(POLL)
+        self.fail(str(self.problem or self.client.last_error or "the server does not answer"))
+
+    def fail(self, reason: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+    async def run(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Return the operation's result, or raise ConnectionError if the connection is lost."""
+        task = asyncio.ensure_future(operation)
+        try:
+            await asyncio.wait((task, self.lost), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ConnectionError(self.lost.result())
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def close(self, flush: bool = False) -> None:
+        """Close the socket. It may take long if the server does not answer."""
+        self.fail("closed")
+        if self._watch is not None:
+            self._watch.cancel()
+        # Whatever is wrong with a connection that is given up, there is nothing left to be done.
+        with suppress(Exception):
+            if flush and self.client.is_connected:
+                await self.client.flush(timeout=1)
+        with suppress(Exception):
+            await self.client.close()
+
+
+def explain(error: Exception, address: str) -> Exception:
+    """Return what a failure to connect means for a user."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return RefusedError(
+            f"islands.join: {address} has another certificate than the join string says "
+            f"({error.verify_message}): it is another server, or its folder was made anew; "
+            "use the join string that it printed last"
+        )
+    if isinstance(error, ssl.SSLError):
+        return RefusedError(
+            f"islands.join: {address} does not begin with TLS ({error.reason}): set "
+            "`handshake_first: true` in the tls section of its configuration"
+        )
+    if "authorization" in text.lower():
+        return RefusedError(
+            f"islands.join: {address} refuses the user or the password of the join string; "
+            "use the one that the server printed"
+        )
+    return ConnectionError(f"{address}: {text}")
