@@ -11,7 +11,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Islands:
-    """Workers as jobs of their own, which come and go while the others continue (docs/islands.md)."""
+    """Workers as jobs of their own, which come and go while the others continue."""
 
     join: str = ""
     """Join string that `torchtitan_diloco.islands serve` has printed. Empty: all workers are one

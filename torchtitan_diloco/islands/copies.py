@@ -41,7 +41,7 @@ class Advance(Job, frozen=True):
 class Declare(Job, frozen=True):
     """Let what the outer state holds be this version, and return its checksum."""
 
-    rounds: int
+    rounds: int = 0
 
 
 class Load(Declare, frozen=True):
@@ -124,7 +124,10 @@ class Copies:
 
     def follow(self) -> None:
         """Do the jobs that the first rank starts, until Stop."""
-        while not isinstance(job := share(None, AnyJob, self._ranks.copies), Stop):
+        while True:
+            job: AnyJob = share(None, AnyJob, self._ranks.copies)
+            if isinstance(job, Stop):
+                return
             if isinstance(job, Give):
                 self._give(self.fragments[job.fragment])
             else:

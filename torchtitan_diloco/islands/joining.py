@@ -270,6 +270,10 @@ def join_bytes(pieces: Sequence[bytes]) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
+def as_buffer(content: Tensor) -> memoryview:
+    return memoryview(content.numpy().data).cast("B") if content.numel() else memoryview(b"")
+
+
 def _flat(facts: Facts) -> dict[str, str]:
     numbers = {name: str(getattr(facts, name)) for name in ("slots", "begin", "total_tokens")}
     return dict(facts.fingerprints) | numbers

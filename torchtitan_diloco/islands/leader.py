@@ -31,6 +31,7 @@ from torchtitan_diloco.islands.joining import (
     Saved,
     Snapshot,
     SnapshotWanted,
+    as_buffer,
     join_bytes,
     name_of,
 )
@@ -131,38 +132,32 @@ class Leader:
         self._thread.start()
 
     def _take_slot(self, facts: Facts) -> int:
+        """Take a free slot, or that of an earlier start of this island."""
         while True:
-            owned = [slot for slot, name in self.state.owners().items() if name == self.incarnation]
-            if owned:
-                return owned[0]
-            now = time.monotonic()
+            now, owners = time.monotonic(), self.state.owners()
+            for slot, owner in owners.items():
+                if owner == self.incarnation:
+                    return slot
             if self.state.ended:
                 raise ValueError("the run has ended: there is nothing to join")
-            if self._twin() and not self._members.is_new(now):
+            name = name_of(self.incarnation)
+            twins = [(slot, one) for slot, one in owners.items() if name_of(one) == name]
+            running = [one for _, one in twins if not self._members.is_gone(one, now)]
+            if running and not self._members.is_new(now):
                 raise ValueError(
-                    f"an island with the name {name_of(self.incarnation)} is running already: give "
-                    "this one another islands.name, or end the other one"
+                    f"an island with the name {name} is running already: give this one another "
+                    "islands.name, or end the other one"
                 )
-            slot = None if self._twin() else self._members.free_slot(self.state, now)
-            for one, owner in self.state.owners().items():
-                if name_of(owner) == name_of(self.incarnation) and self._members.is_gone(
-                    owner, now
-                ):
-                    slot = one, owner
-            if slot is not None:
-                who = {"run": facts.run, "slot": slot[0], "incarnation": self.incarnation}
-                self._attempt(Take(**who, replaces=slot[1]), *slot)
-            self._report(f"waiting for one of {facts.slots} slots: all have an owner")
+            free = twins[0] if twins else self._members.free_slot(self.state, now)
+            if free is not None and not running:
+                slot, replaces = free
+                take = Take(
+                    run=facts.run, slot=slot, incarnation=self.incarnation, replaces=replaces
+                )
+                self._attempt(take, slot, replaces)
+            elif not running:
+                self._report(f"waiting for a free slot: all {facts.slots} have an owner")
             self._work()
-
-    def _twin(self) -> bool:
-        """Return whether the log has another start of this island as the owner of a slot, that is
-        not known to be gone."""
-        now = time.monotonic()
-        return any(
-            name_of(owner) == name_of(self.incarnation) and not self._members.is_gone(owner, now)
-            for owner in self.state.owners().values()
-        )
 
     def _report(self, line: str) -> None:
         if time.monotonic() - self._reported > REPORT_SECONDS:
@@ -198,8 +193,7 @@ class Leader:
         self._own = {key: kept for key, kept in self._own.items() if key[0] != part.fragment}
         self._own[part.fragment, part.number] = payload
         if part.finite:
-            views = [memoryview(payload.numpy())] if payload.numel() else []
-            chunks = self._connection.store(views, "parts")
+            chunks = self._connection.store([as_buffer(payload)], "parts")
             part = msgspec.structs.replace(part, chunks=chunks)
         with self.changed:
             self._stored[part.fragment] = part
@@ -283,15 +277,13 @@ class Leader:
             fragment = message.fragment
             copy, content = self._copies.fragments[fragment], self._copies.give(fragment)
             head = self.state.fragments[fragment].head
-            give = partial(
-                self._give, sender, fragment, copy.newest, head, copy.rounds, content.numpy()
-            )
-            self._giver.submit(give)
+            snapshot = Snapshot(fragment, copy.newest, head, copy.rounds, ())
+            self._giver.submit(partial(self._give, sender, snapshot, content))
 
-    def _give(self, to: str, *what: object) -> None:
-        *about, content = what
-        chunks = self._connection.store([memoryview(content)], "snapshots")  # type: ignore[arg-type]
-        self._connection.ask(to, msgspec.msgpack.encode(Snapshot(*about, chunks)))  # type: ignore[arg-type]
+    def _give(self, to: str, snapshot: Snapshot, content: Tensor) -> None:
+        chunks = self._connection.store([as_buffer(content)], "snapshots")
+        snapshot = msgspec.structs.replace(snapshot, chunks=chunks)
+        self._connection.ask(to, msgspec.msgpack.encode(snapshot))
 
     # --- records ----------------------------------------------------------------------------------
 

@@ -294,14 +294,15 @@ class IslandDiLoCo(StreamingDiLoCo):
         while True:
             mine = None if decisions is None else next(decisions)
             decision: Decision = share(mine, Decision, self._ranks.decisions)
-            if isinstance(decision, Send):
-                self._send_part(decision.part)
-            elif isinstance(decision, Apply):
-                self._apply_version(decision)
-            else:
-                break
-        self._stopped, self._over = decision.stopped, decision.over
-        self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
+            match decision:
+                case Send(part):
+                    self._send_part(part)
+                case Apply():
+                    self._apply_version(decision)
+                case Boundary(clock, stopped, over):
+                    self._stopped, self._over = stopped, over
+                    break
+        self._seat = msgspec.structs.replace(self._seat, clock=clock)
         counted = self._meter.exposed_seconds - counted
         self._meter.expose(time.perf_counter() - started - counted)
 
@@ -399,8 +400,9 @@ class IslandDiLoCo(StreamingDiLoCo):
         if decision.number and decision.fragment in self._sent:
             return self._sent[decision.fragment][1]
         values, now = self._states[decision.fragment].values, time.perf_counter()
-        step, moments = self.step_count, {"due": now, "taken": now, "begun": now, "ready": now}
-        return Round(decision.fragment, decision.version, step, values, **moments)
+        round_ = Round(decision.fragment, decision.version, self.step_count, values, due=now)
+        round_.taken = round_.begun = round_.ready = now
+        return round_
 
     def _decoded(self, state: OuterState, payload: Tensor) -> Tensor:
         values = torch.empty_like(state.outer)
