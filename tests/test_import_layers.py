@@ -13,7 +13,7 @@ PACKAGE = REPOSITORY / "torchtitan_diloco"
 MAY_IMPORT = {
     "utils": set(),
     "diloco": {"utils"},
-    "config": {"utils", "diloco.config", "diloco.fields"},
+    "config": {"utils", "diloco.config", "diloco.fields", "islands.config"},
     "islands": {"utils", "diloco"},
     "distributed": {"utils", "config", "diloco"},
     "models": {"utils", "config"},

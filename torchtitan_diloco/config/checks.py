@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.config import advice, diloco_mistakes, quantization_mistakes
+from torchtitan_diloco.islands.config import islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
@@ -32,10 +33,12 @@ def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     if config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco)
         yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
+    if config.islands.join or config.islands.local:
+        yield from _islands_mistakes(config)
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     if config.data.shard_by != "none" and (
-        config.diloco.workers == 1 or config.diloco.method == "none"
+        config.workers == 1 or config.diloco.method == "none"
     ):
         yield (
             "data.shard_by",
@@ -57,6 +60,18 @@ def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _islands_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    islands = config.islands
+    if config.diloco.method == "none":
+        yield "diloco.method", '"none" does not work with islands: leave it out'
+    if islands.join and islands.local:
+        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
+    if islands.join and not islands.name:
+        yield "islands.name", "names this island in the run: give a name, such as that of its site"
+    for key, reason in islands_mistakes(islands, config.diloco, config.workers):
+        yield key, reason
+
+
 def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     training = config.training
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
@@ -64,7 +79,7 @@ def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    workers, ranks = config.diloco.workers, max(1, config.parallel.fsdp)
+    workers, ranks = config.workers, max(1, config.parallel.fsdp)
     smallest = workers * ranks * training.batch_size
     if training.global_batch_size is not None and training.global_batch_size % smallest:
         yield (

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
+from torchtitan_diloco.islands.config import Islands
 
 
 @dataclass(frozen=True)
@@ -287,10 +288,20 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     distributed: Distributed = field(default_factory=Distributed)
     diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
+    islands: Islands = field(default_factory=Islands)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
+
+    @property
+    def workers(self) -> int:
+        """Workers that train together from the start, in this job and, with islands, in others."""
+        return (self.islands.begin if self.islands.join else 0) or self.diloco.workers
+
+    @property
+    def workers_of_job(self) -> int:
+        return 1 if self.islands.join else self.diloco.workers
 
 
 def format_value(value: Any) -> str:

@@ -1,12 +1,12 @@
 """Settings of islands: the `[islands]` section."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Mistakes, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,24 @@ class Islands:
     """Parts that a round needs when its time is over."""
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     """Least time that a round waits for parts. It is longer if `diloco.overlap.delay` steps are."""
+    local: NotNegative = 0
+    """Start a server and so many islands on this machine, to try it. 0: none."""
+
+
+NAME = r"[\w.-]{1,60}"
+
+
+def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mistakes:
+    """Check settings of an island. `begin`: how many really begin together."""
+    if islands.name and not re.fullmatch(NAME, islands.name):
+        yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
+    if islands.slots and islands.slots < begin:
+        yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
+    refused = {
+        "diloco.quantization.error_feedback": diloco.quantization.error_feedback,
+        "diloco.link.drop_probability": diloco.link.drop_probability,
+        "diloco.link.outer_state": diloco.link.outer_state == "cpu",
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            yield key, "does not work with islands: leave it out"

@@ -1,7 +1,6 @@
 """Streaming DiLoCo on an island: fragments are sent and applied as the rules and the log say."""
 
 import math
-import re
 import secrets
 import statistics
 import threading
@@ -9,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE
-from torchtitan_diloco.islands.config import Islands
+from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
 from torchtitan_diloco.islands.fingerprints import fingerprints
@@ -80,9 +80,9 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     slots: int
+    block: int
     position: int
     clock: int
-    step: int
 
 
 class IslandDiLoCo(StreamingDiLoCo):
@@ -106,6 +106,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         optimizer: torch.optim.Optimizer | None = None,
         ranks: dist.ProcessGroup | None = None,
         seed: int = 0,
+        block: int = 1,
         facts: dict[str, str] | None = None,
     ) -> None:
         """Begin with the parameters of the model. Nothing is connected before `join`.
@@ -113,12 +114,17 @@ class IslandDiLoCo(StreamingDiLoCo):
         Args:
             total_tokens: weight of all steps of all islands together, at which the run ends.
             ranks: joins the ranks of this island on the CPU.
+            block: samples that lie together in the order of a slot. That of the first island counts.
             facts: what all islands must have equal beside the settings and the model, such as the
                 data.
         """
-        _check(islands, config)
-        super().__init__(model, None, config, optimizer=optimizer, seed=seed)
-        self.islands, self.total_tokens = islands, total_tokens
+        begin = islands.begin or config.workers
+        mistakes = list(islands_mistakes(islands, config, begin))
+        if mistakes:
+            raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
+        super().__init__(model, None, replace(config, workers=1), optimizer=optimizer, seed=seed)
+        self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
+        self.total_tokens, self._block = total_tokens, block
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
@@ -126,7 +132,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._facts = facts or {}
         self._leader: Leader | None = None
         self._follower: threading.Thread | None = None
-        self._seat = Seat(0, 1, 0, 0, 0)
+        self._seat = Seat(0, 1, 1, 0, 0)
         self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
         """The latest part of each fragment, when it was sent, and whether it is stored."""
         self._payloads: dict[int, Tensor] = {}
@@ -146,7 +152,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             join = Join.parse(self.islands.join)
             facts = Facts(
                 run=join.run,
-                slots=self.islands.slots or self.islands.begin,
+                slots=self.islands.slots,
                 begin=self.islands.begin,
                 total_tokens=self.total_tokens,
                 checksums=tuple(self._copies.run(Declare(fragment=one)) for one in self._indices),
@@ -168,8 +174,9 @@ class IslandDiLoCo(StreamingDiLoCo):
             self._leader.join(self._saved)
             island = self._leader.island
             assert island is not None
-            slots, start = len(island.state.slots), island.position
-            seat = Seat(island.slot, slots, start, island.clock, self.step_count)
+            known = island.state.facts
+            assert known is not None
+            seat = Seat(island.slot, known.slots, known.block, island.position, island.clock)
         else:
             self._follower = threading.Thread(
                 target=self._copies.follow, name="islands", daemon=True
@@ -189,12 +196,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         return self._seat.position + self._samples
 
     @property
-    def slot(self) -> int:
-        return self._seat.slot
-
-    @property
-    def slots(self) -> int:
-        return self._seat.slots
+    def seat(self) -> Seat:
+        return self._seat
 
     @property
     def clock(self) -> int:
@@ -495,28 +498,3 @@ class IslandDiLoCo(StreamingDiLoCo):
         lines = super().describe()
         where = f"island {self.islands.name}: {self.islands.begin} begin together"
         return [f"{'islands':<10} {where}, waits at least {self.islands.grace_seconds:g} s", *lines]
-
-
-def _check(islands: Islands, config: DiLoCoConfig) -> None:
-    """Raise on settings that contradict each other."""
-    mistakes = []
-    if not re.fullmatch(r"[\w.-]{1,60}", islands.name):
-        mistakes.append(
-            f'islands.name = "{islands.name}": give this island a name of letters, digits, ".", '
-            '"-" and "_"'
-        )
-    if islands.slots and islands.slots < islands.begin:
-        mistakes.append(
-            f"islands.slots = {islands.slots} is below islands.begin = {islands.begin}: each "
-            "island needs a slot"
-        )
-    refused = {
-        "diloco.quantization.error_feedback": config.quantization.error_feedback,
-        "diloco.link.drop_probability": config.link.drop_probability,
-        "diloco.link.outer_state": config.link.outer_state == "cpu",
-    }
-    mistakes += [
-        f"{key} does not work with islands: leave it out" for key, on in refused.items() if on
-    ]
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
