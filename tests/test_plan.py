@@ -27,9 +27,7 @@ def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize("name", shipped_configs())
 def test_every_preset_can_be_planned_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "--config", name, *KNOWN)
-    for part in (f"{name}: ", "extended model", "utilisation", "sent by a worker", "memory"):
-        assert part in text
-    for part in ("pinned on the host", "hours", "risk"):
+    for part in (f"{name}: ", "extended model", "utilisation", "sent by a worker", "hours", "risk"):
         assert part in text
 
 
@@ -51,10 +49,10 @@ def test_the_step_time_from_the_hardware(capsys: pytest.CaptureFixture[str]) -> 
     assert "FLOP / (8 x 989 TFLOP/s x 40 %)" in by_name
 
 
-def test_the_slowest_link_counts_and_all_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--bandwidth", "1Gbit,100Mbit", "--upload", "50Mbit", "--step-time", "0.3,0.5s"]
+def test_every_worker_may_have_its_own_step_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bandwidth", "100Mbit", "--step-time", "0.3,0.5s"]
     text = output(capsys, "--config", "35m", *words)
-    assert "50 Mbit/s for the slowest worker" in text
+    assert "100 Mbit/s for the slowest worker" in text
     assert "300 ms / 500 ms of compute" in text
 
 
@@ -90,14 +88,6 @@ def test_a_written_config_extends_from_anywhere(tmp_path: Path) -> None:
     assert (training.batch_size, training.steps) == (2, 5000)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_curves_are_drawn(tmp_path: Path, suffix: str) -> None:
-    picture = tmp_path / f"curves.{suffix}"
-    assert main(plan("--plot", str(picture))) == 0
-    content = picture.read_bytes()
-    assert content.startswith(b"\x89PNG") if suffix == "png" else b"data parallel" in content
-
-
 STEP = ["--config", "1b", "--step-time", "0.5"]
 MISTAKES = [
     (["--config", "1b", *LINK], r"step time is not known: give --step-time .* or --mfu with"),
@@ -109,11 +99,10 @@ MISTAKES = [
     (["--config", "1b", *LINK, "--mfu", "400%", "--device", "H100"], r'--mfu: "400%"'),
     (["--config", "1b", *KNOWN, "--mfu", "40%"], r"--mfu: not allowed with argument --step-time"),
     (STEP, r"give --bandwidth, as in 2Gbit"),
-    ([*STEP, "--upload", "2Gbit"], r"--upload is given without --bandwidth"),
     ([*STEP, "--bandwidth", "2Gfoo"], r'"2Gfoo" is no bandwidth .*2Gbit'),
     ([*STEP, "--bandwidth", "2"], r"write number and unit"),
     ([*STEP, "--bandwidth", "0Gbit"], r"from 1 kbit/s"),
-    ([*STEP, "--bandwidth", "1Gbit,2Gbit,3Gbit"], r"lists 3 values: give one, or 2"),
+    ([*STEP, "--bandwidth", "1Gbit", "--step-time", "1,2,3"], r"lists 3 values: give one, or 2"),
     (plan("--step-time", "0"), r"step times above 0"),
     (plan("--step-time", "soon"), r'--step-time: "soon"'),
     (plan("--latency", "30"), r"--latency.*write number and unit"),
@@ -125,9 +114,9 @@ MISTAKES = [
     (plan("--bandwith", "1Gbit"), r"--bandwith is unknown: did you mean --bandwidth\?"),
     (KNOWN, r"give a model"),
     (["--config", "35m", "--table"], r"step time is not known"),
-    (plan("--plot", "curves.jpg"), r"ends in \.png or \.svg"),
-    (plan("--plot", "nowhere/at/all.png"), r"no folder nowhere/at"),
     (plan("--table", "--write", "plan.toml"), r"--table plans nothing"),
+    (plan("--write", "nowhere/plan.toml"), r"no folder nowhere"),
+    (plan("--run", "x", "--table"), r"--table: not allowed with argument --run"),
     (plan("--write", "plan.yaml"), r"ends in \.toml"),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
 ]

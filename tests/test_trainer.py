@@ -142,22 +142,23 @@ def decide(step: int, settings: dict[str, str], asked: str) -> AfterStep:
 @pytest.mark.parametrize(
     ("step", "asked", "expected"),
     [
-        (1, "", "report"),
+        (1, "", "log"),
         (2, "", ""),
-        (3, "", "report"),
-        (4, "", "publish_all validate"),
-        (5, "", "report publish_all save"),
-        (7, "save", "report publish_all save"),
-        (7, "stop", "report publish_all save stop"),
-        (8, "stop", "report publish_all save stop"),  # whoever sent the signal is waiting
-        (9, "", "report publish_all save stop"),  # training.stop_after
-        (11, "", "drain report publish_all validate save stop"),
+        (3, "", "log"),
+        (4, "", "validate"),
+        (5, "", "log save"),
+        (7, "save", "log save"),
+        (7, "stop", "log save stop"),
+        (8, "stop", "log save stop"),  # whoever sent the signal is waiting
+        (9, "", "log save stop"),  # training.stop_after
+        (11, "", "finished log validate save stop"),
     ],
 )
 def test_what_happens_after_a_step(step: int, asked: str, expected: str) -> None:
     chosen = {"training.stop_after": "9", "metrics.log_every": "3", "validation.every": "4"}
     found = decide(step, chosen | {"checkpoint.every": "5"}, asked)
-    assert found == AfterStep(**{name: name in expected.split() for name in vars(found)})
+    assert found == AfterStep(*(name in expected.split() for name in found._fields))
+    assert found.flush == bool({"validate", "save", "stop"} & set(expected.split()))
 
 
 @pytest.mark.parametrize(("step", "saves"), [(7, False), (9, True), (11, False)])

@@ -7,16 +7,14 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Overlap, Quantization
 from torchtitan_diloco.planner.paper import PAPER_MODELS, PaperModel, paper_table
 from torchtitan_diloco.planner.units import (
     BANDWIDTHS,
@@ -28,8 +26,8 @@ from torchtitan_diloco.planner.units import (
 from torchtitan_diloco.utils import PEAK_BF16_FLOPS
 
 if TYPE_CHECKING:  # these import torch, which --help and --table do not need
-    from torchtitan_diloco.planner.prediction import Conditions, Workload
-    from torchtitan_diloco.planner.search import Plan
+    from torchtitan_diloco.components.records import Conditions
+    from torchtitan_diloco.planner.prediction import Workload
 
 PEAKS = {name.lower(): flops for name, flops in PEAK_BF16_FLOPS.items()}
 REMEDY = (
@@ -44,20 +42,120 @@ How the numbers are computed: docs/planning.md."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options, settings = _parser().parse_known_args(arguments)
-        _check_flags(options, settings)
+        options, settings = _parse(arguments)
         if options.table and options.config is None:
             _print_table(PAPER_MODELS, "nominal size", 100)
             return 0
         if options.config is None:
             raise ValueError("give a model: --config 1b, or --table alone for the paper's models")
-        config = from_command_line(["--config", options.config, *settings])
+        words = ["--config", options.config, *settings]
+        config = from_command_line(words)
         if config is not None:  # None: --print-config was answered
-            _answer(options, config, settings)
+            _answer(options, config, words)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the words that are settings of a run."""
+    parser = _Parser(
+        prog="python -m torchtitan_diloco.plan",
+        description="Find settings that reach a utilisation with the least risk to the loss.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
+    add("--bandwidth", type=parse_bandwidth, help="slowest link of a worker: 2Gbit or 25MB/s")
+    add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
+    add_step = parser.add_mutually_exclusive_group().add_argument
+    add_step("--step-time", type=_durations, help="of one inner step; A,B,... for each worker")
+    add_step("--mfu", type=parse_share, help="in place of a step time: share of the peak, as 40%%")
+    add_peak = parser.add_mutually_exclusive_group().add_argument
+    add_peak("--device", type=str.lower, choices=PEAKS, help="accelerator whose peak is known")
+    add_peak("--peak-tflops", type=float, help="bf16 peak of another accelerator")
+    add("--jitter", type=parse_share, help="standard deviation of step times, as in 5%%")
+    add_run = parser.add_mutually_exclusive_group().add_argument
+    add_run("--probe", action="store_true", help="measure links and steps by a short run first")
+    add_run("--run", type=Path, help="take links and steps from a finished run")
+    add_run("--table", action="store_true", help="print the paper's table, or that of --config")
+    add("--utilisation", type=parse_share, default="95%", help="wanted utilisation (95%%)")
+    add("--write", type=_new_toml, help="write the recommended settings as a TOML")
+    options, settings = parser.parse_known_args(arguments)
+    for word in settings:
+        if word.startswith("--") and "." not in word and word != "--print-config":
+            known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+            nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all flags"
+            raise ValueError(f"{word} is unknown: {hint}")
+    if options.table and options.write:
+        raise ValueError("--table plans nothing: leave out --write")
+    if not 0 < options.utilisation < 1:
+        raise ValueError(f"--utilisation {options.utilisation:.0%}: give a share below 100%")
+    return options, settings
+
+
+def _durations(text: str) -> list[float]:
+    return [parse_duration(word, default_unit="s") for word in text.split(",")]
+
+
+def _new_toml(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".toml":
+        raise argparse.ArgumentTypeError(f'"{text}": give a name that ends in .toml')
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f'"{text}": there is no folder {path.parent}; create it')
+    if path.exists():
+        raise argparse.ArgumentTypeError(f'"{text}" exists already: give another name')
+    return path
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+def _answer(options: argparse.Namespace, config: Config, words: list[str]) -> None:
+    """Print the paper's table for the model, or a plan."""
+    from torchtitan_diloco.planner.search import choose, plan_text
+
+    load = _workload(config)
+    steps, origin = _step_times(options, load)
+    if options.table:
+        assert steps is not None
+        seconds, parameters = quantity(max(steps), "s"), load.plan.parameters
+        name = f"{config.run.name}, {load.layers} layers, {seconds} a step"
+        model = PaperModel(name, load.layers, float(parameters), max(steps))
+        size = f"{parameters:,} parameters, steps of {seconds} ({origin})"
+        _print_table([model], size, config.diloco.sync_every)
+        return
+    if load.workers == 1:
+        raise ValueError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
+    conditions = _conditions(options, words, config, steps)
+    if conditions is None:
+        print("probed; the first node prints the plan")
+        return
+    plan = choose(load, conditions, config.diloco, options.utilisation)
+    print(plan_text(config.run.name, load, conditions, plan, origin))
+    if options.write is not None:
+        comment = (
+            f"Planned for {quantity(conditions.bits_per_second, 'bit/s')}, latency "
+            f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
+            f"{quantity(max(conditions.step_seconds), 's')}: predicted utilisation "
+            f"{100 * plan.best.prediction.utilisation:.1f} %"
+        )
+        planned = replace(config, diloco=plan.best.diloco)
+        write_variant(options.write, options.config, planned, comment)
+        print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
 
 
 def _print_table(models: Sequence[PaperModel], size: str, sync_every: int) -> None:
@@ -66,78 +164,9 @@ def _print_table(models: Sequence[PaperModel], size: str, sync_every: int) -> No
     print(paper_table(models, sync_every))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m torchtitan_diloco.plan",
-        description="Find settings that reach a utilisation with the least risk to the loss.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    rates = _list_of(parse_bandwidth)
-    seconds = _list_of(partial(parse_duration, default_unit="s"))
-    add = parser.add_argument
-    add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
-    add("--bandwidth", type=rates, help="of each worker, as in 2Gbit or 25MB/s; A,B,... for each")
-    add("--upload", type=rates, help="where workers send at another rate than they receive")
-    add("--latency", type=parse_duration, help="one way, half of ping, as in 30ms")
-    add_step = parser.add_mutually_exclusive_group().add_argument
-    add_step("--step-time", type=seconds, help="compute of one inner step; A,B,... for each worker")
-    add_step("--mfu", type=parse_share, help="in place of a step time: share of the peak, as 40%%")
-    add_peak = parser.add_mutually_exclusive_group().add_argument
-    add_peak("--device", type=str.lower, choices=PEAKS, help="accelerator whose peak is known")
-    add_peak("--peak-tflops", type=float, help="bf16 peak of another accelerator")
-    add("--jitter", type=parse_share, help="standard deviation of step times, as in 5%%")
-    add("--coding", type=parse_bandwidth, help="fp32 bytes a rank codes in a second, as in 2GB/s")
-    add_run = parser.add_mutually_exclusive_group().add_argument
-    add_run("--probe", action="store_true", help="measure links and steps by a short run first")
-    add_run("--run", type=Path, help="take links and steps from a finished run")
-    add("--utilisation", type=parse_share, default="95%", help="wanted utilisation (95%%)")
-    add("--table", action="store_true", help="print the paper's table, or that of --config")
-    add("--plot", type=Path, help="draw utilisation over bandwidth (.png, .svg)")
-    add("--write", type=Path, help="write the recommended settings as a TOML")
-    return parser
-
-
-def _list_of(parse: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    return lambda text: tuple(parse(word) for word in text.split(","))
-
-
-def _check_flags(options: argparse.Namespace, settings: Sequence[str]) -> None:
-    known = [f"--{name.replace('_', '-')}" for name in vars(options)]
-    for word in settings:
-        if word.startswith("--") and "." not in word and word != "--print-config":
-            nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all flags"
-            raise ValueError(f"{word} is unknown: {hint}")
-    if options.table and (options.plot or options.write or options.probe or options.run):
-        raise ValueError("--table plans nothing: leave out --plot, --write, --probe and --run")
-    if options.upload and not options.bandwidth:
-        raise ValueError(
-            "--upload is given without --bandwidth: give the rate of receiving as well"
-        )
-    if not 0 < options.utilisation < 1:
-        raise ValueError(f"--utilisation {options.utilisation:.0%}: give a share below 100%")
-    for flag, path, suffixes in (
-        ("--plot", options.plot, (".png", ".svg")),
-        ("--write", options.write, (".toml",)),
-    ):
-        if path is not None and path.suffix not in suffixes:
-            raise ValueError(f'{flag} "{path}": give a name that ends in {" or ".join(suffixes)}')
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f'{flag} "{path}": there is no folder {path.parent}; create it first')
-    if options.write is not None and options.write.exists():
-        raise ValueError(f'--write "{options.write}" exists already: give another name')
-
-
 def _workload(config: Config) -> "Workload":
-    from torchtitan_diloco.components.run_plan import vocabulary_rows
     from torchtitan_diloco.data.corpus import open_tokenizer
+    from torchtitan_diloco.models import vocabulary_rows
     from torchtitan_diloco.planner.prediction import Workload
 
     rows = config.model.vocab_size
@@ -151,7 +180,12 @@ def _step_times(
 ) -> tuple[tuple[float, ...] | None, str]:
     """Return the seconds of every worker and how they were found; None if they are measured."""
     if options.step_time is not None:
-        return _for_each(options.step_time, "--step-time", load.workers), "given"
+        count = len(options.step_time)
+        if count not in (1, load.workers):
+            raise ValueError(
+                f"--step-time lists {count} values: give one, or {load.workers}, one a worker"
+            )
+        return tuple(options.step_time * (load.workers // count)), "given"
     if options.mfu is None:
         if options.probe or options.run:
             return None, "measured"
@@ -170,83 +204,29 @@ def _step_times(
     return (seconds,) * load.workers, origin
 
 
-def _for_each(values: tuple[float, ...], flag: str, workers: int) -> tuple[float, ...]:
-    """Repeat one value for all workers, or check that there is one for each."""
-    if len(values) not in (1, workers):
-        raise ValueError(f"{flag} lists {len(values)} values: give one, or {workers}, one a worker")
-    return values * workers if len(values) == 1 else values
-
-
-def _answer(options: argparse.Namespace, config: Config, settings: list[str]) -> None:
-    """Print the paper's table for the model, or a plan."""
-    from torchtitan_diloco.planner.search import choose, plan_text
-
-    load = _workload(config)
-    steps, origin = _step_times(options, load)
-    if options.table:
-        assert steps is not None
-        seconds, parameters = quantity(max(steps), "s"), load.plan.parameters
-        name = f"{config.run.name}, {load.layers} layers, {seconds} a step"
-        model = PaperModel(name, load.layers, float(parameters), max(steps))
-        size = f"{parameters:,} parameters, steps of {seconds} ({origin})"
-        _print_table([model], size, config.diloco.sync_every)
-        return
-    if load.workers == 1:
-        raise ValueError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
-    conditions = _conditions(options, settings, config.diloco, steps, load.ranks)
-    if conditions is None:
-        print("probed; the first node prints the plan")
-        return
-    plan = choose(load, conditions, config.diloco, options.utilisation)
-    print(plan_text(config.run.name, load, conditions, plan, origin))
-    if options.plot is not None:
-        _plot(options.plot, config.run.name, load, conditions, plan)
-        print(f"\nwrote {options.plot}")
-    if options.write is not None:
-        comment = (
-            f"Planned for {quantity(conditions.bits_per_second, 'bit/s')}, latency "
-            f"{quantity(conditions.latency_seconds, 's')} one way, steps of "
-            f"{quantity(max(conditions.step_seconds), 's')}: predicted utilisation "
-            f"{100 * plan.best.prediction.utilisation:.1f} %"
-        )
-        planned = replace(config, diloco=plan.best.diloco)
-        write_variant(options.write, options.config, planned, comment)
-        print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
-
-
 def _conditions(
-    options: argparse.Namespace,
-    settings: list[str],
-    diloco: DiLoCoConfig,
-    steps: tuple[float, ...] | None,
-    ranks: int,
+    options: argparse.Namespace, words: list[str], config: Config, steps: tuple[float, ...] | None
 ) -> "Conditions | None":
     """Return what is given, else what is measured. None on nodes that only take part in a probe."""
-    from torchtitan_diloco.planner.observed import conditions_of_run, probe
-    from torchtitan_diloco.planner.prediction import Conditions
+    from torchtitan_diloco.components.records import Conditions
+    from torchtitan_diloco.planner.probe import conditions_of_run, probe
 
-    given: dict[str, Any] = {}
-    if options.bandwidth is not None:
-        down = _for_each(options.bandwidth, "--bandwidth", diloco.workers)
-        up = _for_each(options.upload or down, "--upload", diloco.workers)
-        given |= {"bits_per_second": min(up + down)}
-    if options.latency is not None:
-        given |= {"latency_seconds": options.latency}
-    if steps is not None:
-        given |= {"step_seconds": steps, "jitter": 0.0}
-    if options.jitter is not None:
-        given |= {"jitter": options.jitter}
-    if options.coding is not None:
-        given |= {"coding_bytes_per_second": ranks * options.coding / 8, "codec": ""}
+    given: dict[str, Any] = {
+        "bits_per_second": options.bandwidth,
+        "latency_seconds": options.latency,
+        "step_seconds": steps,
+        "jitter": 0.0 if steps and options.jitter is None else options.jitter,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
     if options.probe:
-        measured = probe(["--config", options.config, *settings], diloco.overlap.delay)
+        measured = probe(words, config.diloco.overlap.delay)
         return measured and replace(measured, **given)
     if options.run is not None:
         measured = conditions_of_run(options.run)
-        if measured.workers != diloco.workers:
+        if measured.workers != config.diloco.workers:
             raise ValueError(
                 f"--run {options.run}: that run had {measured.workers} workers, and "
-                f"diloco.workers = {diloco.workers}: give a run of as many"
+                f"diloco.workers = {config.diloco.workers}: give a run of as many"
             )
         return replace(measured, **given)
     if options.bandwidth is None:
@@ -255,41 +235,6 @@ def _conditions(
             "them, or --run RUN to take those of a finished run"
         )
     return Conditions(**given)
-
-
-def _plot(path: Path, name: str, load: "Workload", conditions: "Conditions", plan: "Plan") -> None:
-    """Draw utilisation over bandwidth for data parallelism, DiLoCo, present and recommended."""
-    import matplotlib
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    present = plan.options[0].diloco
-    whole = Fragments(layers_per_fragment=0)
-    curves = {
-        "data parallel": replace(present, method="none"),
-        "DiLoCo": replace(
-            present,
-            method="streaming",
-            fragments=whole,
-            overlap=Overlap(delay=0),
-            quantization=Quantization(codec="bf16"),
-        ),
-        "present": present,
-        "recommended": plan.best.diloco,
-    }
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    rates = conditions.bits_per_second * np.geomspace(1e-3, 1e3, 61)
-    for label, diloco in curves.items():
-        links = (replace(conditions, bits_per_second=rate) for rate in rates)
-        reached = [100 * load.predict(diloco, link).utilisation for link in links]
-        axes.plot(rates / 1e9, reached, label=label)
-    axes.set(xscale="log", ylim=(0, 102), title=f"{name}: compute utilisation")
-    axes.set(xlabel="bandwidth of a worker, Gbit/s", ylabel="% of the time computing")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path)
 
 
 def write_variant(path: Path, config_name: str, wanted: Config, comment: str) -> None:

@@ -27,6 +27,7 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
+from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
 from torchtitan_diloco.components.run_plan import (
     after_step,
@@ -34,8 +35,8 @@ from torchtitan_diloco.components.run_plan import (
     log_plan,
     plan_run,
     validation_due,
-    vocabulary_rows,
 )
+from torchtitan_diloco.components.summary import log_summary, summarise
 from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
@@ -50,9 +51,9 @@ from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
-from torchtitan_diloco.models import build_model
+from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
-from torchtitan_diloco.planner.observed import log_summary, run_summary
+from torchtitan_diloco.planner.prediction import predict_observed
 from torchtitan_diloco.utils import GarbageControl, clock, logger
 
 STEPS_APART = 6
@@ -118,20 +119,19 @@ class Trainer:
             if self._validation_missed():
                 telemetry.pause(self.validator.validate(self.step, telemetry))
             while self.step < last_step:
-                telemetry.step_begins()
-                telemetry.step_done(self.train_step(batches))
+                telemetry.measure(lambda: self.train_step(batches))
                 if profiler is not None:
                     profiler.step()
                 garbage.after_step(self.step)
                 requests = stop.agreed(self.step, save=checkpointer.due_by_time())
                 then = after_step(self.plan, self.step, requests, *sections)
-                if then.drain:
+                if then.finished:
                     started = time.perf_counter()
                     self.outer.drain()
                     telemetry.count("time/step_seconds", time.perf_counter() - started)
-                if then.report:
+                if then.log:
                     telemetry.open(self.step, self.lr, stop.waited_seconds)
-                telemetry.publish(self.step, all=then.publish_all)
+                telemetry.publish(self.step, all=then.flush)
                 if then.validate:
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
@@ -213,19 +213,22 @@ class Trainer:
             return 1
         return max(STEPS_APART, self.config.diloco.overlap.delay)
 
-    def _summarise(self, telemetry: Telemetry) -> dict[str, Any]:
-        summary = run_summary(
+    def _summarise(self, telemetry: Telemetry) -> Summary:
+        config, rounds = self.config.diloco, telemetry.round_records
+        summary = summarise(
             self.plan,
-            self.config.diloco,
+            config,
             ranks=self.world.size,
             step=self.step,
             validated=self.validator.validated,
             totals=telemetry.totals,
             totals_after=self.resumed.totals_after,
-            rounds=telemetry.round_records,
+            rounds=rounds,
         )
+        predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
+        summary.predicted_utilisation_percent = predicted
         if self.step > self.resumed.step:  # else the summary of the start before stays the last one
-            telemetry.write_summary(summary)
+            telemetry.files.write(summary)
             telemetry.draw(self.step)
         return summary
 

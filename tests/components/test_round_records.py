@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
+from torchtitan_diloco.components.records import RoundRecord, from_record, to_line
 from torchtitan_diloco.components.round_records import (
-    RoundRecord,
     RoundTable,
     ahead_of_last,
     peak_mbit_per_second,
@@ -62,7 +64,12 @@ def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[RoundR
     return list(table.records(rounds, np.reshape(sums, rows.shape)))
 
 
-def gathered(workers: int, stopped: float = 0.0) -> RoundRecord:
+def written(record: RoundRecord) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(to_line(record))
+    return found
+
+
+def gathered(workers: int, stopped: float = 0.0) -> dict[str, Any]:
     """Gather one round over all ranks; each rank's clock is another, and begins another second
     before its round. `stopped`: worker 0."""
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
@@ -71,7 +78,7 @@ def gathered(workers: int, stopped: float = 0.0) -> RoundRecord:
     found = measured_round(world, clock)
     found.stopped = stopped if world.worker == 0 else 0.0
     (record,) = gather(world, [found], clock - world.rank)
-    return record
+    return written(record)
 
 
 def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
@@ -100,7 +107,9 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
         rates = own["received_bits_per_second_from"]
         assert rates[1 - worker] == 8 * BYTES / 2
         assert rates[worker] is None
-    assert peak_mbit_per_second([first]) == pytest.approx(8 * 4 / 2)
+    read = from_record(RoundRecord, first)
+    assert written(read) == first, "what is written is read again"
+    assert peak_mbit_per_second([read]) == pytest.approx(8 * 4 / 2)
 
 
 def test_a_worker_that_stopped_after_its_header_counts_as_the_last(processes: ProcessPool) -> None:
@@ -115,13 +124,14 @@ def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
     unmeasured = measured_round(ALONE, 0.0)
     unmeasured.delta_square = unmeasured.mean_square = unmeasured.update_square = math.nan
     unmeasured.traffic.dot, unmeasured.drift = math.nan, torch.tensor(math.nan)
-    known, record, unknown = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
+    found = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
+    known, record, unknown = map(written, found)
     norms = {"outer_gradient_norm", "cosine_to_mean", "drift_norm"}
     (before,), (own,) = known["workers"], record["workers"]
     assert {key for key in own if own[key] is None and before[key] is not None} == norms
     assert record["update_norm"] is None
     tags = {f"round_{name}_mean_over_workers/fragment_0" for name in norms}
-    scalars = round_scalars(record)
+    scalars = round_scalars(found[1])
     expected = tags | {"round_update_norm/fragment_0", "round_late_by_seconds/fragment_0"}
     absent = {tag for tag, value in scalars.items() if value is None}
     alone = ("transfer_seconds", "ahead_of_last_seconds")
@@ -144,7 +154,7 @@ def test_links_are_not_known_from_a_batch_of_messages_or_from_small_ones() -> No
     for size, rate in ((16_383, None), (16_384, 8 * 16_384)):
         link = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
         (record,) = gather(ALONE, [replace(found, traffic=link)])
-        assert record["workers"][0]["received_bits_per_second_from"] == [rate]
+        assert written(record)["workers"][0]["received_bits_per_second_from"] == [rate]
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))

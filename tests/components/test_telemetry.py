@@ -18,6 +18,7 @@ from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.record_files import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import (
+    OF_WORKER,
     StepResult,
     Telemetry,
     time_shares,
@@ -105,13 +106,16 @@ def train(
             yield None
 
     batches = own.timed(load())
-    for step in steps:
-        own.step_begins()
+
+    def train_step() -> StepResult:
         next(batches)
         own._outer.step()
         if clock is not None:
             clock.now += 1.5
-        own.step_done(result)
+        return result
+
+    for step in steps:
+        own.measure(train_step)
         if step % 2 == 0:
             own.open(step, lr=0.1)
         own.publish(step)
@@ -180,7 +184,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     shares = [record[f"time/share_{name}_percent_mean_over_ranks"] for name in SHARES]
     assert shares == pytest.approx([70, 10, 0, 20], abs=1e-3)
     assert record["time/elapsed_seconds"] == 1017
-    totals = [own.totals[worker_key(0, name)] for name in ("steps", "seconds", "squares")]
+    totals = [own.totals[worker_key(0, name)] for name in OF_WORKER]
     assert totals == [2, 3, 4.5], "computed 1.5 seconds in each step"
     assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
     starts = [found["workers"][0]["due_at_seconds"] for found in records(tmp_path, "round")]
@@ -217,9 +221,7 @@ def test_tensorboard_and_trace(tmp_path: Path) -> None:
         train(own, [1, 2])
         own.publish(2, all=True)
         own.write(2, {"validation/loss_nats_per_token_global": 1.5, "unknown": None})
-        own.write_summary({"step": 2, "conditions": {"rate": math.inf}})
         own.draw(2)
-    assert records(tmp_path, "summary")[0]["conditions"] == {"rate": "inf"}
     assert (tmp_path / "traces/fragments.json").exists()
     tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
     assert tags["images"] == ["timeline/last_rounds"]
@@ -234,7 +236,6 @@ def test_only_the_first_rank_writes_and_only_with_a_folder(tmp_path: Path) -> No
     with telemetry(None) as own:
         train(own, [1, 2, 3])
         own.draw(3)
-        own.write_summary({})
     with telemetry(tmp_path, rank=1, workers=2) as own:
         train(own, [1, 2, 3])
     assert own.round_records, "known on every rank"
@@ -262,7 +263,7 @@ def test_a_resume_drops_what_it_repeats_and_what_is_damaged(
     lines = ['{"step": 1}', "{damaged", "[1]", '{"kind": "round", "step": 2}', '{"step": null}']
     path.write_bytes("\n".join(lines).encode() + b'\n"\xff"\n{"step": 3}\n{"ste')
     drop_records_after(path, 2)
-    assert path.read_text() == '{"step": 1}\n{"kind": "round", "step": 2}\n'
+    assert path.read_text() == '{"step":1}\n{"kind":"round","step":2}\n'
     assert "4 lines" in caplog.text
 
 

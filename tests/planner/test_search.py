@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.diloco.config import (
@@ -15,7 +16,7 @@ from torchtitan_diloco.diloco.config import (
     diloco_mistakes,
     quantization_mistakes,
 )
-from torchtitan_diloco.planner.prediction import HOST_CODING, Conditions, Workload
+from torchtitan_diloco.planner.prediction import HOST_CODING, Workload
 from torchtitan_diloco.planner.search import CODEC_COSTS, Plan, candidates, choose, risks_of
 
 PRESENT = load_config("35m").diloco

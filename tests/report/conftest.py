@@ -1,42 +1,30 @@
+"""Folders of runs, written once: tests that change one copy it."""
+
 from pathlib import Path
 
 import pytest
 
-from tests.report.synthetic import (
-    SETTINGS,
-    round_records,
-    step_records,
-    summary_record,
-    write_run,
-)
+from tests.report.synthetic import SETTINGS, round_records, step_records, summary, write_run
 
 
-@pytest.fixture
-def streaming(tmp_path: Path) -> Path:
-    """A finished run of three workers."""
-    records = step_records(600, workers=3) + round_records(600, workers=3) + [summary_record(600)]
-    return write_run(tmp_path / "streaming", records, SETTINGS)
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three runs of three workers.
 
-
-@pytest.fixture
-def running(tmp_path: Path) -> Path:
-    """A run with another codec and few measured rounds that is writing its last line."""
+    `streaming` is finished, `running` has another codec and few measured rounds and is writing its
+    last line, and `data-parallel` has no outer loop.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    records = step_records(600, workers=3) + round_records(600, workers=3) + [summary(600)]
+    write_run(folder / "streaming", records, SETTINGS)
     rounds = round_records(400, workers=3, seed=1, measure_every=10)
     records = step_records(400, workers=3, seed=1) + rounds
-    folder = write_run(tmp_path / "running", records, SETTINGS.replace("fp4_e3m0", "int8"))
-    with (folder / "metrics.jsonl").open("a") as file:
+    write_run(folder / "running", records, SETTINGS.replace("fp4_e3m0", "int8"))
+    with (folder / "running/metrics.jsonl").open("a") as file:
         file.write('{"step": 410, "train/loss_nats_per_tok')
+    steps = step_records(300, workers=3, seconds=1.3, seed=2)
+    for record in steps:
+        for key in [key for key in record if "diloco/" in key or "exposed" in key]:
+            del record[key]
+    write_run(folder / "data-parallel", steps, SETTINGS.replace("streaming", "none"))
     return folder
-
-
-@pytest.fixture
-def data_parallel(tmp_path: Path) -> Path:
-    records = [
-        {
-            key: value
-            for key, value in record.items()
-            if not key.startswith("diloco/") and "exposed" not in key
-        }
-        for record in step_records(300, workers=3, seconds=1.3, seed=2)
-    ]
-    return write_run(tmp_path / "data-parallel", records, SETTINGS.replace("streaming", "none"))

@@ -1,10 +1,14 @@
 """Records of runs that never took place, in the format of metrics.jsonl (docs/report.md)."""
 
-import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from torchtitan_diloco.components.records import RoundRecord, Summary, WorkerRound, to_line
 
 FRAGMENTS = {"blocks.0, blocks.2": 800_000, "blocks.1, blocks.3": 800_000, "embedding": 1_200_000}
 TOKENS_PER_STEP = 16_384
@@ -56,9 +60,9 @@ def step_records(
 
 
 def round_records(
-    steps: int, *, workers: int = 2, seconds: float = 0.5, seed: int = 0, measure_every: int = 1
-) -> list[dict[str, Any]]:
-    """Return a round for every tenth step, fragment after fragment.
+    steps: int, *, workers: int = 2, seed: int = 0, measure_every: int = 1
+) -> list[RoundRecord]:
+    """Return a round for every tenth step of half a second, fragment after fragment.
 
     The last worker is the last to arrive, and its link to worker 0 is slow. Norms are measured
     in every `measure_every`-th round of a fragment.
@@ -67,80 +71,71 @@ def round_records(
     records = []
     for number, sent_step in enumerate(range(30, steps - 2, 10)):
         outer_round, fragment = divmod(number, len(FRAGMENTS))
-        due = sent_step * seconds
+        due = sent_step / 2
         arrivals = [due + 0.02 + 0.05 * worker + rng.uniform(0, 0.03) for worker in range(workers)]
-        measured = outer_round % measure_every == 0
-        tables = [
-            {
-                **_moments(due, arrivals, worker, seconds),
-                "cosine_to_mean": 0.75 + rng.gauss(0, 0.02) if measured else None,
-                "drift_norm": 0.3 + 0.5 * math.exp(-number / 30) if measured else None,
-                "ahead_of_last_seconds": max(arrivals) - arrivals[worker],
-                "received_bits_per_second_from": [
-                    None
-                    if sender == worker
-                    else 4e7
-                    if (sender, worker) == (workers - 1, 0)
-                    else 2e8
-                    for sender in range(workers)
-                ],
-            }
-            for worker in range(workers)
-        ]
+        tables = [_worker_round(due, arrivals, worker) for worker in range(workers)]
+        if outer_round % measure_every == 0:
+            for table in tables:
+                table.cosine_to_mean = 0.75 + rng.gauss(0, 0.02)
+                table.drift_norm = 0.3 + 0.5 * math.exp(-number / 30)
         records.append(
-            {
-                "kind": "round",
-                "step": sent_step + 3,
-                "fragment": fragment,
-                "fragment_name": list(FRAGMENTS)[fragment],
-                "outer_round": outer_round + 1,
-                "sent_step": sent_step,
-                "applied_step": sent_step + 3,
-                "parameters": list(FRAGMENTS.values())[fragment],
-                "last_worker": workers - 1,
-                "late_by_seconds": max(arrivals) - sorted(arrivals)[-2] if workers > 1 else None,
-                "workers": tables,
-            }
+            RoundRecord(
+                step=sent_step + 3,
+                fragment=fragment,
+                fragment_name=list(FRAGMENTS)[fragment],
+                outer_round=outer_round + 1,
+                sent_step=sent_step,
+                applied_step=sent_step + 3,
+                parameters=list(FRAGMENTS.values())[fragment],
+                last_worker=workers - 1,
+                late_by_seconds=max(arrivals) - sorted(arrivals)[-2],
+                workers=tables,
+            )
         )
     return records
 
 
-def _moments(due: float, arrivals: list[float], worker: int, seconds: float) -> dict[str, Any]:
-    """Return the times of a round, of which the transfer takes the longest."""
-    heard, asked = max(arrivals) + 0.05, due + 3 * seconds
-    moments = {
-        "due": due,
-        "taken": due + 0.02,
-        "begun": arrivals[worker],
-        "encoded": arrivals[worker] + 0.04,
-        "heard": heard,
-        "received": heard + 0.6 + 0.1 * worker,
-        "ready": heard + 0.8 + 0.1 * worker,
-        "asked": asked,
-        "arrived": asked + 0.1,
-        "applied": asked + 0.13,
-    }
-    at = {f"{name}_at_seconds": moment for name, moment in moments.items()}
-    return {**at, "waited_seconds": 0.1, "sent_bytes": 1_500_000, "received_bytes": 1_500_000}
+def _worker_round(due: float, arrivals: list[float], worker: int) -> WorkerRound:
+    """Return a worker's part of a round, in which the transfer takes the longest."""
+    heard, asked, others = max(arrivals) + 0.05, due + 1.5, len(arrivals) - 1
+    rates = [math.nan if sender == worker else 2e8 for sender in range(len(arrivals))]
+    if worker == 0:
+        rates[others] = 4e7
+    return WorkerRound(
+        due_at_seconds=due,
+        taken_at_seconds=due + 0.02,
+        begun_at_seconds=arrivals[worker],
+        encoded_at_seconds=arrivals[worker] + 0.04,
+        heard_at_seconds=heard,
+        received_at_seconds=heard + 0.6 + 0.1 * worker,
+        ready_at_seconds=heard + 0.8 + 0.1 * worker,
+        asked_at_seconds=asked,
+        arrived_at_seconds=asked + 0.1,
+        applied_at_seconds=asked + 0.13,
+        waited_seconds=0.1,
+        sent_bytes=1_500_000,
+        received_bytes=1_500_000,
+        ahead_of_last_seconds=max(arrivals) - arrivals[worker],
+        received_bits_per_second_from=rates,
+    )
 
 
-def summary_record(steps: int) -> dict[str, Any]:
+def summary(steps: int) -> Summary:
     """Return the summary of a run of three workers."""
-    return {
-        "kind": "summary",
-        "step": steps,
-        "counted_after_step": 0,
-        "data_parallel_bytes_per_worker": 2 * 2 / 3 * 2 * sum(FRAGMENTS.values()) * steps,
-        "measured_utilisation_percent": 97.1,
-        "predicted_utilisation_percent": 95.0,
-    }
+    return Summary(
+        steps,
+        data_parallel_bytes_per_worker=2 * 2 / 3 * 2 * sum(FRAGMENTS.values()) * steps,
+        measured_utilisation_percent=97.1,
+        predicted_utilisation_percent=95.0,
+    )
 
 
-def write_run(folder: Path, records: list[dict[str, Any]], settings: str = "") -> Path:
+def write_run(
+    folder: Path, records: Sequence[dict[str, Any] | msgspec.Struct], settings: str = ""
+) -> Path:
     """Write the folder of a run as far as a report reads it."""
     folder.mkdir(parents=True)
-    ordered = sorted(records, key=lambda record: record["step"])
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in ordered))
+    (folder / "metrics.jsonl").write_text("".join(map(to_line, records)))
     if settings:
         (folder / "config.toml").write_text(settings)
     return folder

@@ -35,7 +35,7 @@ addEventListener("load", () => setTimeout(() => {
   const meet = (one, other) =>
     Math.min(one.right, other.right) - Math.max(one.left, other.left) > 1 &&
     Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top) > 3;
-  parent.postMessage(JSON.stringify({
+  parent.postMessage([NUMBER, JSON.stringify({
     viewport: innerWidth,
     too_wide: [...document.body.querySelectorAll("*")]
       .filter((element) => !element.closest(".scroll, pre, svg"))
@@ -50,38 +50,41 @@ addEventListener("load", () => setTimeout(() => {
       parseFloat(look(text).fontSize) * rect(chart).width / chart.viewBox.baseVal.width))),
     colours: [look(document.documentElement).backgroundColor, look(document.body).color],
     loads,
-  }), "*");
+  })], "*");
 }, 200));
 </script>"""
 WINDOW = """<!DOCTYPE html><html style="color-scheme: light dark">
-<script>addEventListener("message", (event) => {
-  document.documentElement.dataset.measured = event.data;
+<script>addEventListener("message", ({data: [number, measured]}) => {
+  document.documentElement.setAttribute(`data-measured${number}`, measured);
 });</script>
-<iframe src="measured.html" style="width: WIDTHpx; height: HEIGHTpx; border: 0"></iframe>"""
+<iframe src="measured0.html" style="width: WIDTHpx; height: HEIGHTpx; border: 0"></iframe>
+<iframe src="measured1.html" style="width: WIDTHpx; height: HEIGHTpx; border: 0"></iframe>"""
 """A browser window cannot be as narrow as a telephone, a frame can."""
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 
 
-def measure(page: Path, size: tuple[int, int], dark: bool) -> dict[str, Any]:
-    folder = page.parent
-    text = page.read_text().replace("<head>", f"<head>{FORBID_LOADING}", 1)
-    (folder / "measured.html").write_text(text.replace("</body>", f"{MEASURE}</body>"))
+def measure(folder: Path, size: tuple[int, int], dark: bool) -> list[dict[str, Any]]:
+    """Show report0.html and report1.html, and return what was measured on each."""
+    for number in range(2):
+        text = (folder / f"report{number}.html").read_text()
+        text = text.replace("<head>", f"<head>{FORBID_LOADING}", 1)
+        text = text.replace("</body>", f"{MEASURE.replace('NUMBER', str(number))}</body>")
+        (folder / f"measured{number}.html").write_text(text)
     window = WINDOW.replace("WIDTH", str(size[0])).replace("HEIGHT", str(size[1]))
     (folder / "window.html").write_text(window)
     command = [
         str(BROWSER),
         *FLAGS.split(),
         f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={max(size[0], 600)},{size[1]}",
+        f"--window-size={max(size[0], 600)},{2 * size[1]}",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
         (folder / "window.html").as_uri(),
     ]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r'<html[^>]* data-measured="([^"]*)"', outcome.stdout)
-    assert found is not None, outcome.stderr[-2000:]
-    measured: dict[str, Any] = json.loads(html.unescape(found[1]))
-    return measured
+    found = dict(re.findall(r'data-measured([01])="([^"]*)"', outcome.stdout))
+    assert len(found) == 2, outcome.stderr[-2000:]
+    return [json.loads(html.unescape(found[number])) for number in ("0", "1")]
 
 
 def luminance(colour: str) -> float:
@@ -92,27 +95,20 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone", "wide"])
-@pytest.mark.parametrize("several", [False, True], ids=["one run", "three runs"])
-def test_page_is_readable(
-    several: bool,
-    size: tuple[int, int],
-    dark: bool,
-    streaming: Path,
-    running: Path,
-    data_parallel: Path,
-    tmp_path: Path,
-) -> None:
-    page = tmp_path / "report.html"
-    folders = [streaming, running, data_parallel] if several else [streaming]
-    assert main([*map(str, folders), "--out", str(page)]) == 0
-    seen = measure(page, size, dark)
-    assert seen["viewport"] == size[0]
-    assert (seen["too_wide"], seen["loads"]) == ([], [])
-    assert len(seen["widths"]) == (10 if several else 8)
-    assert min(seen["widths"]) > 0.85 * min(size[0], 480)
-    assert (seen["cut"], seen["overlapping"]) == ([], [])
-    assert seen["smallest_text"] >= 9.5
-    background, text = map(luminance, seen["colours"])
-    low, high = sorted((background, text))
-    assert (high + 0.05) / (low + 0.05) > 7
-    assert (background < text) == dark
+def test_pages_are_readable(size: tuple[int, int], dark: bool, runs: Path, tmp_path: Path) -> None:
+    """One page of one run, and one of three runs."""
+    names = ["streaming", "running", "data-parallel"]
+    for number, shown in enumerate((names[:1], names)):
+        page = str(tmp_path / f"report{number}.html")
+        assert main([*(str(runs / name) for name in shown), "--out", page]) == 0
+    for seen, charts in zip(measure(tmp_path, size, dark), (8, 10), strict=True):
+        assert seen["viewport"] == size[0]
+        assert (seen["too_wide"], seen["loads"]) == ([], [])
+        assert len(seen["widths"]) == charts
+        assert min(seen["widths"]) > 0.85 * min(size[0], 480)
+        assert (seen["cut"], seen["overlapping"]) == ([], [])
+        assert seen["smallest_text"] >= 9.5
+        background, text = map(luminance, seen["colours"])
+        low, high = sorted((background, text))
+        assert (high + 0.05) / (low + 0.05) > 7
+        assert (background < text) == dark

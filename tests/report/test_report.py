@@ -3,9 +3,13 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
-from tests.report.synthetic import FRAGMENTS, round_records, step_records, write_run
+from tests.conftest import REPOSITORY
+from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
+from torchtitan_diloco.components.records import RoundRecord, Summary, WorkerRound
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (
     ABSENT,
@@ -33,10 +37,6 @@ def facts(run: Run) -> dict[str, tuple[str, str]]:
 
 def by_title(*runs: Run) -> dict[str, Figure]:
     return {figure.title: figure for figure in figures(runs)}
-
-
-def lines(folder: Path) -> list[str]:
-    return (folder / "metrics.jsonl").read_text().splitlines()
 
 
 class PageChecker(HTMLParser):
@@ -69,7 +69,8 @@ class PageChecker(HTMLParser):
         self.text.append(data)
 
 
-def test_page_of_a_run(streaming: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    streaming = runs / "streaming"
     assert main([str(streaming)]) == 0
     page = streaming / "report.html"
     assert capsys.readouterr().out.strip() == str(page)
@@ -86,8 +87,8 @@ def test_page_of_a_run(streaming: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (streaming / "again.html").read_text() == text, "the same records, the same page"
 
 
-def test_figures_of_a_run(streaming: Path) -> None:
-    found = by_title(opened(streaming))
+def test_figures_of_a_run(runs: Path) -> None:
+    found = by_title(opened(runs / "streaming"))
     assert list(found) == [
         "Loss over tokens",
         "Loss over time",
@@ -104,8 +105,8 @@ def test_figures_of_a_run(streaming: Path) -> None:
     assert sum(found["Where the time went"].bars["streaming"].values()) == pytest.approx(100)
 
 
-def test_facts_of_a_run(streaming: Path) -> None:
-    run = opened(streaming)
+def test_facts_of_a_run(runs: Path) -> None:
+    run = opened(runs / "streaming")
     found = facts(run)
     assert found["tokens, all workers"] == ("9,830,400", "600 steps")
     assert found["time"][0] == "0:05:00"
@@ -126,8 +127,8 @@ def test_facts_of_a_run(streaming: Path) -> None:
     assert len(links.rows) == 6
 
 
-def test_run_that_is_going_on(running: Path) -> None:
-    run = opened(running)
+def test_run_that_is_going_on(runs: Path) -> None:
+    run = opened(runs / "running")
     assert run.unreadable == 0, "an incomplete last line is not an error"
     assert run.last_step == 400
     assert facts(run)["utilisation"] == (ABSENT, "not recorded: the run has not ended")
@@ -137,14 +138,15 @@ def test_run_that_is_going_on(running: Path) -> None:
     html_page([run])
 
 
-def test_run_that_was_resumed_after_its_end_has_no_summary(streaming: Path) -> None:
-    with (streaming / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 610, "train/tokens_global": 1}\n')
-    assert opened(streaming).summary == {}
+def test_run_that_was_resumed_after_its_end_has_no_summary(tmp_path: Path) -> None:
+    ended = write_run(tmp_path / "ended", [*step_records(100), summary(100)])
+    assert opened(ended).summary == summary(100)
+    resumed = write_run(tmp_path / "resumed", [*step_records(100), summary(100), {"step": 110}])
+    assert opened(resumed).summary is None
 
 
-def test_data_parallel_run_has_no_rounds(data_parallel: Path) -> None:
-    run = opened(data_parallel)
+def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
+    run = opened(runs / "data-parallel")
     assert list(by_title(run)) == ["Loss over tokens", "Loss over time", "Where the time went"]
     assert "No exchange was recorded" in html_page([run])
     assert "last to arrive" not in facts(run)
@@ -175,25 +177,25 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         assert "nan" not in page.partition("</style>")[2]
 
 
-def test_runs_side_by_side(streaming: Path, running: Path, data_parallel: Path) -> None:
-    runs = open_runs([streaming, running, data_parallel])
-    assert facts_table(runs).columns == ["", "streaming", "running", "data-parallel"]
+def test_runs_side_by_side(runs: Path) -> None:
+    several = open_runs([runs / name for name in ("streaming", "running", "data-parallel")])
+    assert facts_table(several).columns == ["", "streaming", "running", "data-parallel"]
     differences = {
-        row[0].text: [cell.text for cell in row[1:]] for row in detail_tables(runs)[-1].rows
+        row[0].text: [cell.text for cell in row[1:]] for row in detail_tables(several)[-1].rows
     }
     assert differences == {
         "diloco.method": ['"streaming"', '"streaming"', '"none"'],
         "diloco.quantization.codec": ['"fp4_e3m0"', '"int8"', '"fp4_e3m0"'],
     }
-    shown = PageChecker(html_page(runs)).text
+    shown = PageChecker(html_page(several)).text
     assert "3 runs side by side" in shown
     assert "All settings, running" in shown
-    found = by_title(*runs)
+    found = by_title(*several)
     names = {key.name: key.colour for key in found["Loss over tokens"].legend}
     assert names == {"streaming": "series-1", "running": "series-2", "data-parallel": "series-3"}
     drift = {key.name: key.colour for key in found["Drift of the workers"].legend}
     assert drift == {"streaming": "series-1", "running": "series-2"}, "the colour of a run stays"
-    assert list(found["Where the time went"].bars) == [run.name for run in runs]
+    assert list(found["Where the time went"].bars) == [run.name for run in several]
 
 
 def test_runs_of_the_same_name(tmp_path: Path) -> None:
@@ -203,10 +205,8 @@ def test_runs_of_the_same_name(tmp_path: Path) -> None:
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
 
 
-def test_markdown(
-    streaming: Path, running: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [str(streaming), str(running), "--format", "md"]
+def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(runs / "streaming"), str(runs / "running"), "--format", "md"]
     assert main(command) == 0
     text = capsys.readouterr().out
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
@@ -218,9 +218,9 @@ def test_markdown(
     assert (tmp_path / "report.md").read_text() == text
 
 
-def test_timeline_file(streaming: Path, tmp_path: Path) -> None:
+def test_timeline_file(runs: Path, tmp_path: Path) -> None:
     for name in ("timeline.svg", "timeline.png"):
-        assert main([str(streaming), "--timeline", str(tmp_path / name)]) == 0
+        assert main([str(runs / "streaming"), "--timeline", str(tmp_path / name)]) == 0
     svg = (tmp_path / "timeline.svg").read_text()
     assert svg.startswith("<svg")
     assert "prefers-color-scheme:dark" in svg
@@ -238,15 +238,14 @@ def test_timeline_file(streaming: Path, tmp_path: Path) -> None:
         (["streaming", "--timeline", "nowhere/a.svg"], "a.svg cannot be written: No such file"),
     ],
 )
-@pytest.mark.usefixtures("streaming", "data_parallel")
 def test_mistakes_are_reported_in_a_line(
     arguments: list[str],
     message: str,
-    tmp_path: Path,
+    runs: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(runs)
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -269,7 +268,8 @@ def test_folder_without_records(
     assert reason in message
 
 
-def test_damaged_lines_are_left_out(streaming: Path) -> None:
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", step_records(100) + round_records(100))
     damage = [
         '{"step": "one"}',
         "[1, 2]",
@@ -278,27 +278,40 @@ def test_damaged_lines_are_left_out(streaming: Path) -> None:
         '{"kind": "round", "step": 6, "workers": [null, 3]}',
         '{"kind": "something new", "step": 7}',
     ]
-    content = lines(streaming)
-    (streaming / "metrics.jsonl").write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
-    run = opened(streaming)
-    assert "left out 3 line(s) of metrics.jsonl" in html_page([run])
-    assert run.last_step == 600
+    content = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
+    run = opened(folder)
+    assert "left out 5 line(s) of metrics.jsonl" in html_page([run])
+    assert run.last_step == 100
+
+
+def test_another_number_of_workers_after_a_resume(tmp_path: Path) -> None:
+    rounds = round_records(100, workers=2) + round_records(150, workers=3)[-3:]
+    run = opened(write_run(tmp_path / "run", [*step_records(150), *rounds]))
+    assert run.workers == 3
+    assert np.isnan(run.of_workers("waited_seconds")[0]).tolist() == [False, False, True]
+    html_page([run])
 
 
 def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     bad = '</pre><script>alert("1")</script>\x01'
     rounds = round_records(100)
     for record in rounds:
-        record["fragment_name"] = bad
+        record.fragment_name = bad
     settings = f"[run]\ndescription = {json.dumps(bad)}\n\n[diloco]\nworkers = 2\n"
     folder = write_run(tmp_path / "<b>run|*", step_records(100) + rounds, settings)
     assert "".join(PageChecker(html_page([opened(folder)])).text).count("<script>") > 3
     assert r"\<b\>run\|\*" in markdown([opened(folder)])
 
 
-def test_synthetic_records_have_documented_keys() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
-    record = round_records(100)[0]
-    steps = step_records(100)
-    used = {*record, *record["workers"][0], *steps[0], *steps[-1]}
-    assert used <= set(re.findall(r"`([\w/]+)`", page))
+def test_the_page_about_records_names_their_fields() -> None:
+    """In its tables, in which a row may have several."""
+    text = (REPOSITORY / "docs/report.md").read_text()
+    keys = {
+        key
+        for row in re.findall(r"^\| (`.*?) \|", text, re.M)
+        for key in re.findall(r"`(.*?)`", row)
+    }
+    for kind in (WorkerRound, RoundRecord, Summary):
+        assert {field.encode_name for field in msgspec.structs.fields(kind)} <= keys
+    assert set(step_records(100)[0]) <= keys

@@ -1,22 +1,21 @@
 """Files that show a run: metrics.jsonl, TensorBoard events, and a trace of the latest rounds."""
 
 import itertools
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchtitan_diloco.components.round_records import RoundRecord
+import msgspec
+
+from torchtitan_diloco.components.records import Record, RoundRecord, to_line
 from torchtitan_diloco.components.timeline import phases, write_trace
 from torchtitan_diloco.utils import logger, read_json_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Record = dict[str, float | None]
-"""Values by name and unit. None is not known: null in metrics.jsonl, absent in TensorBoard."""
 SHOWN_ROUNDS = 8
 """Rounds in TensorBoard's image."""
 OVERVIEW = {
@@ -75,13 +74,13 @@ class RecordFiles:
                     }
                 )
 
-    def write(self, line: Mapping[str, Any], step: int = 0, scalars: Record | None = None) -> None:
-        """Write a line of JSON and the TensorBoard scalars of a step."""
+    def write(
+        self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
+    ) -> None:
+        """Write a line of JSON and the TensorBoard scalars of a step, without those of None."""
         with self._tolerating_a_full_disk():
-            if self._lines is not None:  # JSON has no NaN and no infinity: they become text
-                text = json.dumps(line)
-                finite = json.loads(text, parse_constant=lambda name: str(float(name)))
-                self._lines.write(json.dumps(finite) + "\n")
+            if self._lines is not None:
+                self._lines.write(to_line(line))
             if self._board is not None:
                 for tag, value in (scalars or {}).items():
                     if value is not None:
@@ -137,7 +136,7 @@ def drop_records_after(path: Path, step: int) -> None:
     unreadable += len(records) - len(known)
     if unreadable:
         logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
-    kept = [json.dumps(record) + "\n" for record in known if record["step"] <= step]
+    kept = [to_line(record) for record in known if record["step"] <= step]
     new = path.with_suffix(".new")
     new.write_text("".join(kept), encoding="utf-8")
     new.replace(path)

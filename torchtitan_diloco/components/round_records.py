@@ -9,16 +9,15 @@ the exchange found them late, and held up the round all the same: it counts as t
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_diloco.components.records import NAN, Record, RoundRecord, WorkerRound
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.distributed.world import World
 
-RoundRecord = dict[str, Any]
 LEAST_LINK_BYTES = 16_384
 """The time of a smaller message shows when a thread woke up, not how fast the link is."""
 
@@ -37,12 +36,15 @@ def _of_every_rank(found: Round) -> dict[str, float]:
     }
 
 
-def _of_first_rank(found: Round, start: float) -> dict[str, float]:
-    """Return the numbers of a round that the first rank of a worker measures for it, as they are
-    in the record. A new one is added here. Moments are seconds since `start`."""
+def _of_first_rank(found: Round, start: float, workers: int) -> dict[str, float]:
+    """Return the numbers of a round that the first rank of a worker measures for it.
+
+    Moments are seconds since `start`. A new field of WorkerRound is added here.
+    """
     traffic = found.traffic
-    return {
+    numbers = {
         "weight": found.weight,
+        "flags": found.flags,
         "stopped_seconds": found.stopped,
         "encoding_seconds": traffic.encoding_seconds,
         "decoding_seconds": traffic.decoding_seconds,
@@ -50,13 +52,19 @@ def _of_first_rank(found: Round, start: float) -> dict[str, float]:
         "taken_at_seconds": found.taken - start,
         "begun_at_seconds": found.begun - start,
         "encoded_at_seconds": traffic.encoded - start,
-        "heard_at_seconds": max(traffic.heard.values(), default=math.nan) - start,
+        "heard_at_seconds": max(traffic.heard.values(), default=NAN) - start,
         "received_at_seconds": traffic.received - start,
         "ready_at_seconds": found.ready - start,
         "asked_at_seconds": found.asked - start,
         "arrived_at_seconds": found.fetched - start,
         "applied_at_seconds": found.applied - start,
     }
+    for other in range(workers):
+        size, seconds = traffic.link_bytes.get(other, 0), traffic.link_seconds(other)
+        is_known = size >= LEAST_LINK_BYTES and seconds > 0
+        numbers[f"rate_from/{other}"] = 8 * size / seconds if is_known else NAN
+        numbers[f"heard_after/{other}"] = traffic.heard_after(other)
+    return numbers
 
 
 class RoundTable:
@@ -76,11 +84,7 @@ class RoundTable:
         return [value for found in rounds for value in self._numbers(found).values()]
 
     def _numbers(self, found: Round) -> dict[str, float]:
-        own = _of_first_rank(found, self._clock_start)
-        own["flags"] = found.flags
-        for other in range(self._world.workers):
-            own[f"heard_after/{other}"] = found.traffic.heard_after(other)
-            own[f"rate_from/{other}"] = _link_rate(found, other)
+        own = _of_first_rank(found, self._clock_start, self._world.workers)
         if self._world.rank_in_worker != 0:
             own = dict.fromkeys(own, 0.0)
         return _of_every_rank(found) | own
@@ -91,7 +95,7 @@ class RoundTable:
         for found, part in zip(rounds, parts, strict=True):
             workers = [dict(zip(self._keys, row, strict=True)) for row in part.tolist()]
             self._align(workers)
-            yield _without_nan(_round_record(found, self._names[found.fragment], workers))
+            yield _round_record(found, self._names[found.fragment], workers)
 
     def _align(self, workers: Sequence[dict[str, float]]) -> None:
         """Shift the moments of all workers to worker 0's clock, by the shift of the round before
@@ -105,10 +109,56 @@ class RoundTable:
                 numbers[key] += self._shifts[worker] if key.endswith("_at_seconds") else 0.0
 
 
-def _link_rate(found: Round, sender: int) -> float:
-    """Return the bit/s of another worker's payload, NaN where it could not be measured."""
-    size, seconds = found.traffic.link_bytes.get(sender, 0), found.traffic.link_seconds(sender)
-    return 8 * size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else math.nan
+def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
+    tables = [_worker_round(numbers) for numbers in workers]
+    waited = [max(known(table.heard_after_seconds), default=NAN) for table in tables]
+    for table, ahead in zip(tables, ahead_of_last(waited), strict=True):
+        table.ahead_of_last_seconds = ahead
+    last_worker, late_by = _last_to_arrive(tables)
+    return RoundRecord(
+        step=found.applied_step,
+        fragment=found.fragment,
+        fragment_name=name,
+        outer_round=found.outer_round,
+        sent_step=found.sent_step,
+        applied_step=found.applied_step,
+        parameters=round(workers[0]["parameters"]),
+        participants=found.participants,
+        update_norm=math.sqrt(workers[0]["update_square"]),
+        last_worker=last_worker,
+        late_by_seconds=late_by,
+        workers=tables,
+    )
+
+
+def _worker_round(numbers: Mapping[str, float]) -> WorkerRound:
+    """Return the sums over the ranks of a worker, and what follows from them."""
+
+    def between(start: str, end: str) -> float:
+        seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
+        return max(seconds, 0.0)  # a payload may arrive before the last header; NaN stays NaN
+
+    def by_sender(name: str) -> list[float]:
+        return [value for key, value in numbers.items() if key.startswith(f"{name}/")]
+
+    waited = between("asked", "arrived")
+    exposed = known([between("due", "taken"), waited, between("arrived", "applied")])
+    norms = math.sqrt(numbers["delta_square"] * numbers["mean_square"])
+    flags = round(numbers["flags"])
+    return WorkerRound(
+        **{key: value for key, value in numbers.items() if key in WorkerRound.__struct_fields__},
+        left_out=[name for flag, name in FLAG_NAMES.items() if flags & flag],
+        transfer_seconds=between("heard", "received"),
+        exchange_seconds=between("begun", "ready"),
+        waited_seconds=waited,
+        exposed_seconds=math.fsum(exposed) if exposed else NAN,
+        sent_bits_per_parameter=8 * numbers["sent_bytes"] / (numbers["parameters"] or NAN),
+        outer_gradient_norm=math.sqrt(numbers["delta_square"]),
+        cosine_to_mean=numbers["dot"] / norms if norms else NAN,
+        drift_norm=math.sqrt(numbers["drift_square"]),
+        heard_after_seconds=by_sender("heard_after"),
+        received_bits_per_second_from=by_sender("rate_from"),
+    )
 
 
 def ahead_of_last(waited: Sequence[float]) -> list[float]:
@@ -116,110 +166,54 @@ def ahead_of_last(waited: Sequence[float]) -> list[float]:
 
     `waited` is how long each worker waited for the headers of the others.
     """
-    known = _known(waited)
-    return [seconds - min(known) if len(known) > 1 else math.nan for seconds in waited]
+    shortest = min(known(waited), default=NAN) if len(known(waited)) > 1 else NAN
+    return [seconds - shortest for seconds in waited]
 
 
-def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
-    heard_after = [_links(numbers, "heard_after") for numbers in workers]
-    ahead = ahead_of_last([max(_known(own), default=math.nan) for own in heard_after])
-    last_worker = ahead.index(0.0) if 0.0 in ahead else None
-    late = _known(seconds for worker, seconds in enumerate(ahead) if worker != last_worker)
-    late_by = min(late, default=None)
-    stops = [max(0.0, numbers["stopped_seconds"]) for numbers in workers]  # 0 for NaN
-    if max(stops) > (late_by or 0.0) and len(workers) > 1:
-        last_worker, late_by = stops.index(max(stops)), max(stops)
-    return {
-        "kind": "round",
-        "step": found.applied_step,
-        "fragment": found.fragment,
-        "fragment_name": name,
-        "outer_round": found.outer_round,
-        "sent_step": found.sent_step,
-        "applied_step": found.applied_step,
-        "parameters": round(workers[0]["parameters"]),
-        "participants": found.participants,
-        "update_norm": math.sqrt(workers[0]["update_square"]),
-        "last_worker": last_worker,
-        "late_by_seconds": late_by,
-        "workers": [
-            {key: numbers[key] for key in _of_first_rank(found, 0.0)}
-            | _derived(numbers)
-            | {"ahead_of_last_seconds": seconds}
-            for numbers, seconds in zip(workers, ahead, strict=True)
-        ],
-    }
+def _last_to_arrive(tables: Sequence[WorkerRound]) -> tuple[int | None, float]:
+    """Return the worker that held up the round, if it is known, and for how long."""
+    ahead = [table.ahead_of_last_seconds for table in tables]
+    last = ahead.index(0.0) if 0.0 in ahead else None
+    others = known(seconds for worker, seconds in enumerate(ahead) if worker != last)
+    late_by = min(others, default=NAN)
+    stops = [max(0.0, table.stopped_seconds) for table in tables]  # 0 for NaN
+    if len(tables) > 1 and max(stops) > max(0.0, late_by):
+        return stops.index(max(stops)), max(stops)
+    return last, late_by
 
 
-def _derived(numbers: Mapping[str, float]) -> dict[str, Any]:
-    """Return what follows from the numbers of a worker."""
-
-    def between(start: str, end: str) -> float:
-        seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
-        return max(seconds, 0.0)  # a payload may arrive before the last header; NaN stays NaN
-
-    waited = between("asked", "arrived")
-    exposed = _known([between("due", "taken"), waited, between("arrived", "applied")])
-    flags = round(numbers["flags"])
-    norms = math.sqrt(numbers["delta_square"] * numbers["mean_square"])
-    return {
-        "transfer_seconds": between("heard", "received"),
-        "exchange_seconds": between("begun", "ready"),
-        "waited_seconds": waited,
-        "exposed_seconds": math.fsum(exposed) if exposed else None,
-        "sent_bytes": numbers["sent_bytes"],
-        "received_bytes": numbers["received_bytes"],
-        "sent_bits_per_parameter": 8 * numbers["sent_bytes"] / (numbers["parameters"] or math.nan),
-        "outer_gradient_norm": math.sqrt(numbers["delta_square"]),
-        "left_out": [name for flag, name in FLAG_NAMES.items() if flags & flag],
-        "cosine_to_mean": numbers["dot"] / norms if norms else None,
-        "drift_norm": math.sqrt(numbers["drift_square"]),
-        "heard_after_seconds": _links(numbers, "heard_after"),
-        "received_bits_per_second_from": _links(numbers, "rate_from"),
-    }
+def known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
-def _links(numbers: Mapping[str, float], name: str) -> list[float]:
-    """Return a number for every other worker, in order."""
-    return [value for key, value in numbers.items() if key.startswith(f"{name}/")]
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace floats that are not finite, which means not known, by None."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def round_scalars(record: RoundRecord) -> dict[str, float | None]:
+def round_scalars(record: RoundRecord) -> Record:
     """Return the numbers of a round by TensorBoard tag: means over workers, without moments."""
-    scalars: dict[str, float | None] = {}
-    for key, value in record["workers"][0].items():
-        if not isinstance(value, list) and not key.endswith("_at_seconds"):
-            known = _known(worker[key] for worker in record["workers"])
-            mean = math.fsum(known) / len(known) if known else None
-            scalars[f"{key}_mean_over_workers"] = mean
+    scalars: dict[str, float] = {}
+    for key in WorkerRound.__struct_fields__:
+        values = [getattr(worker, key) for worker in record.workers]
+        if not isinstance(values[0], list) and not key.endswith("_at_seconds"):
+            scalars[f"{key}_mean_over_workers"] = _mean(values)
     waited, exchange = (
         scalars[f"{key}_seconds_mean_over_workers"] for key in ("waited", "exchange")
     )
-    if waited is not None and exchange:
-        scalars["hidden_percent_mean_over_workers"] = 100 * max(0.0, 1 - waited / exchange)
-    scalars |= {key: record[key] for key in ("update_norm", "late_by_seconds", "participants")}
-    return {f"round_{key}/fragment_{record['fragment']}": scalars[key] for key in scalars}
+    hidden = max(100 - 100 * waited / exchange, 0.0) if exchange else NAN  # NaN stays NaN
+    scalars["hidden_percent_mean_over_workers"] = hidden
+    for key in ("update_norm", "late_by_seconds", "participants"):
+        scalars[key] = getattr(record, key)
+    tags = {f"round_{key}/fragment_{record.fragment}": value for key, value in scalars.items()}
+    return {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return math.fsum(known(values)) / len(known(values)) if known(values) else NAN
 
 
 def peak_mbit_per_second(rounds: Sequence[RoundRecord]) -> float | None:
     """Return the rate of the busiest worker in a transfer, in its busier direction."""
     rates = [
-        8e-6 * max(worker["sent_bytes"], worker["received_bytes"]) / worker["transfer_seconds"]
+        8e-6 * max(worker.sent_bytes, worker.received_bytes) / worker.transfer_seconds
         for record in rounds
-        for worker in record["workers"]
-        if worker["transfer_seconds"] and worker["sent_bytes"] is not None
+        for worker in record.workers
+        if worker.transfer_seconds > 0 and worker.sent_bytes >= 0
     ]
     return max(rates, default=0.0 if rounds else None)

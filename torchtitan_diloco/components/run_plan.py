@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from torchtitan_diloco import __version__
-from torchtitan_diloco.config.schema import Checkpoint, Metrics, Model, Training, Validation
+from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import GIB, describe_device, logger
@@ -64,19 +65,21 @@ def plan_run(
     return RunPlan(*sizes, start_step, start_tokens)
 
 
-@dataclass(frozen=True)
-class AfterStep:
-    """Actions after a training step, in this order."""
+class AfterStep(NamedTuple):
+    """Actions after a training step, in this order. They are the same on every rank."""
 
-    drain: bool
-    """Apply everything in flight: the run is finished."""
-    report: bool
-    """Start a report on the steps since the last one."""
-    publish_all: bool
-    """Write all reports now. A resumed run does not write those before its checkpoint again."""
+    finished: bool
+    """It was the last step: apply everything in flight."""
+    log: bool
+    """Log the steps since the last logged one."""
     validate: bool
     save: bool
     stop: bool
+
+    @property
+    def flush(self) -> bool:
+        """Write all logged steps now: a resumed run does not repeat those before its checkpoint."""
+        return self.validate or self.save or self.stop
 
 
 def after_step(
@@ -88,40 +91,19 @@ def after_step(
     metrics: Metrics,
     validation: Validation,
 ) -> AfterStep:
-    """Decide what happens after a step. The answer is the same on every rank."""
     finished = step == plan.total_steps
     paused = step == training.stop_after and not finished
     stop = finished or paused or requests.stop
     scheduled = checkpoint.every > 0 and step % checkpoint.every == 0
     save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
-    validates = validation_due(plan, step, validation.every)
-    return AfterStep(
-        drain=finished,
-        report=stop or save or step % metrics.log_every == 0 or step == 1,
-        publish_all=stop or save or validates,
-        validate=validates and not requests.stop,  # whoever sent a signal is waiting
-        save=save,
-        stop=stop,
-    )
+    log = stop or save or step % metrics.log_every == 0 or step == 1
+    # Whoever sent a signal is waiting.
+    validate = validation_due(plan, step, validation.every) and not requests.stop
+    return AfterStep(finished, log, validate, save, stop)
 
 
 def validation_due(plan: RunPlan, step: int, every: int) -> bool:
     return every > 0 and (step % every == 0 or step == plan.total_steps)
-
-
-def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
-    """Return the rows of the embedding.
-
-    The default is the vocabulary rounded up to a multiple of 64, a fast size for matrix products.
-    """
-    if model.vocab_size is None:
-        return -(-tokenizer_vocabulary // 64) * 64
-    if model.vocab_size < tokenizer_vocabulary:
-        raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is below the tokenizer's vocabulary of "
-            f"{tokenizer_vocabulary}: raise it, or leave it out to take the tokenizer's"
-        )
-    return model.vocab_size
 
 
 def log_plan(

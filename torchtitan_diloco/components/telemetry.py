@@ -10,18 +10,18 @@ console. docs/report.md lists the keys.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchtitan_diloco.components.checkpoint_schema import RunState
-from torchtitan_diloco.components.record_files import Record, RecordFiles
+from torchtitan_diloco.components.record_files import RecordFiles
+from torchtitan_diloco.components.records import Record, RoundRecord
 from torchtitan_diloco.components.round_records import (
-    RoundRecord,
     RoundTable,
     peak_mbit_per_second,
     round_scalars,
@@ -42,22 +42,15 @@ from torchtitan_diloco.utils import (
 )
 
 Batch = tuple[Tensor, Tensor]
-COUNTED = (
-    "cross_entropy",
-    "tokens",
-    "gradient_norm",
-    "skipped_steps",
-    "time/wall_seconds",
-    "time/step_seconds",
-    "time/data_seconds",
-    "time/agreement_seconds",
-)
+OF_WORKER = ("steps", "seconds", "squares")
+"""Steps, seconds of compute in them, and the sum of their squares. They are kept for each worker:
+the planner takes step time and jitter from them."""
+IN_MEANS = ("cross_entropy", "tokens", "gradient_norm", "skipped_steps")
+IN_SECONDS = ("wall", "step", "data", "agreement")
+COUNTED = (*OF_WORKER, *IN_MEANS, *(f"time/{name}_seconds" for name in IN_SECONDS))
 """Counters of a rank between two logged steps. A new one is added here and counted by
 `Telemetry.count`; metrics of the outer loop need neither. Both are written as a sum over ranks if
 the name ends in _bytes, else as a mean."""
-OF_WORKER = ("steps", "seconds", "squares")
-"""Counters of the first rank of a worker: steps, seconds of compute in them, and the sum of their
-squares. The planner takes step time and jitter from them."""
 KEPT_ROUNDS = 1000
 """Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
 
@@ -91,9 +84,9 @@ class _LoggedStep(NamedTuple):
 class Telemetry:
     """Measures the steps of a run, sums them over ranks, and writes records.
 
-    Call `step_begins` and `step_done` around every step, `open` after a step that is logged, and
-    `publish` after every step. `folder` is the run's, None to write nothing. A resumed run
-    continues `state`. The sums of a logged step are read `lag` steps later.
+    Call `measure` for every step, `open` after a step that is logged, and `publish` after every
+    step. `folder` is the run's, None to write nothing. A resumed run continues `state`. The sums of
+    a logged step are read `lag` steps later.
     """
 
     def __init__(
@@ -110,19 +103,18 @@ class Telemetry:
     ) -> None:
         self._world, self._plan, self._outer, self._lag = world, plan, outer, lag
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
-        now = time.perf_counter()
-        self._started = now - float(state.elapsed_seconds)
-        self._interval_started = self._step_started = now
-        self._waited_before = self._agreement_before = 0.0
+        self._interval_started = time.perf_counter()
+        self._started = self._interval_started - float(state.elapsed_seconds)
+        self._counters = dict.fromkeys(COUNTED, 0.0)
+        self._agreement_before = 0.0
         self._rounds: list[Round] = []
-        self._start_counting()
         self._table = RoundTable(world, outer.fragment_names, clock_start=self._started)
         self._in_flight: deque[_LoggedStep] = deque()
         self.totals: dict[str, float] = dict(state.totals)
         """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         folder, board = folder if world.is_first else None, config.tensorboard
-        self._files = RecordFiles(folder, state.step, board=board, workers=world.workers)
+        self.files = RecordFiles(folder, state.step, board=board, workers=world.workers)
         self._last_step = state.step
         world.liveness.on_silence = self._silent
 
@@ -141,21 +133,19 @@ class Telemetry:
             yield batch
             started = time.perf_counter()
 
-    def step_begins(self) -> None:
-        self._step_started, self._waited_before = time.perf_counter(), self._waited()
-
-    def step_done(self, result: StepResult) -> None:
-        seconds = time.perf_counter() - self._step_started
+    def measure(self, train_step: Callable[[], StepResult]) -> None:
+        started, waited = time.perf_counter(), self._waited()
+        result = train_step()
+        seconds = time.perf_counter() - started
+        compute = seconds - (self._waited() - waited)
+        for name, value in zip(OF_WORKER, (1, compute, compute**2), strict=True):
+            self.count(name, value)
         self.count("time/step_seconds", seconds)
         self.count("skipped_steps", result.skipped)
         if not result.skipped:
             self.count("cross_entropy", result.cross_entropy)
             self.count("tokens", self._plan.tokens_per_step / self._world.size)
         self._counters["gradient_norm"] = result.gradient_norm  # of the last step
-        if self._world.rank_in_worker == 0:
-            compute = seconds - (self._waited() - self._waited_before)
-            for name, value in zip(OF_WORKER, (1, compute, compute**2), strict=True):
-                self.count(name, value)
         self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
 
     def _waited(self) -> float:
@@ -171,9 +161,6 @@ class Telemetry:
         self._interval_started += seconds
         self._world.liveness.clock.tick(counts=False)
 
-    def _start_counting(self) -> None:
-        self._counters = dict.fromkeys((*COUNTED, *OF_WORKER), 0.0)
-
     # --- a logged step ----------------------------------------------------------------------------
 
     def open(self, step: int, lr: float, agreement_seconds: float = 0.0) -> None:
@@ -183,29 +170,25 @@ class Telemetry:
         all ranks to agree on something.
         """
         check_open_files()
-        now, where = time.perf_counter(), f"up to step {step}"
+        world, now, where = self._world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
         self._interval_started, self._agreement_before = now, agreement_seconds
         counters = self._counters | self._outer.metrics()
         rounds = [*self._rounds, *self._outer.rounds()]
         own = [*counters.values(), *self._table.row(rounds)]
-        table = np.zeros((self._world.workers, len(own)))
-        table[self._world.worker] = own
-        sums = PendingReduction(self._world, table.ravel().tolist(), where)
-        largest = [peak_memory_bytes(self._world.device), *[0.0] * self._world.workers]
-        largest[1 + self._world.worker] = self._world.liveness.clock.longest_gap()
-        maxima = PendingReduction(self._world, largest, where, ReduceOp.MAX)
+        table, gaps = np.zeros((world.workers, len(own))), np.zeros(world.workers)
+        table[world.worker], gaps[world.worker] = own, world.liveness.clock.longest_gap()
+        largest = [peak_memory_bytes(world.device), *gaps.tolist()]
         record: Record = {
             "train/lr": lr,
             "train/tokens_global": self._plan.tokens_at(step),
             "time/elapsed_seconds": self.elapsed_seconds,
         }
-        names = tuple(counters)
-        logged = _LoggedStep(step, record, names, rounds, sums, maxima)
-        self._in_flight.append(logged)
-        self._start_counting()
-        self._rounds = []
+        sums = PendingReduction(world, table.ravel().tolist(), where)
+        maxima = PendingReduction(world, largest, where, ReduceOp.MAX)
+        self._in_flight.append(_LoggedStep(step, record, tuple(counters), rounds, sums, maxima))
+        self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
 
     def publish(self, step: int, *, all: bool = False) -> None:
         """Write the steps that were logged at least `lag` steps ago, or all of them."""
@@ -217,11 +200,11 @@ class Telemetry:
             memory, *gaps = logged.maxima.result()
             self.count("time/agreement_seconds", time.perf_counter() - started)
             columns, rounds = np.split(table, [len(logged.names)], axis=1)
-            counters = dict(zip(logged.names, columns.T.tolist(), strict=True))
             records = list(self._table.records(logged.rounds, rounds))
             self.round_records += records
             for found in records:
-                self._files.write(found, found["step"], round_scalars(found))
+                self.files.write(found, found.step, round_scalars(found))
+            counters = dict(zip(logged.names, columns.T.tolist(), strict=True))
             record = logged.record | self._step_record(counters, records)
             record["memory/peak_gib_max_over_ranks"] = memory / GIB
             record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
@@ -232,30 +215,31 @@ class Telemetry:
     def _step_record(
         self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
     ) -> Record:
-        """Return the record of a logged step, and add the counters of all workers to the totals."""
-        size, workers, steps = self._world.size, self._world.workers, max(counters["steps"])
+        """Return what follows from the counters of all workers, and add those to the totals."""
+        size, workers = self._world.size, self._world.workers
+        sums = {name: math.fsum(values) for name, values in counters.items()}
+        steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
+        tokens_per_second = self._plan.tokens_per_step * steps / wall_seconds
+        record: Record = {
+            "train/loss_nats_per_token_global": sums["cross_entropy"]
+            / (sums["tokens"] or math.nan),
+            "train/gradient_norm_mean_over_workers": sums["gradient_norm"] / size,
+            "train/skipped_steps_mean_over_workers": sums["skipped_steps"] / size,
+            "speed/tokens_per_second_global": tokens_per_second,
+            "speed/seconds_per_step": wall_seconds / steps,
+            "speed/mfu_percent": None,
+        }
+        if self._peak_flops is not None:
+            flops = self._flops_per_token * tokens_per_second
+            record["speed/mfu_percent"] = 100 * flops / (self._peak_flops * size)
+        written = {name: value for name, value in sums.items() if "/" in name}
         of_worker = {
             worker_key(worker, name): value
             for name in OF_WORKER
-            for worker, value in enumerate(counters.pop(name))
+            for worker, value in enumerate(counters[name])
         }
-        sums = {name: math.fsum(values) for name, values in counters.items()}
-        cross_entropy, tokens = sums.pop("cross_entropy"), sums.pop("tokens")
-        wall_seconds = sums["time/wall_seconds"] / size
-        tokens_per_second, mfu = self._plan.tokens_per_step * steps / wall_seconds, None
-        if self._peak_flops is not None:
-            flops = self._flops_per_token * tokens_per_second
-            mfu = 100 * flops / (self._peak_flops * size)
-        record: Record = {
-            "train/loss_nats_per_token_global": cross_entropy / tokens if tokens else math.nan,
-            "train/gradient_norm_mean_over_workers": sums.pop("gradient_norm") / size,
-            "train/skipped_steps_mean_over_workers": sums.pop("skipped_steps") / size,
-            "speed/tokens_per_second_global": tokens_per_second,
-            "speed/seconds_per_step": wall_seconds / steps,
-            "speed/mfu_percent": mfu,
-        }
-        self.totals = total([self.totals, of_worker, sums])
-        for name, value in sums.items():
+        self.totals = total([self.totals, of_worker, written])
+        for name, value in written.items():
             summed = name.endswith("_bytes")
             scope, shown = ("sum", value) if summed else ("mean", value / size)
             record[f"{name}_{scope}_over_ranks"] = shown
@@ -272,26 +256,23 @@ class Telemetry:
 
     def write(self, step: int, record: Record) -> None:
         """Write global numbers, such as those of a validation."""
-        self._files.write({"step": step, **record}, step, record)
+        self.files.write({"step": step} | record, step, record)
 
     def _silent(self, worker: int, seconds: float) -> None:
         """Record that a worker is silent or holds up the others. Called from another thread."""
         line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
-        self._files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
-
-    def write_summary(self, record: Mapping[str, Any]) -> None:
-        self._files.write({"kind": "summary", **record})
+        self.files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
 
     def draw(self, step: int) -> None:
         """Write a trace file and an image of the latest rounds. This is slow."""
-        self._files.draw(list(self.round_records), step)
+        self.files.draw(list(self.round_records), step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._world.liveness.on_silence = None
-        self._files.close()
+        self.files.close()
 
 
 def time_shares(sums: Mapping[str, float]) -> Record:
@@ -300,9 +281,7 @@ def time_shares(sums: Mapping[str, float]) -> Record:
     With data parallelism, communication is a part of the backward pass: it is not known by itself
     (None) and counts as compute. Waiting for ranks to agree is communication that is exposed.
     """
-    wall, steps, data, agreement = (
-        sums[f"time/{name}_seconds"] for name in ("wall", "step", "data", "agreement")
-    )
+    wall, steps, data, agreement = (sums[f"time/{name}_seconds"] for name in IN_SECONDS)
 
     def share(seconds: float) -> float:
         return 100 * min(1.0, max(0.0, seconds / wall))
@@ -319,15 +298,14 @@ def time_shares(sums: Mapping[str, float]) -> Record:
 
 
 def _console_line(step: int, total_steps: int, record: Record) -> str:
-    values = {key: math.nan if value is None else value for key, value in record.items()}
-    mfu, eta = values["speed/mfu_percent"], (total_steps - step) * values["speed/seconds_per_step"]
+    mfu, eta = record["speed/mfu_percent"], (total_steps - step) * record["speed/seconds_per_step"]
     return (
         f"step {step:>{len(str(total_steps))}}/{total_steps}"
-        f"  loss {values['train/loss_nats_per_token_global']:.4f}"
-        f"  gradient norm {values['train/gradient_norm_mean_over_workers']:.3f}"
-        f"  lr {values['train/lr']:.2e}"
-        f"  {values['speed/tokens_per_second_global']:,.0f} tokens/s"
-        f"  MFU {'n/a' if math.isnan(mfu) else f'{mfu:.1f} %'}"
-        f"  memory {values['memory/peak_gib_max_over_ranks']:.2f} GiB"
+        f"  loss {record['train/loss_nats_per_token_global']:.4f}"
+        f"  gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}"
+        f"  lr {record['train/lr']:.2e}"
+        f"  {record['speed/tokens_per_second_global']:,.0f} tokens/s"
+        f"  MFU {'n/a' if mfu is None else f'{mfu:.1f} %'}"
+        f"  memory {record['memory/peak_gib_max_over_ranks']:.2f} GiB"
         f"  ETA {clock(eta)}"
     )

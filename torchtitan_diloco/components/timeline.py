@@ -6,13 +6,12 @@ phases of a thread would overlap, the later one starts where the earlier one end
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from torchtitan_diloco.utils import number
+from torchtitan_diloco.components.records import RoundRecord
 
 Lane = Literal["training", "exchange"]
 """The training thread, and the thread that exchanges in the background."""
@@ -27,34 +26,28 @@ PHASES: dict[str, tuple[Lane, str, str, str]] = {
     "transfer": ("exchange", "heard", "received", "series-3"),
     "outer step": ("exchange", "received", "ready", "series-6"),
 }
-"""Lane, start, end and colour. Moments are keys of a worker's record without `_at_seconds`."""
+"""Lane, start, end and colour. Moments are fields of WorkerRound without `_at_seconds`."""
+ROUND_KEYS = ("fragment", "fragment_name", "outer_round")
+"""What a trace file tells about the round of a phase."""
 PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     worker: int
     lane: Lane
-    name: str
-    """A key of PHASES."""
     start_seconds: float
     end_seconds: float
-    fragment: int
-    fragment_name: str
-    outer_round: int
-    sent_bytes: float
-    """By this worker in the whole round. NaN is not known."""
+    name: str
+    """A key of PHASES."""
+    round: RoundRecord
 
     @property
     def seconds(self) -> float:
         return self.end_seconds - self.start_seconds
 
 
-def phases(rounds: Sequence[Mapping[str, Any]]) -> list[Phase]:
-    """Return the phases of round records, sorted by worker, lane and time.
-
-    Phases without known moments, which damaged records have as well, are left out.
-    """
+def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
+    """Return the phases whose moments are known, sorted by worker, lane and time."""
     found = [phase for record in rounds for phase in _phases_of_round(record)]
     found.sort(key=lambda p: (p.worker, LANES.index(p.lane), p.start_seconds, p.end_seconds))
     ordered = []
@@ -63,24 +56,19 @@ def phases(rounds: Sequence[Mapping[str, Any]]) -> list[Phase]:
         for phase in lane:
             start = max(phase.start_seconds, latest)
             latest = max(phase.end_seconds, start)
-            ordered.append(replace(phase, start_seconds=start, end_seconds=latest))
+            ordered.append(phase._replace(start_seconds=start, end_seconds=latest))
     return ordered
 
 
-def _phases_of_round(record: Mapping[str, Any]) -> Iterator[Phase]:
-    fragment, outer_round = (int(record.get(key) or 0) for key in ("fragment", "outer_round"))
-    about = fragment, str(record.get("fragment_name") or ""), outer_round
-    for worker, table in enumerate(record.get("workers") or []):
-        if not isinstance(table, Mapping):
-            continue
-        sent_bytes = number(table.get("sent_bytes"))
+def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
+    for worker, table in enumerate(record.workers):
         for name, (lane, *moments, _) in PHASES.items():
-            start, end = (number(table.get(f"{moment}_at_seconds")) for moment in moments)
+            start, end = (getattr(table, f"{moment}_at_seconds") for moment in moments)
             if -math.inf < start <= end < math.inf:
-                yield Phase(worker, lane, name, start, end, *about, sent_bytes)
+                yield Phase(worker, lane, start, end, name, record)
 
 
-def write_trace(path: Path, rounds: Sequence[Mapping[str, Any]]) -> None:
+def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
     """Write a trace file for https://ui.perfetto.dev and chrome://tracing.
 
     It is renamed when it is complete, so that it can be opened during the run.
@@ -101,16 +89,15 @@ def _trace_events(found: Sequence[Phase]) -> Iterator[dict[str, Any]]:
         for tid, thread in enumerate(("training thread", "exchange in the background")):
             yield {**process, "name": "thread_name", "tid": tid, "args": {"name": thread}}
     for phase in found:
-        about = {key: getattr(phase, key) for key in ("fragment", "fragment_name", "outer_round")}
-        if math.isfinite(phase.sent_bytes):
-            about["sent_bytes"] = phase.sent_bytes
+        about = {key: getattr(phase.round, key) for key in ROUND_KEYS}
+        sent = phase.round.workers[phase.worker].sent_bytes
         yield {
             "ph": "X",
-            "name": f"{phase.name}, fragment {phase.fragment}",
+            "name": f"{phase.name}, fragment {phase.round.fragment}",
             "cat": phase.lane,
             "pid": phase.worker,
             "tid": LANES.index(phase.lane),
             "ts": phase.start_seconds * 1e6,  # microseconds
             "dur": phase.seconds * 1e6,
-            "args": about,
+            "args": about | ({"sent_bytes": sent} if math.isfinite(sent) else {}),
         }

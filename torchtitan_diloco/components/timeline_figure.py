@@ -107,7 +107,7 @@ def _draw_bar(
     length = max(phase.seconds, seconds_per_point)
     colour = LIGHT[PHASE_COLOURS[phase.name]]
     axes.add_patch(Rectangle(corner, length, LANE, facecolor=colour, linewidth=0, gid=gid))
-    fragment, centre = str(phase.fragment), (corner[0] + length / 2, corner[1] + LANE / 2)
+    fragment, centre = str(phase.round.fragment), (corner[0] + length / 2, corner[1] + LANE / 2)
     if length / seconds_per_point > 8 * len(fragment) + 4:
         text = axes.text(*centre, fragment, color=LIGHT["surface"])
         text.set(ha="center", va="center_baseline")

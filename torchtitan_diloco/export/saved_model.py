@@ -27,12 +27,11 @@ from torchtitan_diloco.components.checkpoint_schema import (
     step_of,
     worker_folder,
 )
-from torchtitan_diloco.components.run_plan import vocabulary_rows
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.data.corpus import open_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
-from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 from torchtitan_diloco.utils import is_user_error
 
 

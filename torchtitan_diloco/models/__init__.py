@@ -6,7 +6,7 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.base import LanguageModel
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
-__all__ = ["MODELS", "LanguageModel", "build_model"]
+__all__ = ["MODELS", "LanguageModel", "build_model", "vocabulary_rows"]
 
 MODELS: dict[str, type[LanguageModel]] = {"chinchilla": Decoder}
 """Families by the value of `model.name`."""
@@ -16,3 +16,18 @@ def build_model(config: Model, vocab_size: int, sequence_length: int) -> Languag
     """Build a model on the meta device, where it takes no memory."""
     with torch.device("meta"):
         return MODELS[config.name](config, vocab_size, sequence_length)
+
+
+def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
+    """Return the rows of the embedding.
+
+    The default is the vocabulary rounded up to a multiple of 64, a fast size for matrix products.
+    """
+    if model.vocab_size is None:
+        return -(-tokenizer_vocabulary // 64) * 64
+    if model.vocab_size < tokenizer_vocabulary:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is below the tokenizer's vocabulary of "
+            f"{tokenizer_vocabulary}: raise it, or leave it out to take the tokenizer's"
+        )
+    return model.vocab_size

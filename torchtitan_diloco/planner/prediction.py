@@ -10,22 +10,21 @@ on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 
-from torchtitan_diloco.components.run_plan import INNER_BYTES, RunPlan, plan_run
+from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
+from torchtitan_diloco.components.run_plan import RunPlan, plan_run
+from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.chunks import chunk_and_window
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
-from torchtitan_diloco.diloco.outer_state import pinned_bytes
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.models import LanguageModel, build_model
@@ -52,51 +51,6 @@ HOST_CODING = {
 """fp32 bytes that one core encodes or decodes in a second (docs/performance.md, AMD EPYC)."""
 HOST_OUTER_STEP = 2.0e9
 """fp32 bytes of a fragment that one core checks, updates and sums up in a second (same page)."""
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Link and speeds of a run: all that its settings do not decide."""
-
-    bits_per_second: float
-    """Slowest rate at which a worker sends to, or receives from, all others together. Links are
-    full duplex. All workers send equally much, so the slowest rate decides for all."""
-    step_seconds: tuple[float, ...]
-    """Compute of one inner step of each worker, without any exchange."""
-    latency_seconds: float = 0.0
-    """One-way latency between any two workers: half of what ping shows."""
-    jitter: float = 0.0
-    """Standard deviation of a step's time as a share of it, drawn for every step and worker."""
-    coding_bytes_per_second: float = math.inf
-    """fp32 bytes that all ranks of a worker together encode or decode in a second."""
-    outer_bytes_per_second: float = math.inf
-    """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
-    codec: str = ""
-    """Codec with which a run measured the coding speed; empty where none was measured."""
-
-    def __post_init__(self) -> None:
-        steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
-        latency = 0 <= self.latency_seconds < math.inf
-        if not (self.bits_per_second > 0 and steps and latency and 0 <= self.jitter <= 1):
-            raise ValueError(
-                f"{self}: give a bandwidth above 0, step times above 0, a latency of 0 or more, "
-                "and a jitter from 0 to 1"
-            )
-
-    @property
-    def workers(self) -> int:
-        return len(self.step_seconds)
-
-    @property
-    def mean_step_seconds(self) -> float:
-        return math.fsum(self.step_seconds) / self.workers
-
-    def draw_steps(self, steps: int) -> npt.NDArray[np.float64]:
-        """Return seconds of compute, [steps, workers], the same numbers at every call."""
-        if not self.jitter:
-            return np.tile(self.step_seconds, (steps, 1))
-        noise = np.random.default_rng(0).standard_normal((steps, self.workers))
-        return np.asarray(self.step_seconds * (1 + self.jitter * noise).clip(min=0.1))
 
 
 @dataclass(frozen=True)
@@ -162,6 +116,19 @@ def predict(
     )
 
 
+def predict_observed(
+    summary: Summary, diloco: DiLoCoConfig, rounds: Iterable[RoundRecord], ranks: int
+) -> float:
+    """Return the utilisation in percent that is predicted for what a run has met, NaN if that is
+    not known."""
+    sizes = {record.fragment: record.parameters for record in rounds}
+    if summary.observed is None or sorted(sizes) != list(range(len(sizes))):
+        return math.nan
+    fragments = [sizes[fragment] for fragment in range(len(sizes))]
+    steps = summary.step - summary.counted_after_step
+    return 100 * predict(fragments, diloco, summary.observed, ranks=ranks, steps=steps).utilisation
+
+
 def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]:
     """Return (inner step, kind, fragment) of all sends and applies in a worker's order."""
     found = []
@@ -203,15 +170,6 @@ def predict_exchange(
     coding = coded_bytes(values, conditions.workers) / conditions.coding_bytes_per_second
     pipelined = max(transfer, coding) + min(transfer, coding) / chunks
     return sent, hops * conditions.latency_seconds + pipelined + outer
-
-
-def coded_bytes(values: int, workers: int) -> float:
-    """Return the fp32 bytes that a worker encodes and decodes in an exchange.
-
-    Two workers encode their own delta and decode both. More encode their own and the mean of their
-    slice, and decode all parts of that slice and all means.
-    """
-    return 4 * values * (3.0 if workers == 2 else 3.0 + 1 / workers)
 
 
 @cache
@@ -306,37 +264,20 @@ class Workload:
     def with_speeds(self, diloco: DiLoCoConfig, conditions: Conditions) -> Conditions:
         """Return the conditions with the speeds of coding and outer step under these settings.
 
-        Measured and given speeds stay. Else work on the host takes time, on the device none.
+        Measured speeds stay. Else work on the host takes time, on the device none.
         """
+        link, codec = diloco.link, diloco.quantization.codec
+        if not (self.on_cpu or link.backend == "gloo" or link.outer_state == "cpu"):
+            return conditions
+        cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
-        if self._state_is_on_host(diloco):
-            cores, codec = self.ranks * diloco.quantization.threads, diloco.quantization.codec
-            if math.isinf(coding):
-                coding = cores * HOST_CODING[codec]
-            elif conditions.codec:  # measured with another codec: in the proportions of the table
-                coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
-            if math.isinf(outer):
-                outer = cores * HOST_OUTER_STEP
+        if math.isinf(coding):
+            coding = cores * HOST_CODING[codec]
+        elif conditions.codec:  # measured with another codec: in the proportions of the table
+            coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
+        if math.isinf(outer):
+            outer = cores * HOST_OUTER_STEP
         return replace(conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
-
-    def memory(self, diloco: DiLoCoConfig) -> tuple[float, float]:
-        """Return the bytes of one rank on the device and pinned on the host.
-
-        They hold parameters, gradients, AdamW, and outer parameters, delta, outer optimizer and
-        error feedback.
-        """
-        inner = INNER_BYTES * self.plan.parameters / self.ranks
-        if diloco.method == "none":
-            return inner, 0.0
-        buffers = 2 + STATE_BUFFERS[diloco.outer_optimizer.name]
-        buffers += diloco.quantization.error_feedback
-        shards = [4 * -(-size // self.ranks) for size in self.fragments(diloco.fragments)]
-        if self.on_cpu or not self._state_is_on_host(diloco):
-            return inner + buffers * sum(shards), 0.0
-        return inner, buffers * sum(map(pinned_bytes, shards))
-
-    def _state_is_on_host(self, diloco: DiLoCoConfig) -> bool:
-        return self.on_cpu or diloco.link.backend == "gloo" or diloco.link.outer_state == "cpu"
 
 
 @cache

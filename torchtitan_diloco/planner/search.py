@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import (
     FEW_ROUNDS,
@@ -17,9 +18,8 @@ from torchtitan_diloco.diloco.config import (
     Fragments,
     Quantization,
 )
-from torchtitan_diloco.planner.prediction import Conditions, Prediction, Workload
+from torchtitan_diloco.planner.prediction import Prediction, Workload
 from torchtitan_diloco.planner.units import quantity
-from torchtitan_diloco.utils import GIB
 
 PAPER_LAYERS = 3
 SYNC_EVERY = (10, 20, 30, 50, 70, 100, 150, 200, 300, 500)
@@ -194,7 +194,7 @@ def plan_text(name: str, load: Workload, conditions: Conditions, plan: Plan, ori
     else:
         result = f"The one marked * reaches {wanted} with the least risk to the loss."
     lines = [
-        *_assumptions(name, load, conditions, plan, origin),
+        *_assumptions(name, load, conditions, origin),
         "",
         *("  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows),
         "",
@@ -209,24 +209,19 @@ def plan_text(name: str, load: Workload, conditions: Conditions, plan: Plan, ori
     return "\n".join(lines)
 
 
-def _assumptions(
-    name: str, load: Workload, conditions: Conditions, plan: Plan, origin: str
-) -> list[str]:
+def _assumptions(name: str, load: Workload, conditions: Conditions, origin: str) -> list[str]:
     run, coding = load.plan, "no time on the accelerator; on the host as docs/performance.md"
     if math.isfinite(conditions.coding_bytes_per_second):
-        source = f"with {conditions.codec}, as measured" if conditions.codec else "as given"
-        coding = f"{quantity(conditions.coding_bytes_per_second, 'B/s')} of fp32 a worker, {source}"
+        rate = quantity(conditions.coding_bytes_per_second, "B/s")
+        coding = f"{rate} of fp32 a worker with {conditions.codec}, as measured"
     elif load.on_cpu:
         coding = "one core a rank, at the speeds of docs/performance.md"
     steps = dict.fromkeys(quantity(seconds, "s") for seconds in conditions.step_seconds)
-    device, host = (count / GIB for count in load.memory(plan.best.diloco))
     lines = {
         "model": f"{name}: {run.parameters:,} parameters, {run.embedding_parameters:,} of them "
         f"embedding, {load.layers} layers",
         "run": f"{run.total_steps:,} steps of {run.tokens_per_step:,} tokens, {load.workers} "
         f"workers x {load.ranks} {'processes' if load.on_cpu else 'accelerators'}",
-        "memory": f"{device:.4g} GiB a rank, and {host:.4g} GiB pinned on the host: parameters, "
-        "gradients, AdamW and outer state, no activations",
         "links": f"{quantity(conditions.bits_per_second, 'bit/s')} for the slowest worker, latency "
         f"{quantity(conditions.latency_seconds, 's')} one way",
         "step": f"{' / '.join(steps)} of compute ({origin}), jitter {100 * conditions.jitter:g} %",

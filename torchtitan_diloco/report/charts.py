@@ -166,11 +166,11 @@ def save_timeline(title: str, phases: Sequence[Phase], path: Path) -> None:
 
 
 def _bar_tooltip(phase: Phase) -> str:
-    name = f" ({phase.fragment_name})" if phase.fragment_name else ""
-    sent = f", {short_number(phase.sent_bytes)}B sent" if np.isfinite(phase.sent_bytes) else ""
+    found, sent_bytes = phase.round, phase.round.workers[phase.worker].sent_bytes
+    sent = f", {short_number(sent_bytes)}B sent" if np.isfinite(sent_bytes) else ""
     return (
         f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
-        f"fragment {phase.fragment}{name}, round {phase.outer_round}{sent}"
+        f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
     )
 
 

@@ -113,13 +113,11 @@ def _sent_bytes(run: Run) -> dict[str, Cell]:
 
 
 def _utilisation(run: Run) -> Cell:
-    if not run.summary:
+    if run.summary is None:
         return Cell(note="not recorded: the run has not ended")
-    measured, predicted = (
-        _cell(number(run.summary.get(f"{name}_utilisation_percent")), _percent)
-        for name in ("measured", "predicted")
-    )
-    return measured._replace(note=f"measured; {predicted.text} predicted")
+    predicted = _cell(run.summary.predicted_utilisation_percent, _percent).text
+    measured = run.summary.measured_utilisation_percent
+    return _cell(measured, _percent, f"measured; {predicted} predicted")
 
 
 def _slowest(run: Run) -> dict[str, Cell]:
@@ -163,9 +161,9 @@ def _links_table(run: Run) -> Table:
     """Return the measured rate between every pair of workers."""
     rates = defaultdict[tuple[int, int], list[float]](list)
     for record in run.rounds:
-        for receiver, table in enumerate(record["workers"]):
-            for sender, rate in enumerate(table.get("received_bits_per_second_from") or []):
-                if math.isfinite(number(rate)):
+        for receiver, worker in enumerate(record.workers):
+            for sender, rate in enumerate(worker.received_bits_per_second_from):
+                if math.isfinite(rate):
                     rates[sender, receiver].append(rate)
     links = sorted((np.median(known), *pair, len(known)) for pair, known in rates.items())
     rows = [
@@ -194,10 +192,9 @@ def data_parallel_bytes(run: Run, step: float | None = None) -> float:
     """Return the bytes that a worker would have sent up to `step` (default: the last step) with a
     ring all-reduce of all gradients at every step."""
     step = run.last_step if step is None else step
-    end, start = number(run.summary.get("step")), number(run.summary.get("counted_after_step", 0))
-    if end > start:
-        total = number(run.summary.get("data_parallel_bytes_per_worker"))
-        return total * max(0.0, step - start) / (end - start)
+    if run.summary is not None and run.summary.step > (start := run.summary.counted_after_step):
+        total = run.summary.data_parallel_bytes_per_worker
+        return total * max(0.0, step - start) / (run.summary.step - start)
     return all_reduce_bytes(run.parameters, run.workers) * step if run.workers > 1 else math.nan
 
 

@@ -208,7 +208,7 @@ def _rounds(
         x, y = run.of_rounds("step")[measured], values[measured]
         fragments = run.of_rounds("fragment")[measured]
         if len(runs) == 1:
-            names = {record.get("fragment"): record.get("fragment_name") for record in run.rounds}
+            names = {record.fragment: record.fragment_name for record in run.rounds}
             for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
                 name, own = f"{fragment}: {names[fragment]}", fragments == fragment
                 curves.append(Curve(name, x[own], y[own], place, dashed=place >= SERIES))

@@ -5,13 +5,16 @@ docs/report.md defines the records. A run may still be going on, so the last lin
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import tomli
 from numpy.typing import NDArray
 
+from torchtitan_diloco.components.records import Record, RoundRecord, Summary, from_record
 from torchtitan_diloco.config.loader import flatten
 from torchtitan_diloco.utils import number, read_json_lines
 
@@ -22,7 +25,6 @@ TOKENS = "train/tokens_global"
 ELAPSED_SECONDS = "time/elapsed_seconds"
 SENT_BYTES = "diloco/sent_bytes_sum_over_ranks"
 
-Record = Mapping[str, Any]
 Array = NDArray[np.float64]
 
 
@@ -35,10 +37,9 @@ class Run:
     folder: Path
     steps: Sequence[Record]
     """One record per step, in order: what was logged at the step and validated after it."""
-    rounds: Sequence[Record]
-    """In the `workers` of each, what is not a table of a worker is an empty one."""
-    summary: Record
-    """Empty if the run has not ended or was resumed after its end."""
+    rounds: Sequence[RoundRecord]
+    summary: Summary | None
+    """None if the run has not ended or was resumed after its end."""
     settings: Mapping[str, Any]
     """Dotted key -> value. Empty without a config.toml."""
     unreadable: int
@@ -63,16 +64,16 @@ class Run:
     def total(self, key: str) -> float:
         return of_known(np.sum, self.curve(key)[1])
 
-    def of_rounds(self, key: str) -> Array:
-        """Return a value of every round."""
-        return np.array([number(record.get(key)) for record in self.rounds])
+    def of_rounds(self, field: str) -> Array:
+        """Return a field of every round."""
+        values = (getattr(record, field) for record in self.rounds)
+        return np.array([np.nan if value is None else value for value in values], dtype=float)
 
-    def of_workers(self, key: str) -> Array:
-        """Return a value of every (round, worker)."""
-        rows = [[number(table.get(key)) for table in record["workers"]] for record in self.rounds]
-        width = max(map(len, rows), default=0)
-        padded = [row + [np.nan] * (width - len(row)) for row in rows]
-        return np.array(padded, dtype=float).reshape(len(rows), width)
+    def of_workers(self, field: str) -> Array:
+        """Return a field of every (round, worker)."""
+        rows = [[getattr(worker, field) for worker in record.workers] for record in self.rounds]
+        columns = list(zip_longest(*rows, fillvalue=np.nan))  # a resumed run may have fewer workers
+        return np.array(columns, dtype=float).reshape(len(columns), len(rows)).T
 
     @property
     def last_step(self) -> int:
@@ -84,12 +85,12 @@ class Run:
         configured = self.settings.get("diloco.workers")
         if isinstance(configured, int):
             return configured
-        return len(self.rounds[-1]["workers"]) if self.rounds else 0
+        return len(self.rounds[-1].workers) if self.rounds else 0
 
     @property
     def parameters(self) -> float:
         """Parameters of the model: the sum over its fragments once all have been exchanged."""
-        sizes = {record.get("fragment"): number(record.get("parameters")) for record in self.rounds}
+        sizes = {record.fragment: record.parameters for record in self.rounds}
         return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
 
 
@@ -120,29 +121,30 @@ def _metrics_file(path: Path) -> Path:
 
 def _read_run(file: Path, name: str) -> Run:
     steps: dict[int, dict[str, Any]] = {}
-    rounds: list[Record] = []
-    summary: Record = {}
+    rounds: list[RoundRecord] = []
+    summary: Summary | None = None
     records, unreadable = read_json_lines(file)
     for record in records:
-        match record:
-            case {"kind": "summary"}:
-                summary = record
-            case {"kind": "round", "step": int()}:
-                tables = record.get("workers") or []
-                tables = [table if isinstance(table, dict) else {} for table in tables]
-                rounds.append({**record, "workers": tables})
-            case {"kind": _, "step": int()}:
-                pass  # of a later version
-            case {"step": int(step)}:
-                steps.setdefault(step, {}).update(record)
-            case _:
-                unreadable += 1
+        try:
+            match record:
+                case {"kind": "summary"}:
+                    summary = from_record(Summary, record)
+                case {"kind": "round"}:
+                    rounds.append(from_record(RoundRecord, record))
+                case {"kind": _}:
+                    pass  # silence, or of a later version
+                case {"step": int(step)}:
+                    steps.setdefault(step, {}).update(record)
+                case _:
+                    unreadable += 1
+        except msgspec.ValidationError:
+            unreadable += 1
     if unreadable and not (steps or rounds or summary):
         raise ValueError(
             f"RUN = {file} has no line that is a record of a run: give a run's {METRICS} or folder"
         )
-    if steps and not number(summary.get("step")) >= max(steps):
-        summary = {}
+    if summary and steps and summary.step < max(steps):
+        summary = None
     ordered = [steps[step] for step in sorted(steps)]
     try:  # as they are written, so that settings of another version are no error
         text = (file.parent / "config.toml").read_text(encoding="utf-8")

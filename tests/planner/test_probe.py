@@ -1,8 +1,6 @@
 """Links and steps as a run measured them, and the probe."""
 
-import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,34 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_trainer import streaming, words
+from torchtitan_diloco.components.records import Conditions, Summary, to_line
 from torchtitan_diloco.plan import main
-from torchtitan_diloco.planner.observed import conditions_from, conditions_of_run
-from torchtitan_diloco.planner.prediction import Conditions
+from torchtitan_diloco.planner.probe import conditions_of_run
 
 RATE = st.floats(1e3, 1e12)
 
 
-def as_json(conditions: Conditions) -> str:
-    return json.dumps(asdict(conditions)).replace("Infinity", '"inf"')
-
-
-def write_summaries(folder: Path, *summaries: Conditions) -> None:
-    lines = [f'{{"kind": "summary", "step": 1, "observed": {as_json(one)}}}' for one in summaries]
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+def write_summaries(folder: Path, *summaries: Conditions) -> Path:
+    lines = [to_line(Summary(1, observed=one)) for one in summaries]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
 
 
 @given(RATE, st.floats(1e-3, 1e3), st.one_of(RATE, st.just(math.inf)))
 def test_conditions_survive_the_way_through_a_record(
-    rate: float, step: float, coding: float
+    tmp_path_factory: pytest.TempPathFactory, rate: float, step: float, coding: float
 ) -> None:
     known = Conditions(rate, (step, 2 * step), 0.01, 0.1, coding, math.inf, codec="int8")
-    assert conditions_from(json.loads(as_json(known))) == known
-
-
-def test_the_last_summary_of_a_run_is_taken(tmp_path: Path) -> None:
-    write_summaries(tmp_path, *(Conditions(1e8, (seconds, seconds)) for seconds in (1.0, 2.0)))
-    assert conditions_of_run(tmp_path).step_seconds == (2.0, 2.0)
-    assert conditions_of_run(tmp_path / "metrics.jsonl").coding_bytes_per_second == math.inf
+    folder = write_summaries(tmp_path_factory.mktemp("run"), Conditions(1e8, (1.0, 1.0)), known)
+    assert conditions_of_run(folder) == known, "the last one"
+    assert conditions_of_run(folder / "metrics.jsonl") == known
 
 
 @pytest.mark.parametrize(

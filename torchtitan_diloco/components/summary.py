@@ -1,0 +1,148 @@
+"""Summary of a run: its last record, the table at its end, and what it measured."""
+
+import math
+import statistics
+from collections.abc import Collection, Iterable, Mapping
+
+from torchtitan_diloco.components.records import NAN, Conditions, RoundRecord, Summary
+from torchtitan_diloco.components.round_records import known
+from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.telemetry import OF_WORKER, worker_key
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.utils import all_reduce_bytes, logger
+
+UNLIMITED = 1e12
+"""Bits a second of a link that nobody had to wait for."""
+
+
+def summarise(
+    plan: RunPlan,
+    config: DiLoCoConfig,
+    *,
+    ranks: int,
+    step: int,
+    validated: tuple[int, float] | None,
+    totals: Mapping[str, float],
+    totals_after: int,
+    rounds: Collection[RoundRecord],
+) -> Summary:
+    """Return the record that ends metrics.jsonl, without a prediction.
+
+    `totals` are sums of the outer loop's metrics over all ranks and the steps after `totals_after`.
+    """
+    summary = Summary(step, totals_after)
+    if validated is not None:
+        summary.validation_step, summary.validation_loss = validated
+    workers, steps = config.workers, step - totals_after
+    if workers > 1:
+        expected = all_reduce_bytes(plan.parameters, workers) * steps
+        summary.data_parallel_bytes_per_worker = expected
+    if workers > 1 and "diloco/sent_bytes" in totals:
+        exchange = totals.get("diloco/exchange_seconds", 0.0) / ranks
+        waited = totals.get("diloco/exposed_waiting_seconds", 0.0) / ranks
+        agreement = totals.get("time/agreement_seconds", 0.0)
+        exposed = totals.get("diloco/exposed_seconds", 0.0) + agreement
+        whole = totals.get("time/step_seconds", 0.0) + agreement
+        summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / workers
+        summary.exchange_seconds_mean_over_ranks = exchange
+        summary.exposed_waiting_seconds_mean_over_ranks = waited
+        summary.hidden_percent = _percent_without(waited, exchange)
+        summary.measured_utilisation_percent = _percent_without(exposed, whole)
+        summary.observed = observed_conditions(config, totals, rounds)
+    return summary
+
+
+def _percent_without(part: float, whole: float) -> float:
+    return 100 * max(0.0, 1 - part / whole) if whole else NAN
+
+
+def log_summary(summary: Summary) -> None:
+    """Log the table at the end of a run."""
+    after = summary.counted_after_step
+    by_each = "MB by each worker" + (f" after step {after}" if after else "")
+    sent, expected = summary.sent_bytes_mean_over_workers, summary.data_parallel_bytes_per_worker
+    would_send = f"{expected / 1e6:,.1f}"
+    gradients = "(bf16 gradients, every step)"
+    exchange = summary.exchange_seconds_mean_over_ranks
+    waited = summary.exposed_waiting_seconds_mean_over_ranks
+    rows = {}
+    if math.isfinite(loss := summary.validation_loss):
+        text = f"{loss:.4f} nats per held-out token, after step {summary.validation_step}"
+        rows["loss of the shared model"] = text
+    if math.isfinite(sent):
+        rows["sent between workers"] = f"{sent / 1e6:,.1f} {by_each}, as counted"
+        ratio = f", {expected / sent:,.1f} times as much" if sent else ""
+        rows["data parallelism would send"] = f"{would_send} MB {gradients}{ratio}"
+    elif math.isfinite(expected):
+        rows["sent between workers"] = f"about {would_send} {by_each} {gradients}"
+    if math.isfinite(hidden := summary.hidden_percent):
+        times = f"exchanges took {exchange:.2f} s, training waited {waited:.2f} s, mean over ranks"
+        rows["communication hidden"] = f"{hidden:.1f} % ({times})"
+    if math.isfinite(measured := summary.measured_utilisation_percent):
+        rows["time spent computing"] = f"{measured:.1f} % of the training steps"
+    if math.isfinite(predicted := summary.predicted_utilisation_percent):
+        text = f"; the planner predicts {predicted:.1f} % for these links"
+        rows["time spent computing"] += text
+    for name, text in rows.items():
+        logger.info(f"{name:<28} {text}")
+
+
+# --- link and steps -------------------------------------------------------------------------------
+
+
+def observed_conditions(
+    config: DiLoCoConfig, totals: Mapping[str, float], rounds: Collection[RoundRecord]
+) -> Conditions | None:
+    """Return link, step times and coding speeds; None where too little was measured."""
+    tables = [(record.parameters, worker) for record in rounds for worker in record.workers]
+    heard_after = known(seconds for _, worker in tables for seconds in worker.heard_after_seconds)
+    means, spreads = [], []
+    for worker in range(config.workers):
+        steps, seconds, squares = (totals.get(worker_key(worker, name), 0.0) for name in OF_WORKER)
+        if not steps or not seconds or not heard_after:
+            return None
+        means.append(seconds / steps)
+        spreads.append(math.sqrt(max(0.0, squares / steps - means[-1] ** 2)) / means[-1])
+    return Conditions(
+        _slowest_link(rounds, config.workers),
+        tuple(means),
+        latency_seconds=min(heard_after),
+        jitter=min(1.0, statistics.fmean(spreads)),
+        coding_bytes_per_second=_median_rate(
+            (coded_bytes(parameters, config.workers), one.encoding_seconds + one.decoding_seconds)
+            for parameters, one in tables
+        ),
+        outer_bytes_per_second=_median_rate(
+            (4 * parameters, one.ready_at_seconds - one.received_at_seconds)
+            for parameters, one in tables
+        ),
+        codec=config.quantization.codec,
+    )
+
+
+def _median_rate(measured: Iterable[tuple[float, float]]) -> float:
+    """Return the median of bytes a second; infinity where nothing took time."""
+    rates = [count / seconds for count, seconds in measured if seconds > 0]
+    return statistics.median(rates or [math.inf])
+
+
+def _slowest_link(rounds: Collection[RoundRecord], workers: int) -> float:
+    """Return the slowest worker's rate. A worker sends to all others at once: their rates add."""
+    largest = max(record.parameters for record in rounds)
+    large = [one for one in rounds if 2 * one.parameters > largest]  # small ones are too brief
+
+    def median_rate(to: int, source: int) -> float:
+        rates = known(one.workers[to].received_bits_per_second_from[source] for one in large)
+        return statistics.median(rates or [0.0])
+
+    table = [[median_rate(to, source) for source in range(workers)] for to in range(workers)]
+    return min(sum(rates) or UNLIMITED for rates in (*table, *zip(*table, strict=True)))
+
+
+def coded_bytes(values: int, workers: int) -> float:
+    """Return the fp32 bytes that a worker encodes and decodes in an exchange.
+
+    Two workers encode their own delta and decode both. More encode their own and the mean of their
+    slice, and decode all parts of that slice and all means.
+    """
+    return 4 * values * (3.0 if workers == 2 else 3.0 + 1 / workers)
