@@ -19,7 +19,7 @@ import torchtitan_diloco.trainer
 from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import LossSums, loss_head
-from torchtitan_diloco.components.run_plan import AfterStep, RunPlan, after_step
+from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.distributed.stop import Requests
@@ -135,8 +135,7 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
 def decide(step: int, settings: dict[str, str], asked: str) -> AfterStep:
     config = load_config("debug", settings)
     sections = config.training, config.checkpoint, config.metrics, config.validation
-    plan = RunPlan(0, 0, accumulation=1, tokens_per_step=1, total_steps=11)
-    return after_step(plan, step, Requests(asked == "stop", asked == "save"), *sections)
+    return after_step(step, step == 11, Requests(asked == "stop", asked == "save"), *sections)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             return 0
         node = read_node(os.environ)
         processes = local_processes(
-            workers=config.diloco.workers,
+            workers=config.workers_of_job,
             fsdp=config.parallel.fsdp,
             nodes=node.count,
             gpus=0 if config.run.device == "cpu" else count_gpus(),

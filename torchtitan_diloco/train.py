@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
             config.distributed,
             config.diloco.link,
             device=config.run.device,
-            workers=config.diloco.workers,
+            workers=config.workers_of_job,
             fsdp=config.parallel.fsdp,
             outer_loop=config.diloco.method != "none",
         )

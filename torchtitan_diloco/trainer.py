@@ -31,7 +31,7 @@ from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
 from torchtitan_diloco.components.run_plan import (
     after_step,
-    log_end,
+    log_early_end,
     log_plan,
     plan_run,
     validation_due,
@@ -43,7 +43,7 @@ from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
-from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
+from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
@@ -51,6 +51,7 @@ from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
+from torchtitan_diloco.islands import IslandDiLoCo
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.prediction import predict_observed
@@ -65,47 +66,38 @@ OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
+        self.ranks = config.workers * world.ranks_per_worker
+        """Ranks of all workers, also of those on other islands."""
+        self.island: IslandDiLoCo | None = None
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         tokenizer = self.tokenizer = open_tokenizer(config.data)
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
         train_tokens = open_split(config.data, tokenizer, "train")
-        self.worker_shards = share_out(config.data, train_tokens, tokenizer, world.workers)
+        streams = config.islands.slots or config.workers
+        self.worker_shards = share_out(config.data, train_tokens, tokenizer, streams)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
         self._assert_agreement()
 
         self.resumed = self._resumed_state()
-        self.step = self.resumed.step
+        self.step, self.lr = self.resumed.step, 0.0
         skipped_in_a_row = self.resumed.skipped_in_a_row
         self.skips = SkippedSteps(config.training.max_skipped_steps, skipped_in_a_row)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
-        self.loader = TrainLoader(
-            self.worker_shards.parts,
-            sequence_length=config.training.sequence_length,
-            batch_size=config.training.batch_size,
-            accumulation=self.plan.accumulation,
-            rank=world.rank,
-            ranks=world.size,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            processes=config.data.loader_processes,
-            start=self.resumed.position,
-            pin_memory=world.device.type == "cuda",
-        )
         self.validator = self._build_validator()
 
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> Path:
         """Train to the last step, or until `stop_after` or a signal, and return the folder."""
-        config, total_steps = self.config, self.plan.total_steps
-        last_step = min(total_steps, config.training.stop_after or total_steps)
-        folder, lock = self._claim_folder(stops_early=last_step < total_steps)
+        config, stop_after = self.config, self.config.training.stop_after
+        folder, lock = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
         self._log_plan(folder)
         self._resume()
+        self._begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
@@ -118,13 +110,13 @@ class Trainer:
             batches = telemetry.timed(self.loader)
             if self._validation_missed():
                 telemetry.pause(self.validator.validate(self.step, telemetry))
-            while self.step < last_step:
+            while not self.finished and (not stop_after or self.step < stop_after):
                 telemetry.measure(lambda: self.train_step(batches))
                 if profiler is not None:
                     profiler.step()
                 garbage.after_step(self.step)
                 requests = stop.agreed(self.step, save=checkpointer.due_by_time())
-                then = after_step(self.plan, self.step, requests, *sections)
+                then = after_step(self.step, self.finished, requests, *sections)
                 if then.finished:
                     started = time.perf_counter()
                     self.outer.drain()
@@ -142,7 +134,8 @@ class Trainer:
             checkpointer.wait()
             summary = self._summarise(telemetry)
         garbage.close()
-        log_end(self.plan, self.step, config.training, config.checkpoint, folder)
+        if not self.finished:
+            log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
         log_summary(summary)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
@@ -156,9 +149,10 @@ class Trainer:
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
+        self.lr = self._next_lr()
         set_lr(self.optimizer, self.lr)
         # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
-        scale = self.world.size / plan.tokens_per_step
+        scale = self.ranks / plan.tokens_per_step
         cross_entropy = torch.zeros((), device=self.world.device)
         for number, (inputs, targets) in enumerate(islice(batches, plan.accumulation), start=1):
             inputs = inputs.to(self.world.device, non_blocking=True)
@@ -178,14 +172,56 @@ class Trainer:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        tokens = plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
-        self.outer.step(weight=0.0 if skipped else tokens)
+        self.outer.step(weight=0.0 if skipped else self._tokens_of_step())
         return StepResult(loss, norm, skipped)
 
     @property
-    def lr(self) -> float:
-        factor = lr_factor(self.step, self.plan.total_steps, self.config.lr_schedule)
+    def finished(self) -> bool:
+        """Whether the run has had its tokens. Islands count them together."""
+        if self.island is not None:
+            return self.island.finished
+        return self.step == self.plan.total_steps
+
+    def _next_lr(self) -> float:
+        """Return the learning rate of the step that begins; it follows the tokens of all islands."""
+        step: float = self.step
+        if self.island is not None:
+            step = self.island.clock / self.plan.tokens_per_step + 1
+        factor = lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
         return self.config.optimizer.lr * factor
+
+    def _tokens_of_step(self) -> float:
+        """Return the weight of this worker's step: larger for one with more tokens of its own."""
+        shares, tokens = self.worker_shards.shares, self.plan.tokens_per_step
+        if self.island is None:
+            return tokens * shares[self.world.worker]
+        return round(tokens / self.config.workers * shares[self.island.seat.slot] * len(shares))
+
+    def _begin(self) -> None:
+        """Join the other islands, if there are any, and read samples from where the run is."""
+        world, config, parts = self.world, self.config, self.worker_shards.parts
+        rank, ranks, start, stream = world.rank, world.size, self.resumed.position, None
+        if self.island is not None:
+            self.island.join()
+            seat, start = self.island.seat, self.island.seat.position
+            if len(parts) > 1:
+                parts = parts[seat.slot : seat.slot + 1]
+            else:
+                stream = Stream(seat.slot, seat.slots, seat.block)
+        self.loader = TrainLoader(
+            parts,
+            sequence_length=config.training.sequence_length,
+            batch_size=config.training.batch_size,
+            accumulation=self.plan.accumulation,
+            rank=rank,
+            ranks=ranks,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            processes=config.data.loader_processes,
+            start=start,
+            stream=stream,
+            pin_memory=world.device.type == "cuda",
+        )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
         return Telemetry(
@@ -294,7 +330,9 @@ class Trainer:
 
     def _toml(self) -> str:
         """Return the configuration that starts the same run again, in a folder of its own."""
-        return to_toml(replace(self.config, run=replace(self.config.run, folder="")))
+        islands = replace(self.config.islands, join="")  # it contains a password
+        run = replace(self.config.run, folder="")
+        return to_toml(replace(self.config, run=run, islands=islands))
 
     def _claim_folder(self, *, stops_early: bool) -> tuple[Path, AbstractContextManager[object]]:
         run, save = self.config.run, self.config.checkpoint
@@ -304,7 +342,7 @@ class Trainer:
 
     def _validation_missed(self) -> bool:
         """Return whether a signal came between the resumed step and its validation."""
-        due = validation_due(self.plan, self.step, self.config.validation.every)
+        due = validation_due(self.step, self.finished, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
         return bool(self.start.checkpoint) and due and done < self.step
 
@@ -317,11 +355,12 @@ class Trainer:
         counts = self.model.parameter_counts()
         self.plan = plan_run(
             config.training,
-            self.world.size,
+            self.ranks,
             counts["total"],
             counts["embedding"],
-            start_step=self.resumed.step,
-            start_tokens=self.resumed.tokens,
+            # The tokens of islands are counted in their log.
+            start_step=0 if config.islands.join else self.resumed.step,
+            start_tokens=0 if config.islands.join else self.resumed.tokens,
         )
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self._fsdp_mesh()
@@ -347,11 +386,31 @@ class Trainer:
 
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
+        if self.config.islands.join:
+            self.island = self._build_island()
+            return self.island
         if config.method == "none":
             return DataParallel(self.model, self.world.workers, self.world.liveness)
         build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
         shards, liveness = self.world.shards, self.world.liveness
         return build(self.model, group, config, shard_group=shards, liveness=liveness)
+
+    def _build_island(self) -> IslandDiLoCo:
+        config, plan = self.config, self.plan
+        samples = plan.tokens_per_step // config.workers // config.training.sequence_length
+        identity = {**self._data_identity(), **flat_settings(config.model, "model.")}
+        return IslandDiLoCo(
+            self.model,
+            config.islands,
+            config.diloco,
+            total_tokens=plan.total_steps * plan.tokens_per_step,
+            optimizer=self.optimizer,
+            ranks=self.world.control,
+            seed=config.run.seed,
+            samples_per_step=samples,
+            facts={key: str(value) for key, value in identity.items()}
+            | {"tokenizer": self.tokenizer.fingerprint},
+        )
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

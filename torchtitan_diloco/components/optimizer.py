@@ -49,7 +49,7 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> Ad
     )
 
 
-def lr_factor(step: int, total_steps: int, config: LrSchedule) -> float:
+def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
     """Return the share of the peak learning rate in `step`, from 1 to `total_steps`. It is a pure
     function, so a resumed run has nothing to restore."""
     if step < config.warmup_steps:

@@ -83,27 +83,26 @@ class AfterStep(NamedTuple):
 
 
 def after_step(
-    plan: RunPlan,
     step: int,
+    finished: bool,
     requests: Requests,
     training: Training,
     checkpoint: Checkpoint,
     metrics: Metrics,
     validation: Validation,
 ) -> AfterStep:
-    finished = step == plan.total_steps
     paused = step == training.stop_after and not finished
     stop = finished or paused or requests.stop
     scheduled = checkpoint.every > 0 and step % checkpoint.every == 0
     save = requests.save or scheduled or paused or (stop and checkpoint.at_end)
     log = stop or save or step % metrics.log_every == 0 or step == 1
     # Whoever sent a signal is waiting.
-    validate = validation_due(plan, step, validation.every) and not requests.stop
+    validate = validation_due(step, finished, validation.every) and not requests.stop
     return AfterStep(finished, log, validate, save, stop)
 
 
-def validation_due(plan: RunPlan, step: int, every: int) -> bool:
-    return every > 0 and (step % every == 0 or step == plan.total_steps)
+def validation_due(step: int, finished: bool, every: int) -> bool:
+    return every > 0 and (step % every == 0 or finished)
 
 
 def log_plan(
@@ -134,12 +133,10 @@ def log_plan(
         logger.info(f"{name:<10} {text}")
 
 
-def log_end(
+def log_early_end(
     plan: RunPlan, step: int, training: Training, checkpoint: Checkpoint, folder: Path
 ) -> None:
     """Log why a run stopped before its last step and how to resume it."""
-    if step == plan.total_steps:
-        return
     paused = 0 < training.stop_after <= step
     reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"

@@ -37,9 +37,7 @@ def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield from _islands_mistakes(config)
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
-    if config.data.shard_by != "none" and (
-        config.workers == 1 or config.diloco.method == "none"
-    ):
+    if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
         yield (
             "data.shard_by",
             "needs several workers that train independently "
@@ -68,8 +66,7 @@ def _islands_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield "islands.local", "starts a server of its own: leave islands.join out, or this"
     if islands.join and not islands.name:
         yield "islands.name", "names this island in the run: give a name, such as that of its site"
-    for key, reason in islands_mistakes(islands, config.diloco, config.workers):
-        yield key, reason
+    yield from islands_mistakes(islands, config.diloco, config.workers)
 
 
 def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,19 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
 
 _MICRO_BATCHES_AT_ONCE = 64  # computing the order of so many at once makes it cheap
+
+
+class Stream(NamedTuple):
+    """One of several streams that take turns in an order of samples, a block of each at a time."""
+
+    number: int
+    streams: int
+    block: int
+
+    def positions(self, samples: Indices) -> Indices:
+        """Return where samples of this stream are in the order of all."""
+        blocks, within = np.divmod(samples, self.block)
+        return (blocks * self.streams + self.number) * self.block + within
 
 
 class SequenceReader(Dataset[Batch]):
@@ -74,9 +87,13 @@ class TrainLoader:
         shuffle: bool,
         processes: int,
         start: int = 0,
+        stream: Stream | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Begin at the global position `start`. `parts`: tokens by worker, or one part for all."""
+        """Begin at the global position `start`. `parts`: tokens by worker, or one part for all.
+
+        With a stream, `rank`, `ranks` and `start` count in it.
+        """
         if processes > available_cores():
             raise ValueError(
                 f"data.loader_processes = {processes} is more than the {available_cores()} cores "
@@ -90,6 +107,7 @@ class TrainLoader:
         self._order = partial(
             sequence_indices, sequences=reader.sequences, seed=seed, shuffle=shuffle
         )
+        self._stream = stream
         self._batch_size, self._accumulation = batch_size, accumulation
         self._processes, self._pin_memory = processes, pin_memory
         self.load_state_dict({"position": start})
@@ -124,7 +142,9 @@ class TrainLoader:
             steps, within = np.divmod(numbers, self._accumulation)
             parts = (steps * self._ranks + self._rank) * self._accumulation + within
             positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
-            yield from self._order((self._start + positions).ravel()).reshape(positions.shape)
+            samples = (self._start + positions).ravel()
+            places = samples if self._stream is None else self._stream.positions(samples)
+            yield from self._order(places).reshape(positions.shape)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}

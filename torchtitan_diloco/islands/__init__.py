@@ -1,1 +1,21 @@
-"""Workers as jobs of their own. Only the rules exist so far (docs/islands.md)."""
+"""Workers as jobs of their own, which come and go while the others continue."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_diloco.islands.config import Islands
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.islands.leader import IslandFencedError
+    from torchtitan_diloco.islands.loop import IslandDiLoCo
+
+__all__ = ["IslandDiLoCo", "IslandFencedError", "Islands"]
+
+_NEED_TORCH = {"IslandDiLoCo": "loop", "IslandFencedError": "leader"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch on first use: reading a configuration must not import torch."""
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -170,7 +170,10 @@ class Leader:
         """Return the part to send now. The lock is held."""
         assert self.island is not None
         checksum = self._checksum(fragment, self.island.syncs[fragment].applied)
-        return self.island.send(fragment, checksum, time.monotonic())
+        part = self.island.send(fragment, checksum, time.monotonic())
+        # At once: an opening counts from the step at which it is made.
+        self._attempt(self.island.open(fragment), fragment)
+        return part
 
     def is_over(self) -> bool:
         """Return whether a stopped island has nothing more to do. The lock is held."""

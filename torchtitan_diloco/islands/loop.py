@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import torch
@@ -89,10 +89,10 @@ class IslandDiLoCo(StreamingDiLoCo):
     """Outer loop of one island.
 
     outer = IslandDiLoCo(model, Islands(join, name), config, total_tokens=...)
-    outer.join()
+    outer.join()                               # its data begin at sample outer.seat.position
     while not outer.finished:
-        ...                                    # a step, on samples from outer.position on
-        outer.step(weight=tokens, samples=samples)
+        loss(...).backward(); optimizer.step(); optimizer.zero_grad()
+        outer.step(weight=tokens)
     outer.drain()
     """
 
@@ -106,7 +106,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         optimizer: torch.optim.Optimizer | None = None,
         ranks: dist.ProcessGroup | None = None,
         seed: int = 0,
-        block: int = 1,
+        samples_per_step: int = 1,
         facts: dict[str, str] | None = None,
     ) -> None:
         """Begin with the parameters of the model. Nothing is connected before `join`.
@@ -114,7 +114,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         Args:
             total_tokens: weight of all steps of all islands together, at which the run ends.
             ranks: joins the ranks of this island on the CPU.
-            block: samples that lie together in the order of a slot. That of the first island counts.
+            samples_per_step: samples of its slot that this island reads in a step.
             facts: what all islands must have equal beside the settings and the model, such as the
                 data.
         """
@@ -124,7 +124,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
         super().__init__(model, None, replace(config, workers=1), optimizer=optimizer, seed=seed)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
-        self.total_tokens, self._block = total_tokens, block
+        self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
@@ -140,7 +140,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._durations: deque[float] = deque(maxlen=16)
         self._boundary_at = math.nan
         self._over = self._stopped = False
-        self._samples = 0
         self._saved: Saved | None = None
 
     # --- join and leave ---------------------------------------------------------------------------
@@ -191,12 +190,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         )
 
     @property
-    def position(self) -> int:
-        """Number of the next sample of the slot that this island trains on."""
-        return self._seat.position + self._samples
-
-    @property
     def seat(self) -> Seat:
+        """The slot of this island, and the sample of it that it begins with."""
         return self._seat
 
     @property
@@ -255,18 +250,14 @@ class IslandDiLoCo(StreamingDiLoCo):
     # --- training thread --------------------------------------------------------------------------
 
     @one_at_a_time
-    def step(self, weight: float = 1.0, samples: int | None = None) -> None:
+    def step(self, weight: float = 1.0) -> None:
         """Apply and send what is due: call after every inner step.
 
-        Args:
-            weight: tokens of the step, 0 if it was skipped.
-            samples: samples of the slot that it has read. Default: one.
+        `weight`: tokens of the step, 0 if it was skipped.
         """
         if weight != int(weight) or weight < 0:
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
-        samples = 1 if samples is None else samples
         self.step_count += 1
-        self._samples += samples
         now = time.perf_counter()
         if not math.isnan(self._boundary_at):
             self._durations.append(now - self._boundary_at)
@@ -276,7 +267,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             assert island is not None
             usual = statistics.median(self._durations) if self._durations else 0.0
             with self._leader.changed:
-                island.finish_step(samples, int(weight), usual)
+                island.finish_step(self._samples_per_step, int(weight), usual)
                 island.leaving = self._leader.leaving
                 island.stopped = island.leaving or island.clock >= island.total_tokens
         self._boundary()
@@ -296,16 +287,16 @@ class IslandDiLoCo(StreamingDiLoCo):
         decisions = None if self._leader is None else self._decide(self._leader)
         while True:
             mine = None if decisions is None else next(decisions)
-            decision: Decision = share(mine, Decision, self._ranks.decisions)
+            decision = cast("Decision", share(mine, Decision, self._ranks.decisions))
             match decision:
-                case Send(part):
-                    self._send_part(part)
+                case Send():
+                    self._send_part(decision.part)
                 case Apply():
                     self._apply_version(decision)
-                case Boundary(clock, stopped, over):
-                    self._stopped, self._over = stopped, over
+                case Boundary():
                     break
-        self._seat = msgspec.structs.replace(self._seat, clock=clock)
+        self._stopped, self._over = decision.stopped, decision.over
+        self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
         counted = self._meter.exposed_seconds - counted
         self._meter.expose(time.perf_counter() - started - counted)
 

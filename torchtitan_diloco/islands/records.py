@@ -39,12 +39,12 @@ class Facts(Record, frozen=True):
     begin: Positive
     """Islands that start together."""
     total_tokens: Positive
-    block: Positive = 1
-    """Samples of a slot that lie together in the order of all samples."""
     checksums: tuple[Name, ...]
     """Checksum of version 0 of each fragment."""
     fingerprints: dict[Name, Name]
     """Fingerprints of the settings, code, layout, data, tokenizer and arithmetic."""
+    block: Positive = 1
+    """Samples of a slot that lie together in the order of all samples."""
 
 
 class SlotRecord(Record, frozen=True):
