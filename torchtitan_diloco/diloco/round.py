@@ -184,6 +184,11 @@ class Meter:
         self._rounds.clear()
         return taken
 
+    def waited(self, seconds: float) -> None:
+        """Count waiting that belongs to no round."""
+        self.expose(seconds)
+        self._sums["diloco/exposed_waiting_seconds"] += seconds
+
     def expose(self, seconds: float) -> None:
         self._sums["diloco/exposed_seconds"] += seconds
         self.exposed_seconds += seconds

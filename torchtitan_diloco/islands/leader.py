@@ -172,7 +172,7 @@ class Leader:
         checksum = self._checksum(fragment, self.island.syncs[fragment].applied)
         part = self.island.send(fragment, checksum, time.monotonic())
         # At once: an opening counts from the step at which it is made.
-        self._attempt(self.island.open(fragment), fragment)
+        self._open(self.island, fragment)
         return part
 
     def is_over(self) -> bool:
@@ -241,6 +241,8 @@ class Leader:
 
     def _work(self) -> None:
         """Handle what has come in, or wait for a moment, and do what is due."""
+        if self._closed.is_set():
+            raise ClosedError("the island was closed")
         with self.changed:
             self._members.tick(time.monotonic())
         self._inbox.receive()
@@ -415,7 +417,7 @@ class Leader:
             if sum(chunk.size for chunk in part.chunks) != wanted:
                 raise CorruptError(f"its chunks do not have {wanted} bytes")
             payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
-            if not self._copies.is_finite(part.fragment, payload, part.ranks):
+            if part.finite and not self._copies.is_finite(part.fragment, payload, part.ranks):
                 reason = "its values are not finite"
         except (CorruptError, GoneError) as error:
             reason = str(error)
@@ -441,7 +443,7 @@ class Leader:
         if island is None or island.fenced or self.state.ended:
             return
         for fragment in range(len(self.state.fragments)):
-            self._attempt(island.open(fragment), fragment)
+            self._open(island, fragment)
             lr = self._copies.next_lr(fragment)
             close = island.close(fragment, self._checked, lr, now)
             self._attempt(close, fragment, close and (close.version, close.after))
@@ -452,6 +454,10 @@ class Leader:
             self._attempt(island.give(now))
             self._attempt(island.done(now))
             self._attempt(island.end(now))
+
+    def _open(self, island: Island, fragment: int) -> None:
+        opening = island.open(fragment)
+        self._attempt(opening, fragment, opening and opening.version)
 
     def _attempt(self, record: Record | None, *what: object) -> None:
         """Append a record, and not again for a while: whether it counts shows in the log."""

@@ -298,7 +298,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._stopped, self._over = decision.stopped, decision.over
         self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
         counted = self._meter.exposed_seconds - counted
-        self._meter.expose(time.perf_counter() - started - counted)
+        self._meter.waited(time.perf_counter() - started - counted)
 
     def _decide(self, leader: Leader) -> Iterator[Decision]:
         """Yield what is due, one after the other. Only on the first rank."""
@@ -357,6 +357,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         drop_gathered(self._model)
         state.take_delta()
         round_.taken = time.perf_counter()
+        self._meter.expose(round_.taken - round_.due)
         upload = partial(self._upload, state, state.delta, part, round_)
         self._sent[part.fragment] = part, round_, self._background.submit(upload)
 

@@ -1,0 +1,156 @@
+"""Islands in threads of this process, around the toy model, and a server for them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.diloco.toy import Net, config, inner_step, parameters, sgd
+from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
+from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands.connection import ClosedError
+from torchtitan_diloco.islands.join import Join
+
+TOKENS = 4
+"""Weight of a step."""
+PATIENT = 60.0
+"""Seconds for parts to arrive: islands that are all there stay in lockstep."""
+FP4 = replace(config(), quantization=Quantization(codec="fp4_e3m0"))
+
+
+@dataclass
+class Result:
+    outer: IslandDiLoCo
+    model: Net
+    shared: dict[str, Tensor]
+    steps: int
+    rounds: list[Any]
+
+
+@dataclass
+class Island(threading.Thread):
+    """One island that trains until the run ends, or until `stop` is set."""
+
+    join_string: Join
+    name_: str
+    chosen: DiLoCoConfig = FP4
+    steps: int = 24
+    """Length of the run, if `begin` islands are in lockstep."""
+    begin: int = 2
+    slots: int = 2
+    grace: float = PATIENT
+    step_seconds: float = 0.0
+    each_step: Callable[["Island"], object] | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(name=self.name_, daemon=True)
+        self.died = threading.Event()
+        self.stop = threading.Event()
+        self.failure: BaseException | None = None
+        self.result: Result | None = None
+        self.step = 0
+        self.model = Net()
+        self.optimizer = sgd(self.model)
+        settings = Islands(
+            str(self.join_string),
+            self.name_,
+            slots=self.slots,
+            begin=self.begin,
+            grace_seconds=self.grace,
+        )
+        self.outer = IslandDiLoCo(
+            self.model,
+            settings,
+            self.chosen,
+            total_tokens=self.steps * self.begin * TOKENS,
+            optimizer=self.optimizer,
+            samples_per_step=2,
+            seed=self.seed,
+            facts=self.facts,
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            self._train()
+        except ClosedError:
+            pass
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.outer.close()
+
+    def _train(self) -> None:
+        outer = self.outer
+        outer.join()
+        while not outer.finished and not self.stop.is_set():
+            self.step += 1
+            inner_step(self.model, self.optimizer, outer.seat.slot, self.step)
+            time.sleep(self.step_seconds)
+            if self.each_step is not None:
+                self.each_step(self)
+            if self.died.is_set():
+                return
+            outer.step(weight=TOKENS)
+        outer.drain()
+        shared = {name: value.clone() for name, value in outer.global_state_dict().items()}
+        self.result = Result(outer, self.model, shared, self.step, outer.rounds())
+
+    def finish(self, seconds: float = 60.0) -> Result:
+        """Wait for the end of the island, and return its result or raise its error."""
+        self.join(seconds)
+        assert not self.is_alive(), f"{self.name} does not end"
+        if self.failure is not None:
+            raise self.failure
+        assert self.result is not None
+        return self.result
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: self.step >= step or not self.is_alive(), f"step {step} of {self.name}")
+
+    def merged(self, fragment: int = 0) -> int:
+        """Return the newest version that this island has read."""
+        leader = self.outer._leader
+        assert leader is not None
+        return leader.state.fragments[fragment].version
+
+
+def wait_until(reached: Callable[[], object], what: str, seconds: float = 40.0) -> None:
+    until = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < until, f"waited too long for {what}"
+        time.sleep(0.01)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@contextmanager
+def started(*islands: Island) -> Iterator[None]:
+    """Start islands, and end those that are left."""
+    for island in islands:
+        island.start()
+    try:
+        yield
+    finally:
+        for island in islands:
+            island.died.set()
+            if island.outer._leader is not None:
+                island.outer._leader._closed.set()
+        for island in islands:
+            island.join(20)
+
+
+__all__ = ["FP4", "Island", "Path", "Result", "parameters", "same", "started", "wait_until"]
