@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.events import (
+    LEAVE,
     Asked,
     Bulk,
     Connected,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
 __all__ = [
+    "LEAVE",
     "Asked",
     "Bulk",
     "ClosedError",
@@ -203,6 +205,7 @@ class Connection:
             reader = LogReader(session, self._names, self._name, self.events, self._delivered)
             try:
                 await session.open(self._join, address, self._name)
+                self._log = session  # before the event that says so
                 await reader.start()
                 if not first.done():
                     first.set_result(None)
@@ -211,6 +214,7 @@ class Connection:
             except Exception as error:  # whatever a damaged server makes the client raise
                 failure = error
             finally:
+                self._log = None
                 session.fail("closed")
                 self._delivered = reader.delivered
                 self._in_background(session.close())
@@ -226,7 +230,6 @@ class Connection:
 
     async def _serve(self, session: Session, reader: LogReader, address: str) -> str:
         """Work until the connection is lost, and return the reason."""
-        self._log = session
         tasks = [
             asyncio.create_task(self._keep_bulk(address)),
             asyncio.create_task(reader.notice_silence()),
@@ -234,7 +237,6 @@ class Connection:
         try:
             return await asyncio.shield(session.lost)
         finally:
-            self._log = None
             for task in tasks:
                 task.cancel()
 
@@ -272,7 +274,7 @@ class Connection:
                     return await session.run(operation(session.jetstream))
                 except (OSError, TimeoutError, errors.Error) as error:
                     logger.log(
-                        logging.DEBUG if session.lost.done() else logging.WARNING,
+                        logging.DEBUG if session.is_lost else logging.WARNING,
                         "%s: the server does not take or give a chunk: %s",
                         *(bulk, error),
                     )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Bulk: TypeAlias = Literal["parts", "snapshots"]
 EVERYBODY = "all"
+LEAVE = b"leave"
+"""Message that asks an island to leave the run."""
 HEARTBEAT = 1.0
 """Seconds after which the server says that there is no new record."""
 HEARTBEATS_MISSED = 5
@@ -124,9 +126,9 @@ class LogReader:
         try:
             async with asyncio.timeout(FOLLOW_SECONDS):
                 await self._session.run(self._follow())
-        except (NotFoundError, TimeoutError) as error:
-            denied = "permissions violation" in str(self._session.problem).lower()
-            if isinstance(error, NotFoundError) or denied:
+        except (NotFoundError, ConnectionError) as error:
+            denied = "permissions violation" in str(error).lower()
+            if denied or isinstance(error, NotFoundError):
                 raise RefusedError(
                     f"islands.join: the server has no run {self._names.run!r}, or this login has "
                     "no right to it; use the join string of a run of this server"

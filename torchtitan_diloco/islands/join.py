@@ -98,8 +98,6 @@ def _decode_certificate(text: str, encoded: str) -> bytes:
 
 def _error(text: str, reason: str) -> ValueError:
     """Return an error with the join string, but without what may be its password."""
-    scheme, _, rest = text.strip().partition("://")
-    shown = f"{scheme}://...@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme[:8]}..."
-    shown = shown if len(shown) < 80 else f"{shown[:80]}..."
+    shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
     remedy = "copy the whole line that `python -m torchtitan_diloco.islands serve` prints"
     return ValueError(f"islands.join = {shown!r}: {reason}; {remedy}")

@@ -402,23 +402,22 @@ class Leader:
 
     def _fetch(self, sequence: int, part: Part) -> None:
         """Fetch and check the payload of a part in the background."""
-        own = self._own.get((part.fragment, part.number))
-        if part.incarnation == self.incarnation and own is not None:
-            done: Future[Tensor] = Future()
-            done.set_result(own if part.finite else own[:0])
-            self._payloads[sequence], self._checked[sequence] = done, ""
-        else:
-            self._payloads[sequence] = self._fetcher.submit(partial(self._get, sequence, part))
+        own = None
+        if part.incarnation == self.incarnation:
+            own = self._own.get((part.fragment, part.number))
+        self._payloads[sequence] = self._fetcher.submit(partial(self._get, sequence, part, own))
 
-    def _get(self, sequence: int, part: Part) -> Tensor:
+    def _get(self, sequence: int, part: Part, own: Tensor | None) -> Tensor:
         wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
         reason, payload = "", torch.empty(0, dtype=torch.uint8)
         try:
             if sum(chunk.size for chunk in part.chunks) != wanted:
                 raise CorruptError(f"its chunks do not have {wanted} bytes")
-            payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
-            if part.finite and not self._copies.is_finite(part.fragment, payload, part.ranks):
-                reason = "its values are not finite"
+            if part.finite:
+                fetched = self._connection.fetch(part.chunks, "parts") if own is None else []
+                payload = join_bytes(fetched) if own is None else own
+                if not self._copies.is_finite(part.fragment, payload, part.ranks):
+                    reason = "its values are not finite"
         except (CorruptError, GoneError) as error:
             reason = str(error)
         with self.changed:

@@ -24,6 +24,14 @@ from torchtitan_diloco.islands.session import Session, check_installed
 from torchtitan_diloco.utils import install_command, logger
 
 ISLAND, ADMIN = "island", "admin"
+ISLAND_MAY = {
+    "publish": [
+        *("islands.>", "$JS.FC.>", "$JS.API.STREAM.INFO.*", "$JS.API.CONSUMER.CREATE.*"),
+        *("$JS.API.DIRECT.GET.*", "$JS.API.STREAM.MSG.GET.*"),
+    ],
+    "subscribe": ["_INBOX.>", "islands.*.beat", "islands.*.ask.*"],
+}
+"""Permissions: an island appends and reads, but does not delete, purge or change streams."""
 SNAPSHOT_SECONDS = 6 * 3600
 """Snapshots are made on request. Later ones replace them."""
 LOCAL_GB = 1
@@ -50,9 +58,11 @@ class Server:
         """`say`: takes the warnings and errors of nats-server."""
         self.folder, self.settings, self._say = folder, settings, say
         self.process: subprocess.Popen[str] | None = None
-        self.join = self._join(ISLAND, settings.password, f"{settings.address}:{settings.port}")
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+        self.join = self._join(ISLAND, settings.password, settings.address)
+        self.admin = self._join(ADMIN, settings.admin_password, host)
 
-    def start(self) -> None:
+    def start(self) -> "subprocess.Popen[str]":
         """Start nats-server, and make the streams if the folder is new."""
         check_installed()
         port = self.settings.port
@@ -67,18 +77,16 @@ class Server:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            process_group=0,  # Ctrl-C is for this process, which stops the server
         )
         try:
             self._wait_until_ready()
-            host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
-                self.settings.host, self.settings.host
-            )
             threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True).start()
-            admin = self._join(ADMIN, self.settings.admin_password, f"{host}:{port}")
-            asyncio.run(self._make_streams(admin))
+            asyncio.run(self._make_streams())
         except BaseException:
             self.stop()
             raise
+        return self.process
 
     def stop(self) -> None:
         if self.process is None:
@@ -96,18 +104,15 @@ class Server:
                 if re.search(r"\[(WRN|ERR|FTL)\]", line):
                     self._say(_message(line))
 
-    def _join(self, user: str, password: str, address: str) -> Join:
+    def _join(self, user: str, password: str, host: str) -> Join:
+        address = f"{host}:{self.settings.port}"
         certificate = ssl.PEM_cert_to_DER_cert((self.folder / "certificate.pem").read_text())
         return Join((address,), self.settings.run, user, password, certificate=certificate)
 
     def _configuration(self) -> dict[str, Any]:
         settings = self.settings
         users = [
-            {
-                "user": ISLAND,
-                "password": settings.password,
-                "permissions": island_permissions(settings.run),
-            },
+            {"user": ISLAND, "password": settings.password, "permissions": ISLAND_MAY},
             {"user": ADMIN, "password": settings.admin_password},
         ]
         return {
@@ -146,16 +151,17 @@ class Server:
                 return
         raise ValueError(f"nats-server did not start: {_message(said[-1] if said else '')}")
 
-    async def _make_streams(self, admin: Join) -> None:
+    async def _make_streams(self) -> None:
         from nats.js.errors import NotFoundError
 
+        if not self.settings.made:
+            await make_streams(self.admin, self.settings.keep_gb)
+            self.settings.made = True
+            save(self.folder, self.settings)
+            return
         session = Session(LOG_PATIENCE)
-        await session.open(admin, admin.addresses[0], "serve")
+        await session.open(self.admin, self.admin.addresses[0], "serve")
         try:
-            if not self.settings.made:
-                await make_streams(session, self.settings.run, self.settings.keep_gb)
-                self.settings.made = True
-                save(self.folder, self.settings)
             await session.jetstream.stream_info(Names(self.settings.run).stream("log"))
         except NotFoundError as error:
             raise ValueError(
@@ -166,11 +172,12 @@ class Server:
             await session.close()
 
 
-async def make_streams(session: Session, run: str, keep_gb: float, replicas: int = 1) -> None:
-    """Make the streams of a run. Those that are there already must be the same."""
+async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
+    """Make the streams of a run. Those that are there already must have the same settings."""
     from nats.js.api import DiscardPolicy, StreamConfig
+    from nats.js.errors import APIError
 
-    names = Names(run)
+    names = Names(admin.run)
     log = StreamConfig(
         name=names.stream("log"),
         subjects=[f"{names.log}.>"],
@@ -191,25 +198,15 @@ async def make_streams(session: Session, run: str, keep_gb: float, replicas: int
         subjects=[names.bulk("snapshots")],
         max_age=SNAPSHOT_SECONDS,
     )
-    for config in (log, parts, snapshots):
-        await session.jetstream.add_stream(config)
-
-
-def island_permissions(run: str) -> dict[str, list[str]]:
-    """Return what an island may do: append and read, but not delete, purge or change streams."""
-    names = Names(run)
-    log, *bulk = (names.stream(kind) for kind in ("log", "parts", "snapshots"))
-    answers = ["_INBOX.>"]
-    return {
-        "publish": [
-            *(f"{names.log}.>", names.bulk("parts"), names.bulk("snapshots")),
-            *(names.beat, f"{names.prefix}.ask.*"),
-            *(f"$JS.API.STREAM.INFO.{log}", f"$JS.API.CONSUMER.CREATE.{log}", "$JS.FC.>"),
-            *(f"$JS.API.DIRECT.GET.{stream}" for stream in bulk),
-            *(f"$JS.API.STREAM.MSG.GET.{stream}" for stream in bulk),
-        ],
-        "subscribe": [names.beat, f"{names.prefix}.ask.*", *answers],
-    }
+    session = Session(LOG_PATIENCE)
+    await session.open(admin, admin.addresses[0], "serve")
+    try:
+        for config in (log, parts, snapshots):
+            await session.run(session.jetstream.add_stream(config))
+    except (APIError, ConnectionError) as error:
+        raise ValueError(f"the server does not make the stream {config.name}: {error}") from error
+    finally:
+        await session.close()
 
 
 def open_folder(

@@ -88,11 +88,17 @@ class Session:
 
     async def _note(self, error: Exception) -> None:
         self.problem = error
+        if "permissions violation" in str(error).lower():  # else one would wait for an answer
+            self.fail(str(error))
 
     async def _notice_loss(self) -> None:
         while not self.client.is_closed:
             await asyncio.sleep(POLL)
         self.fail(str(self.problem or self.client.last_error or "the server does not answer"))
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost.done() or self.client.is_closed
 
     def fail(self, reason: str) -> None:
         if not self.lost.done():

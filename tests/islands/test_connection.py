@@ -1,0 +1,311 @@
+"""The connection to a real nats-server: nothing is lost, and what goes wrong is said."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.islands.servers import Listener, free_port, need_server, running_server
+from torchtitan_diloco.islands import connection as module
+from torchtitan_diloco.islands.connection import (
+    Asked,
+    ClosedError,
+    Connection,
+    CorruptError,
+    Disconnected,
+    GoneError,
+    Heard,
+    Hint,
+    Join,
+    LogRecord,
+)
+from torchtitan_diloco.islands.server import Server, make_streams
+
+need_server()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("nats") / "server") as found:
+        yield found
+
+
+@pytest.fixture
+def pair(server: Server) -> Iterator[tuple[Listener, Listener]]:
+    with Listener(server.join, "a/1") as first:
+        last = first.wait_connected()
+        with Listener(server.join, "b.*/>2", after=last) as second:
+            second.wait_connected()
+            yield first, second
+
+
+async def connect(join: Join, **options: Any) -> Any:
+    import nats
+
+    return await nats.connect(
+        f"nats://{join.addresses[0]}",
+        user=join.user,
+        password=join.password,
+        tls=join.context(),
+        tls_handshake_first=True,
+        **options,
+    )
+
+
+def run_as(join: Join, operation: str, *arguments: Any) -> None:
+    """Call a method of a plain client's JetStream."""
+
+    async def run() -> None:
+        client = await connect(join)
+        try:
+            await getattr(client.jetstream(), operation)(*arguments)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+# --- log and messages -----------------------------------------------------------------------------
+
+
+def test_records_come_in_order_from_where_one_starts(server: Server) -> None:
+    with Listener(server.join, "a/1") as writer:
+        last = writer.wait_connected()
+        for number in range(200):
+            writer.connection.append("fragment.3" if number % 2 else "run", b"%d" % number)
+        found = writer.read_to(last + 200)[-200:]
+        assert [record.raw for record in found] == [b"%d" % number for number in range(200)]
+        assert found[1].subject == "fragment.3"
+        with Listener(server.join, "late/1", after=last + 150) as late:
+            assert late.wait_connected() == last + 200
+            assert late.read_to(last + 200) == found[150:]
+
+
+def test_beats_and_questions_reach_the_others(
+    pair: tuple[Listener, Listener], server: Server
+) -> None:
+    first, second = pair
+    foreign = dataclasses.replace(server.join, run="other")
+    run_as(foreign, "publish_async", "islands.other.beat", b"of another run")
+    run_as(foreign, "publish_async", "islands.test.beat", b"garbage")
+    hint = Hint("a/1", step=3, tokens=4, step_seconds=0.5, caught_up=True)
+    first.connection.beat(hint)
+    assert second.wait(Heard) == Heard(hint)
+    first.connection.ask("all", b"one\ntwo")
+    first.connection.ask("a/1", b"not for the second")
+    first.connection.ask("b.*/>2", b"three")
+    assert second.wait(Asked) == Asked("a/1", b"one\ntwo")
+    assert second.wait(Asked) == Asked("a/1", b"three")
+    second.connection.beat(msgspec.structs.replace(hint, leaving=True))
+    assert first.wait(Heard).hint.leaving
+    assert not any(isinstance(event, Asked) for event in first.heard), "one's own message"
+
+
+def test_a_record_that_is_too_large_is_refused(pair: tuple[Listener, Listener]) -> None:
+    with pytest.raises(ValueError, match="larger than 1000000"):
+        pair[0].connection.append("run", bytes(1_000_001))
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+def test_payloads_come_back(pair: tuple[Listener, Listener]) -> None:
+    first, second = (listener.connection for listener in pair)
+    payloads = [os.urandom(size) for size in (2_000_001, 1, 0, 1_000_000, 999_999)]
+    views = [memoryview(payload) for payload in payloads]
+    with ThreadPoolExecutor() as pool:
+        stored = list(pool.map(first.store, [payloads, views], ["parts", "snapshots"]))
+    sizes = [1_000_000, 1_000_000, 1, 1, 1_000_000, 999_999]
+    for chunks, bulk in zip(stored, ("parts", "snapshots"), strict=True):
+        assert [chunk.size for chunk in chunks] == sizes
+        assert b"".join(second.fetch(chunks, bulk)) == b"".join(payloads)  # type: ignore[arg-type]
+    assert second.fetch(stored[0][::-1], "parts")[-1] == payloads[0][:1_000_000]
+    assert second.store([], "parts") == ()
+
+
+def test_a_chunk_that_is_wrong_or_gone_is_said(
+    pair: tuple[Listener, Listener], server: Server
+) -> None:
+    chunks = pair[0].connection.store([b"x" * 10, b"y" * 10], "parts")
+    fetch = pair[1].connection.fetch
+    wrong = msgspec.structs.replace
+    for bad in (wrong(chunks[0], sha256=chunks[1].sha256), wrong(chunks[0], size=11)):
+        with pytest.raises(CorruptError, match=f"chunk {chunks[0].sequence} of parts"):
+            fetch([chunks[1], bad], "parts")
+    with pytest.raises(CorruptError, match="claims 1000000000000 bytes"):
+        fetch([wrong(chunks[0], size=10**12)], "parts")
+    run_as(server.admin, "delete_msg", "islands-test-parts", chunks[0].sequence)
+    for sequence in (chunks[0].sequence, 10**6):
+        with pytest.raises(GoneError, match="not kept"):
+            fetch([chunks[1], wrong(chunks[0], sequence=sequence)], "parts")
+    assert fetch([chunks[1]], "parts") == [b"y" * 10]
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path / "server") as server,
+        Listener(server.join, "a/1") as writer,
+        Listener(server.join, "b/1") as reader,
+    ):
+        _kill_while_both_work(server, writer, reader)
+        with Listener(server.join, "late/1") as late:
+            assert late.read_to(len(reader.records)) == reader.records
+
+
+def _kill_while_both_work(server: Server, writer: Listener, reader: Listener) -> None:
+    stop, payload = threading.Event(), os.urandom(30_000_000)
+
+    def append() -> None:
+        number = 0
+        while not stop.wait(0.001):
+            writer.connection.append("run", b"%d" % (number := number + 1))
+
+    with ThreadPoolExecutor() as pool:
+        appending = pool.submit(append)
+        stored = [pool.submit(writer.connection.store, [payload], "parts") for _ in range(2)]
+        reader.read_to(20)
+        assert server.process is not None
+        server.process.kill()
+        for listener in (reader, writer):
+            listener.wait(Disconnected)
+        server.start()
+        assert reader.wait_connected() >= len(reader.records)
+        last = writer.wait_connected()
+        reader.read_to(last + 20)
+        chunks = [future.result() for future in stored]
+        stop.set()
+        appending.result()
+    sequences = [record.sequence for record in reader.records]
+    assert sequences == list(range(1, len(sequences) + 1))
+    numbers = [int(record.raw) for record in reader.records]
+    assert numbers == sorted(set(numbers))
+    for one in chunks:
+        assert b"".join(reader.connection.fetch(one, "parts")) == payload
+
+
+def test_a_server_that_is_silent_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOG_PATIENCE", 1.0)
+    with running_server(tmp_path / "server") as server, Listener(server.join, "a/1") as listener:
+        listener.wait_connected()
+        listener.connection.append("run", b"1")
+        listener.read_to(1)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor() as pool:
+                storing = pool.submit(listener.connection.store, [b"x" * 3_000_000], "parts")
+                listener.wait(Disconnected)
+                server.process.send_signal(signal.SIGCONT)
+                assert listener.wait_connected() == 1
+                assert len(storing.result()) == 3
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        listener.connection.append("run", b"2")
+        assert listener.read_to(2) == [LogRecord(1, "run", b"1"), LogRecord(2, "run", b"2")]
+
+
+def test_whoever_waits_when_the_connection_is_closed_gets_an_error(tmp_path: Path) -> None:
+    with running_server(tmp_path / "server") as server, Listener(server.join, "a/1") as listener:
+        chunks = listener.connection.store([b"x"], "parts")
+        server.stop()
+        with ThreadPoolExecutor() as pool:
+            waiting: list[Future[Any]] = [
+                pool.submit(listener.connection.store, [b"x"], "parts"),
+                pool.submit(listener.connection.fetch, chunks, "parts"),
+            ]
+            time.sleep(0.1)
+            listener.connection.close()
+            for future in waiting:
+                with pytest.raises(ClosedError):
+                    future.result(timeout=30)
+        with pytest.raises(ClosedError):
+            listener.connection.store([b"x"], "parts")
+        listener.connection.append("run", b"dropped")
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refusal(join: Join) -> str:
+    connection = Connection(join, "a/1")
+    with pytest.raises(ValueError, match=r"islands\.join") as error:
+        connection.start(0)
+    assert join.password not in str(error.value)
+    with pytest.raises(ClosedError):
+        connection.store([b"x"], "parts")
+    return str(error.value)
+
+
+def test_a_login_that_is_not_right_is_refused(server: Server, tmp_path: Path) -> None:
+    right = server.join
+    assert "refuses the user or the password" in refusal(
+        dataclasses.replace(right, password="not-the-password")
+    )
+    assert "has no run 'other'" in refusal(dataclasses.replace(right, run="other"))
+    with running_server(tmp_path / "other") as other:
+        assert "another certificate" in refusal(
+            dataclasses.replace(right, certificate=other.join.certificate)
+        )
+    assert "another certificate" in refusal(dataclasses.replace(right, certificate=b""))
+
+
+def test_no_server_is_an_error_at_first(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    monkeypatch.setattr(module, "FIRST_CONNECTION_SECONDS", 0.5)
+    address = f"127.0.0.1:{free_port()}"
+    missing = dataclasses.replace(server.join, addresses=(address,))
+    assert "no connection within 0.5 s" in refusal(missing)
+    both = dataclasses.replace(server.join, addresses=(address, *server.join.addresses))
+    with Listener(both, "a/1") as listener:
+        listener.wait_connected()
+
+
+def test_an_island_may_not_delete(server: Server) -> None:
+    import nats.js.errors
+
+    requests = ["DELETE", "PURGE", "UPDATE", "MSG.DELETE"]
+    subjects = [f"$JS.API.STREAM.{request}.islands-test-log" for request in requests]
+    assert len(asyncio.run(find_violations(server.join, [*subjects, "islands.test.beat"]))) == 4
+    for operation in ("purge_stream", "islands-test-log"), ("delete_msg", "islands-test-log", 1):
+        with pytest.raises(nats.js.errors.APIError):
+            run_as(server.admin, *operation)
+
+
+async def find_violations(join: Join, subjects: list[str]) -> list[str]:
+    """Return the errors when an island publishes to subjects."""
+    found = []
+
+    async def note(error: Exception) -> None:
+        found.append(str(error))
+
+    client = await connect(join, error_cb=note)
+    for subject in subjects:
+        await client.publish(subject, b"{}")
+    await client.flush()
+    await client.close()
+    return [error for error in found if "permissions violation" in error]
+
+
+def test_a_stream_that_cannot_be_made_is_said(server: Server) -> None:
+    with pytest.raises(ValueError, match="does not make the stream islands-test-log"):
+        asyncio.run(make_streams(server.admin, 0.1, replicas=3))
+
+
+def test_the_extra_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nats", None)
+    with pytest.raises(ValueError, match=r"nats-py.*\[islands\]"):
+        Connection(Join(("127.0.0.1:1",), "run"), "a/1").start(0)

@@ -1,0 +1,52 @@
+"""The join string."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_diloco.islands.join import Join
+
+SECRET = "s3cret"
+
+
+@given(
+    addresses=st.lists(st.sampled_from(["a.b:1", "10.0.0.1:65535", "[::1]:4222"]), min_size=1),
+    run=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    user=st.text(min_size=1),
+    password=st.text(min_size=1),
+)
+def test_a_join_string_is_read_as_it_is_written(
+    addresses: list[str], run: str, user: str, password: str
+) -> None:
+    join = Join(tuple(addresses), run, user, password)
+    assert Join.parse(str(join)) == join
+    assert "password" not in repr(join)
+
+
+def test_a_server_on_this_machine_needs_no_encryption() -> None:
+    join = Join.parse("nats://127.0.0.1:4222,localhost:4223,[::1]:4224#run")
+    assert (join.tls, join.user, join.context()) == (False, "", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is not of the form"),
+        ("tls://u:s3cret@host:1#run", "is not of the form"),
+        ("nats+tls://u:s3cret@host:1", "is not of the form"),
+        ("nats+tls://u:s3cret@host:1#a b", "is not of the form"),
+        ("nats+tls://u:s3cret@host#run", "'host' is not HOST:PORT"),
+        ("nats+tls://u:s3cret@host:0#run", "'host:0' is not HOST:PORT"),
+        ("nats+tls://u:s3cret@host:70000#run", "'host:70000' is not HOST:PORT"),
+        ("nats+tls://u:s3cret@host:1,#run", "'' is not HOST:PORT"),
+        ("nats+tls://u:s3cret@host:1#run.AAAA", "certificate is damaged"),
+        ("nats+tls://u:s3cret/host:1#run", "is not of the form"),
+        ("nats+tls://u:s3cret@x@host:1#run", "is not of the form"),
+        ("nats://u:s3cret@host:1#run", "needs nats\\+tls"),
+        ("u:s3cret", "is not of the form"),
+    ],
+)
+def test_a_wrong_join_string_is_refused_without_its_password(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"islands\.join = .*{reason}.*copy the whole") as error:
+        Join.parse(text)
+    assert SECRET not in str(error.value)
