@@ -1,5 +1,7 @@
 """Islands around a real model and a real server, in threads of one process."""
 
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.diloco.toy import Net, config, inner_step, join, sgd
+from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
@@ -152,10 +154,10 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
         stopped.wait_for_step(20)
         frozen = stopped.outer._leader
         assert frozen is not None
-        frozen._work = lambda: frozen._closed.wait(0.1)  # type: ignore[method-assign, assignment]
+        frozen._work = lambda: frozen._closed.wait(0.1)  # type: ignore[method-assign]
         with started(again):
             again.wait_for_step(10)
-            del frozen._work  # type: ignore[method-assign]
+            del frozen._work
             with pytest.raises(IslandFencedError, match="was taken by b/"):
                 stopped.finish()
             assert same(first.finish().shared, again.finish().shared)
@@ -184,6 +186,48 @@ def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
         found.stop()
 
 
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def _ranks(server: Join, name: str, chosen: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
+    """Train an island whose ranks share the model; one of them is slow."""
+    world = join(1, int(os.environ["WORLD_SIZE"]))
+    model = sharded(world)
+    optimizer = sgd(model)
+    outer = IslandDiLoCo(
+        model,
+        Islands(str(server), name, slots=2, begin=2, grace_seconds=60.0),
+        chosen,
+        total_tokens=steps * 2 * TOKENS,
+        optimizer=optimizer,
+        ranks=world.control,
+        samples_per_step=2,
+    )
+    outer.join()
+    step = 0
+    while not outer.finished:
+        step += 1
+        inner_step(model, optimizer, outer.seat.slot, step)
+        time.sleep(0.02 * world.rank)
+        outer.step(weight=TOKENS)
+    outer.drain()
+    shared = {name: full(value) for name, value in outer.global_state_dict().items()}
+    outer.close()
+    return shared
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_islands_of_several_ranks_have_equal_copies(
+    processes: ProcessPool, server: Join, ranks: int
+) -> None:
+    alone = Island(server, "alone")
+    with started(alone):
+        results = processes.run(_ranks, ranks, server, "ranks", FP4, alone.steps)
+        alone_result = alone.finish()
+    assert all(same(result, results[0]) for result in results)
+    assert same(results[0], alone_result.shared)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -203,9 +247,11 @@ def test_a_delta_that_is_not_finite_is_left_out_and_its_island_takes_the_shared_
     server: Join,
 ) -> None:
     def poison(island: Island) -> None:
-        if island.step == 10:
+        if island.step == 20:  # just before the embedding is sent
             with torch.no_grad():
                 island.model.embedding.weight[0] = torch.nan
+        elif island.step == 21:  # the step has made all fragments NaN
+            assert len(island.outer.heal()) == 5
 
     first = Island(server, "a", steps=48, grace=2.0, step_seconds=0.01)
     second = Island(server, "b", steps=48, grace=2.0, step_seconds=0.01, each_step=poison)
@@ -230,7 +276,7 @@ def test_a_corrupt_chunk_is_refused_with_the_reason(
         sent.append(where)  # scale bytes of 255 are decoded as NaN
         return payload.fill_(255) if len(sent) == 2 else payload
 
-    second.outer._encoder.encode = damaged  # type: ignore[method-assign]
+    second.outer._encoder.encode = damaged  # type: ignore[method-assign, assignment]
     with started(first, second):
         results = [first.finish(), second.finish()]
     assert same(results[0].shared, results[1].shared)

@@ -122,6 +122,10 @@ class Copies:
         share(Give(fragment=fragment), AnyJob, self._ranks.copies)
         return self._give(self.fragments[fragment])
 
+    def stop(self) -> None:
+        """End `follow` on the other ranks."""
+        share(Stop(), AnyJob, self._ranks.copies)
+
     def follow(self) -> None:
         """Do the jobs that the first rank starts, until Stop."""
         while True:

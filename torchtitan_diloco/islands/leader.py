@@ -23,7 +23,7 @@ from torchtitan_diloco.islands.connection import (
     Hint,
     LogRecord,
 )
-from torchtitan_diloco.islands.copies import Advance, Copies, Save, Stop
+from torchtitan_diloco.islands.copies import Advance, Copies, Save
 from torchtitan_diloco.islands.joining import (
     Inbox,
     Joining,
@@ -221,7 +221,7 @@ class Leader:
         self._connection.close()
         if self._thread.is_alive():
             self._thread.join()
-        self._copies.run(Stop())
+        self._copies.stop()
         for thread in (self._fetcher, self._giver):
             thread.close(timeout=1.0)
 
