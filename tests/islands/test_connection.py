@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.islands.servers import Listener, free_port, need_server, running_server
+from tests.islands.servers import PATIENCE, Listener, free_port, need_server, running_server
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands.connection import (
     Asked,
@@ -174,20 +174,22 @@ def _kill_while_both_work(server: Server, writer: Listener, reader: Listener) ->
             writer.connection.append("run", b"%d" % (number := number + 1))
 
     with ThreadPoolExecutor() as pool:
-        appending = pool.submit(append)
+        pool.submit(append)
         stored = [pool.submit(writer.connection.store, [payload], "parts") for _ in range(2)]
-        reader.read_to(20)
-        assert server.process is not None
-        server.process.kill()
-        for listener in (reader, writer):
-            listener.wait(Disconnected)
-        server.start()
-        assert reader.wait_connected() >= len(reader.records)
-        last = writer.wait_connected()
-        reader.read_to(last + 20)
-        chunks = [future.result() for future in stored]
-        stop.set()
-        appending.result()
+        try:
+            reader.read_to(20)
+            assert server.process is not None
+            server.process.kill()
+            for listener in (reader, writer):
+                listener.wait(Disconnected)
+            server.start()
+            assert reader.wait_connected() >= len(reader.records)
+            last = writer.wait_connected()
+            reader.read_to(last + 20)
+            chunks = [future.result(timeout=PATIENCE) for future in stored]
+        finally:
+            stop.set()
+            writer.connection.close()
     sequences = [record.sequence for record in reader.records]
     assert sequences == list(range(1, len(sequences) + 1))
     numbers = [int(record.raw) for record in reader.records]
@@ -295,7 +297,7 @@ async def find_violations(join: Join, subjects: list[str]) -> list[str]:
     client = await connect(join, error_cb=note)
     for subject in subjects:
         await client.publish(subject, b"{}")
-    await client.flush()
+        await client.flush()
     await client.close()
     return [error for error in found if "permissions violation" in error]
 

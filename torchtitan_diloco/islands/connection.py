@@ -96,6 +96,7 @@ class Connection:
         self._bulk_is_there = asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed = False
         self._lock = threading.Lock()
@@ -201,6 +202,8 @@ class Connection:
         give_up = self._loop.time() + FIRST_CONNECTION_SECONDS
         addresses = random.sample(self._join.addresses, len(self._join.addresses))
         for address in itertools.cycle(addresses):
+            if self._closed:  # nats-py ignores some cancellations
+                return
             session = Session(LOG_PATIENCE)
             reader = LogReader(session, self._names, self._name, self.events, self._delivered)
             try:
@@ -231,7 +234,7 @@ class Connection:
     async def _serve(self, session: Session, reader: LogReader, address: str) -> str:
         """Work until the connection is lost, and return the reason."""
         tasks = [
-            asyncio.create_task(self._keep_bulk(address)),
+            asyncio.create_task(self._keep_bulk(session, address)),
             asyncio.create_task(reader.notice_silence()),
         ]
         try:
@@ -240,19 +243,20 @@ class Connection:
             for task in tasks:
                 task.cancel()
 
-    async def _keep_bulk(self, address: str) -> None:
-        """Have a connection for chunks to the same server."""
-        while True:
+    async def _keep_bulk(self, log: Session, address: str) -> None:
+        """Have a connection for chunks to the server that the log's is to."""
+        while not log.is_lost:
             session = Session(BULK_PATIENCE)
             try:
-                await session.open(self._join, address, f"{self._name} bulk")
+                await log.run(session.open(self._join, address, f"{self._name} bulk"))
                 self._bulk = session
                 self._bulk_is_there.set()
                 reason = await asyncio.shield(session.lost)
             except Exception as error:
                 reason = str(error)
             finally:
-                self._bulk_is_there.clear()
+                if self._bulk is session:
+                    self._bulk_is_there.clear()
                 session.fail("the connection of the log is lost")
                 self._in_background(session.close())
             logger.debug("no connection for chunks: %s", reason)
@@ -266,7 +270,7 @@ class Connection:
 
         pause = PAUSE
         async with self._free[bulk]:
-            while True:
+            while not self._closed:
                 await self._bulk_is_there.wait()
                 assert self._bulk is not None
                 session = self._bulk
@@ -280,6 +284,7 @@ class Connection:
                     )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+        raise ClosedError("the connection was closed")
 
     async def _store(self, piece: memoryview, bulk: Bulk) -> int:
         subject = self._names.bulk(bulk)
@@ -313,13 +318,13 @@ class Connection:
         if self._log is not None:
             with suppress(Exception):
                 await self._log.client.flush(timeout=1)
-        for _ in range(2):  # first all that works, then what does not end by itself
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
+        for _ in range(4):  # nats-py ignores some cancellations, and closing takes a while
+            for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:
+                await asyncio.wait(tasks, timeout=0.5)
             if self._background:
-                await asyncio.wait(self._background, timeout=1)
+                await asyncio.wait(self._background, timeout=0.5)
 
 
 async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -330,6 +335,13 @@ async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Keep quiet about tasks of nats-py that fail because a connection is lost."""
+    error = context.get("exception")
+    level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+    logger.log(level, "%s: %s", context["message"], error, exc_info=error)
 
 
 def _first_error(failure: Exception) -> ValueError:

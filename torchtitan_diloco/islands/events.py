@@ -124,8 +124,7 @@ class LogReader:
         from nats.js.errors import NotFoundError
 
         try:
-            async with asyncio.timeout(FOLLOW_SECONDS):
-                await self._session.run(self._follow())
+            await self._session.run(self._follow(), FOLLOW_SECONDS)
         except (NotFoundError, ConnectionError) as error:
             denied = "permissions violation" in str(error).lower()
             if denied or isinstance(error, NotFoundError):

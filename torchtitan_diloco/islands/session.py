@@ -62,25 +62,25 @@ class Session:
         """Connect; raise RefusedError if it is no use to try again, else any other error."""
         from nats import errors
 
+        connect = self.client.connect(
+            f"nats://{address}",
+            name=name,
+            user=join.user or None,
+            password=join.password or None,
+            tls=join.context(),
+            # Else a server in the middle could ask for the password in plain text.
+            tls_handshake_first=join.tls,
+            error_cb=self._note,
+            allow_reconnect=False,
+            connect_timeout=2,
+            max_reconnect_attempts=1,
+            reconnect_time_wait=0,
+            ping_interval=PING,  # type: ignore[arg-type]
+            max_outstanding_pings=round(self._patience / PING),
+            no_echo=True,
+        )
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await self.client.connect(
-                    f"nats://{address}",
-                    name=name,
-                    user=join.user or None,
-                    password=join.password or None,
-                    tls=join.context(),
-                    # Else a server in the middle could ask for the password in plain text.
-                    tls_handshake_first=join.tls,
-                    error_cb=self._note,
-                    allow_reconnect=False,
-                    connect_timeout=2,
-                    max_reconnect_attempts=1,
-                    reconnect_time_wait=0,
-                    ping_interval=PING,  # type: ignore[arg-type]
-                    max_outstanding_pings=round(self._patience / PING),
-                    no_echo=True,
-                )
+            await self.run(connect, CONNECT_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
             raise explain(self.problem or error, address) from error
         self.jetstream = self.client.jetstream(timeout=ANSWER_SECONDS)
@@ -104,16 +104,19 @@ class Session:
         if not self.lost.done():
             self.lost.set_result(reason)
 
-    async def run(self, operation: Coroutine[Any, Any, T]) -> T:
-        """Return the operation's result, or raise ConnectionError if the connection is lost."""
+    async def run(self, operation: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Return the operation's result. Raises ConnectionError once the connection is lost."""
         task = asyncio.ensure_future(operation)
         try:
-            await asyncio.wait((task, self.lost), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            both = task, self.lost
+            await asyncio.wait(both, timeout=seconds, return_when="FIRST_COMPLETED")
+            if task.done():
+                return task.result()
+            if self.lost.done():
                 raise ConnectionError(self.lost.result())
-            return task.result()
+            raise TimeoutError(f"no answer within {seconds:g} s")
         finally:
-            task.cancel()
+            task.cancel()  # without waiting for it: nats-py ignores some cancellations
 
     async def close(self, flush: bool = False) -> None:
         """Close the socket. It may take long if the server does not answer."""
