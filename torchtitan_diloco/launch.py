@@ -60,6 +60,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         config = from_command_line(arguments)
         if config is None:  # --help or --print-config
             return 0
+        if config.islands.local:
+            return run_local_islands(config, arguments)
         node = read_node(os.environ)
         processes = local_processes(
             workers=config.workers_of_job,
@@ -84,6 +86,19 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     run = _Run(node, processes, config, 120 if grace_seconds is None else grace_seconds)
     return run.wait(module, arguments)
+
+
+def run_local_islands(config: Config, arguments: list[str]) -> int:
+    """Start a server and islands on this machine, each as if it was started by hand."""
+    from torchtitan_diloco.islands.local import run_islands
+
+    count = config.islands.local
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // count)))
+    folder = config.run.folder or f"outputs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    begin = config.islands.begin or count
+    command = [sys.executable, "-m", "torchtitan_diloco.launch", *arguments]
+    command += ["--islands.local", "0", "--islands.begin", str(begin)]
+    return run_islands(command, count, Path(folder))
 
 
 class _Run:

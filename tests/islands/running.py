@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.diloco.toy import Net, config, inner_step, parameters, sgd
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
+from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
 from torchtitan_diloco.islands.connection import ClosedError
 from torchtitan_diloco.islands.join import Join
@@ -48,6 +49,8 @@ class Island(threading.Thread):
     step_seconds: float = 0.0
     each_step: Callable[["Island"], object] | None = None
     facts: dict[str, str] = field(default_factory=dict)
+    saved: SavedState | None = None
+    """State to resume from."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class Island(threading.Thread):
 
     def _train(self) -> None:
         outer = self.outer
+        if self.saved is not None:
+            outer.load_state_dict(self.saved)
         outer.join()
         while not outer.finished and not self.stop.is_set():
             self.step += 1

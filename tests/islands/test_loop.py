@@ -12,14 +12,16 @@ from torch import Tensor
 
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
+from tests.islands.servers import need_server, running_server
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, leader
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import local_server
 
-pytest.importorskip("nats", reason="the extra islands is not installed")
+need_server()
 
 
 @pytest.fixture
@@ -154,7 +156,7 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
         stopped.wait_for_step(20)
         frozen = stopped.outer._leader
         assert frozen is not None
-        frozen._work = lambda: frozen._closed.wait(0.1)  # type: ignore[method-assign]
+        frozen._work = lambda: time.sleep(0.1)  # type: ignore[method-assign]
         with started(again):
             again.wait_for_step(10)
             del frozen._work
@@ -164,26 +166,79 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
 
 
 def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
-    from torchtitan_diloco.islands.server import open_folder
-
-    with local_server(tmp_path / "server") as server:
-        pass
-    found = open_folder(tmp_path / "server")
-    found.start()
-    first = Island(server, "a", steps=120, grace=0.3, step_seconds=0.02)
-    second = Island(server, "b", steps=120, grace=0.3, step_seconds=0.02)
-    try:
+    with running_server(tmp_path / "server") as found:
+        first = Island(found.join, "a", steps=120, grace=0.3, step_seconds=0.02)
+        second = Island(found.join, "b", steps=120, grace=0.3, step_seconds=0.02)
         with started(first, second):
             first.wait_for_step(20)
             assert found.process is not None
             found.process.kill()
             found.process.wait()
-            before = first.step
-            first.wait_for_step(before + 20)
+            first.wait_for_step(first.step + 20)
             found.start()
             assert same(first.finish().shared, second.finish().shared)
-    finally:
-        found.stop()
+
+
+# --- the log is the run ---------------------------------------------------------------------------
+
+
+def replayed(server: Join, saved: SavedState | None = None) -> dict[str, Tensor]:
+    """Return the shared parameters that follow from the log, in a process that only reads it."""
+    outer = Island(server, "reader", steps=STEPS, saved=saved).outer
+    if saved is not None:
+        outer.load_state_dict(saved)
+    reader = outer._leader = outer.build_leader()
+    reader.replay(outer._saved)
+    outer._take_versions([copy.newest for copy in outer._copies.fragments])
+    outer.close()
+    return outer.global_state_dict()
+
+
+STEPS = 90
+
+
+def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> None:
+    """All islands die. One has a checkpoint, from which both go on; the log gives every version."""
+    saved: list[SavedState] = []
+
+    def save(island: Island) -> None:
+        if island.step == 30:
+            saved.append(island.outer.start_state_dict().result(20))
+
+    first = Island(server, "a", steps=STEPS, grace=0.2, step_seconds=0.01, each_step=save)
+    second = Island(server, "b", steps=STEPS, grace=0.2, step_seconds=0.01)
+    with started(first, second):
+        first.wait_for_step(45)
+    versions = [copy.newest for copy in first.outer._copies.fragments]
+    again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
+    other = Island(server, "b", steps=STEPS, grace=0.2)
+    with started(again):
+        wait_until(lambda: again.step > 3 or not again.is_alive(), "steps after the restart")
+        with started(other):
+            results = [again.finish(), other.finish()]
+    assert min(versions) > 0
+    assert same(results[0].shared, results[1].shared)
+    assert same(results[0].shared, replayed(server))
+    assert same(results[0].shared, replayed(server, saved[0]))
+
+
+def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
+    saved: list[SavedState] = []
+
+    def save(island: Island) -> None:
+        if island.step == 20:
+            saved.append(island.outer.start_state_dict().result(20))
+
+    for folder in ("one", "two"):
+        with running_server(tmp_path / folder, run="same") as found:
+            island = Island(found.join, "a", begin=1, slots=1, each_step=save)
+            island.saved = saved[0] if saved else None
+            with started(island):
+                if folder == "one":
+                    island.finish()
+                else:
+                    with pytest.raises(ValueError, match="truncated or made anew"):
+                        island.finish()
 
 
 # --- several ranks --------------------------------------------------------------------------------
@@ -287,6 +342,6 @@ def test_a_corrupt_chunk_is_refused_with_the_reason(
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match=r"islands.name: may have letters"):
         IslandDiLoCo(Net(), Islands("nats://a", "a b"), FP4, total_tokens=1)
+    chosen = replace(FP4, quantization=Quantization(codec="fp4_e3m0", error_feedback=True))
     with pytest.raises(ValueError, match=r"error_feedback: does not work with islands"):
-        chosen = replace(FP4, quantization=Quantization(codec="fp4_e3m0", error_feedback=True))
         IslandDiLoCo(Net(), Islands("nats://a", "a"), chosen, total_tokens=1)

@@ -29,6 +29,8 @@ class RunPlan:
     start_step: int = 0
     """Step from which this process resumed the run."""
     start_tokens: int = 0
+    ranks: int = 1
+    """Ranks of all workers, those of other islands included."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also those of earlier starts with other batches."""
@@ -62,7 +64,7 @@ def plan_run(
             f"of step {start_step}: make the run longer, or choose another run.folder"
         )
     sizes = parameters, embedding_parameters, accumulation, tokens_per_step, total_steps
-    return RunPlan(*sizes, start_step, start_tokens)
+    return RunPlan(*sizes, start_step, start_tokens, ranks)
 
 
 class AfterStep(NamedTuple):
@@ -109,7 +111,9 @@ def log_plan(
     plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path
 ) -> None:
     """Log how the numbers of the run are derived, one line each."""
-    workers, ranks, start = world.workers, world.ranks_per_worker, plan.start_step
+    ranks, start = world.ranks_per_worker, plan.start_step
+    workers = plan.ranks // ranks
+    here = f", of which {world.size} here" if plan.ranks > world.size else ""
     gib = INNER_BYTES * plan.parameters / ranks / GIB
     total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
     resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
@@ -117,7 +121,7 @@ def log_plan(
     lines = {
         "version": f"torchtitan_diloco {__version__}, torch {torch.__version__}",
         "device": describe_device(world.device),
-        "processes": f"{workers} workers x {ranks} ranks = {world.size}",
+        "processes": f"{workers} workers x {ranks} ranks = {plan.ranks}{here}",
         "model": f"{model_line}: {plan.parameters:,} parameters, {plan.embedding_parameters:,} of "
         "them embedding",
         "data": data_line,

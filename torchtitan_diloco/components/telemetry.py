@@ -144,7 +144,7 @@ class Telemetry:
         self.count("skipped_steps", result.skipped)
         if not result.skipped:
             self.count("cross_entropy", result.cross_entropy)
-            self.count("tokens", self._plan.tokens_per_step / self._world.size)
+            self.count("tokens", self._plan.tokens_per_step / self._plan.ranks)
         self._counters["gradient_norm"] = result.gradient_norm  # of the last step
         self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
 
@@ -219,7 +219,8 @@ class Telemetry:
         size, workers = self._world.size, self._world.workers
         sums = {name: math.fsum(values) for name, values in counters.items()}
         steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
-        tokens_per_second = self._plan.tokens_per_step * steps / wall_seconds
+        tokens = self._plan.tokens_per_step * self._world.size / self._plan.ranks
+        tokens_per_second = tokens * steps / wall_seconds
         record: Record = {
             "train/loss_nats_per_token_global": sums["cross_entropy"]
             / (sums["tokens"] or math.nan),

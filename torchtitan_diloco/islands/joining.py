@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
-import torch
-from torch import Tensor
 
 from torchtitan_diloco.islands.connection import (
+    LEAVE,
     Asked,
     Connected,
     Connection,
@@ -24,6 +23,7 @@ from torchtitan_diloco.islands.connection import (
 )
 from torchtitan_diloco.islands.copies import Copies, Declare, Load
 from torchtitan_diloco.islands.log import checksums_before
+from torchtitan_diloco.islands.parts import join_bytes
 from torchtitan_diloco.islands.records import (
     AnyRecord,
     Chunk,
@@ -61,11 +61,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     chunks: tuple[Chunk, ...]
 
 
-class LeaveWanted(msgspec.Struct, frozen=True, tag="leave"):
-    """Sent by the command `leave`."""
-
-
-Message: TypeAlias = SnapshotWanted | Snapshot | LeaveWanted
+Message: TypeAlias = SnapshotWanted | Snapshot
 
 
 @dataclass
@@ -96,6 +92,8 @@ class Inbox:
         self.records: deque[LogRecord] = deque()
         self.messages: deque[tuple[str, Message]] = deque()
         """Messages of other islands, with their senders."""
+        self.leaving = False
+        """This island was asked to leave the run."""
         self.last = -1
         """Number of records in the log when the connection was made last."""
         self.received = 0
@@ -117,6 +115,9 @@ class Inbox:
                 self.received = event.sequence
             case Heard(hint) if hint.incarnation != self._incarnation:
                 self._members.hear(hint.incarnation, hint.step, hint.caught_up, now)
+            case Asked(_, raw) if raw == LEAVE:
+                logger.info("this island was asked to leave the run")
+                self.leaving = True
             case Asked(sender, raw):
                 with suppress(msgspec.DecodeError):  # garbage
                     self.messages.append((sender, msgspec.msgpack.decode(raw, type=Message)))
@@ -260,18 +261,6 @@ class Joining:
 def name_of(incarnation: str) -> str:
     """Return the name of the island that this is a start of."""
     return incarnation.partition("/")[0]
-
-
-def join_bytes(pieces: Sequence[bytes]) -> Tensor:
-    """Return bytes as one tensor."""
-    content = bytearray().join(pieces)
-    if not content:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(content, dtype=torch.uint8)
-
-
-def as_buffer(content: Tensor) -> memoryview:
-    return memoryview(content.numpy().data).cast("B") if content.numel() else memoryview(b"")
 
 
 def _flat(facts: Facts) -> dict[str, str]:

@@ -7,7 +7,6 @@ training thread asks what is due at the boundary of a step (see loop.py).
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 
 import msgspec
@@ -18,8 +17,6 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import (
     ClosedError,
     Connection,
-    CorruptError,
-    GoneError,
     Hint,
     LogRecord,
 )
@@ -27,15 +24,13 @@ from torchtitan_diloco.islands.copies import Advance, Copies, Save
 from torchtitan_diloco.islands.joining import (
     Inbox,
     Joining,
-    LeaveWanted,
     Saved,
     Snapshot,
     SnapshotWanted,
-    as_buffer,
-    join_bytes,
     name_of,
 )
 from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.parts import Parts, as_buffer
 from torchtitan_diloco.islands.records import (
     Close,
     Facts,
@@ -84,19 +79,11 @@ class Leader:
         """Guards the state; it is notified after every change."""
         self.state = State(self._checksum)
         self.island: Island | None = None
-        self.leaving = False
-        """Another process has asked this island to leave."""
         self.received: dict[tuple[int, int], int] = {}
         """Bytes of the others' parts in an entry, by fragment and version."""
-        self._stored: dict[int, Part] = {}
-        """Own parts whose chunks are stored, by fragment."""
-        self._own: dict[tuple[int, int], Tensor] = {}
-        """Payloads of the latest own parts, by fragment and number."""
-        self._payloads: dict[int, Future[Tensor]] = {}
-        """Payloads of waiting parts, by sequence number."""
-        self._checked: dict[int, str] = {}
-        """The reason why each cannot be used, empty if it can."""
+        self._parts = Parts(connection, copies, incarnation, self._on_checked)
         self._attempts: dict[tuple[object, ...], float] = {}
+        """When each record was appended last."""
         self._beaten = self._reported = 0.0
         self._saves = 0
         self._confirmed: dict[int, int] = {}
@@ -104,20 +91,24 @@ class Leader:
         self._disputes: dict[int, tuple[int, float, str]] = {}
         """Version with other bits, when this island gives up, and the reason, by fragment."""
         self._failure: Exception | None = None
-        self._fetcher = BackgroundThread("islands-fetch")
         self._giver = BackgroundThread("islands-snapshots")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
 
     # --- join -------------------------------------------------------------------------------------
 
-    def join(self, saved: Saved | None) -> None:
-        """Take a slot, catch up with the log, and wait until the run has begun."""
+    def replay(self, saved: Saved | None) -> Facts:
+        """Connect, and read the log as it is. Return the facts of the run."""
         self._connection.start(after=0)
         facts = self._joining.read_facts(saved)
         self.state = State(self._checksum, self._joining.begin(facts, saved))
         self._read_records()
         self.state.check_complete()
+        return facts
+
+    def join(self, saved: Saved | None) -> None:
+        """Catch up with the log, take a slot, and wait until the run has begun."""
+        facts = self.replay(saved)
         slot = self._take_slot(facts)
         while not self.state.begun:
             there = ", ".join(name_of(owner) for owner in self.state.owners().values())
@@ -164,27 +155,36 @@ class Leader:
             self._reported = time.monotonic()
             logger.info(line)
 
+    @property
+    def joined(self) -> Island:
+        assert self.island is not None, "join() comes first"
+        return self.island
+
     # --- the training thread ----------------------------------------------------------------------
 
     def begin_part(self, fragment: int) -> Part:
         """Return the part to send now. The lock is held."""
-        assert self.island is not None
-        checksum = self._checksum(fragment, self.island.syncs[fragment].applied)
-        part = self.island.send(fragment, checksum, time.monotonic())
+        island = self.joined
+        checksum = self._checksum(fragment, island.syncs[fragment].applied)
+        part = island.send(fragment, checksum, time.monotonic())
         # At once: an opening counts from the step at which it is made.
-        self._open(self.island, fragment)
+        self._open(island, fragment)
         return part
 
     def is_over(self) -> bool:
         """Return whether a stopped island has nothing more to do. The lock is held."""
-        assert self.island is not None
-        if any(sync.unapplied for sync in self.island.syncs):
+        if any(sync.unapplied for sync in self.joined.syncs):
             return False
         return self.state.ended or self._has_left()
 
     def _has_left(self) -> bool:
         island = self.island
         return island is not None and island.leaving and self.state.slots[island.slot].owner is None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this island was asked to leave the run."""
+        return self._inbox.leaving
 
     def check(self) -> None:
         """Raise what has failed in the thread."""
@@ -193,18 +193,9 @@ class Leader:
 
     def store(self, part: Part, payload: Tensor) -> int:
         """Store the chunks of an own part, and have it appended. Return the bytes sent."""
-        self._own = {key: kept for key, kept in self._own.items() if key[0] != part.fragment}
-        self._own[part.fragment, part.number] = payload
-        if part.finite:
-            chunks = self._connection.store([as_buffer(payload)], "parts")
-            part = msgspec.structs.replace(part, chunks=chunks)
-        with self.changed:
-            self._stored[part.fragment] = part
-            self._react()
+        self._parts.store(part, payload)
+        self._on_checked()
         return payload.numel() if part.finite else 0
-
-    def own_payload(self, part: Part) -> Tensor:
-        return self._own[part.fragment, part.number]
 
     def save(self) -> None:
         """Let the thread do the job Save on all ranks."""
@@ -222,8 +213,8 @@ class Leader:
         if self._thread.is_alive():
             self._thread.join()
         self._copies.stop()
-        for thread in (self._fetcher, self._giver):
-            thread.close(timeout=1.0)
+        self._parts.close()
+        self._giver.close(timeout=1.0)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -275,10 +266,7 @@ class Leader:
         )
 
     def _answer(self, sender: str, message: object) -> None:
-        if isinstance(message, LeaveWanted):
-            logger.info("this island was asked to leave the run")
-            self.leaving = True
-        elif isinstance(message, SnapshotWanted) and message.fragment < len(self._known):
+        if isinstance(message, SnapshotWanted) and message.fragment < len(self._known):
             fragment = message.fragment
             copy, content = self._copies.fragments[fragment], self._copies.give(fragment)
             head = self.state.fragments[fragment].head
@@ -317,7 +305,7 @@ class Leader:
             self._compare(outcome)
             self.changed.notify_all()
         if isinstance(outcome.record, Part) and not outcome.void:
-            self._fetch(record.sequence, outcome.record)
+            self._parts.fetch(record.sequence, outcome.record)
 
     def _advance(self, record: LogRecord) -> None:
         """Make the version of a close that is valid, before the state knows of it.
@@ -334,7 +322,7 @@ class Leader:
         copy, known = self._copies.fragments[close.fragment], self._known[close.fragment]
         if entry is None or close.version != copy.newest + 1:
             return
-        payloads = [self._payload(number) for number in close.parts]
+        payloads = [self._parts.payload(number) for number in close.parts]
         self.received[close.fragment, close.version] = sum(
             payload.numel()
             for part, payload in zip(entry.parts, payloads, strict=True)
@@ -354,9 +342,7 @@ class Leader:
         close = entry.close
         waiting = self.state.fragments[close.fragment].waiting
         taken = [*close.parts, *(refusal.part for refusal in close.refused)]
-        for number in set(taken) - set(waiting):
-            self._payloads.pop(number, None)
-            self._checked.pop(number, None)
+        self._parts.forget(set(taken) - set(waiting))
         for refusal in close.refused:
             logger.warning(
                 f"fragment {close.fragment}, version {close.version}: the part in record "
@@ -398,43 +384,11 @@ class Leader:
                     "has a memory fault, or computes differently. Started again, it replays the log"
                 )
 
-    # --- parts ------------------------------------------------------------------------------------
-
-    def _fetch(self, sequence: int, part: Part) -> None:
-        """Fetch and check the payload of a part in the background."""
-        own = None
-        if part.incarnation == self.incarnation:
-            own = self._own.get((part.fragment, part.number))
-        self._payloads[sequence] = self._fetcher.submit(partial(self._get, sequence, part, own))
-
-    def _get(self, sequence: int, part: Part, own: Tensor | None) -> Tensor:
-        wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
-        reason, payload = "", torch.empty(0, dtype=torch.uint8)
-        try:
-            if sum(chunk.size for chunk in part.chunks) != wanted:
-                raise CorruptError(f"its chunks do not have {wanted} bytes")
-            if part.finite:
-                fetched = self._connection.fetch(part.chunks, "parts") if own is None else []
-                payload = join_bytes(fetched) if own is None else own
-                if not self._copies.is_finite(part.fragment, payload, part.ranks):
-                    reason = "its values are not finite"
-        except (CorruptError, GoneError) as error:
-            reason = str(error)
-        with self.changed:
-            self._checked[sequence] = reason
-            self._react()
-        return payload
-
-    def _payload(self, sequence: int) -> Tensor:
-        payload = self._payloads[sequence].result()
-        if self._checked.get(sequence):
-            raise RuntimeError(
-                f"a part that the run has merged cannot be read: {self._checked[sequence]}; start "
-                "this island again, and it takes the copy of another one"
-            )
-        return payload
-
     # --- decisions --------------------------------------------------------------------------------
+
+    def _on_checked(self) -> None:
+        with self.changed:
+            self._react()
 
     def _react(self) -> None:
         """Append what is due. The lock is held."""
@@ -444,9 +398,9 @@ class Leader:
         for fragment in range(len(self.state.fragments)):
             self._open(island, fragment)
             lr = self._copies.next_lr(fragment)
-            close = island.close(fragment, self._checked, lr, now)
+            close = island.close(fragment, self._parts.checked, lr, now)
             self._attempt(close, fragment, close and (close.version, close.after))
-            part = self._stored.get(fragment)
+            part = self._parts.stored.get(fragment)
             if part is not None and island.syncs[fragment].under_way:
                 self._attempt(part, fragment, part.number)
         if island.stopped:
@@ -462,5 +416,6 @@ class Leader:
         """Append a record, and not again for a while: whether it counts shows in the log."""
         key, now = (type(record), *what), time.monotonic()
         if record is not None and now >= self._attempts.get(key, -RETRY) + RETRY:
+            self._attempts = {one: at for one, at in self._attempts.items() if now < at + RETRY}
             self._attempts[key] = now
             self._connection.append(subject_of(record), encode(record))

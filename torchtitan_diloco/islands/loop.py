@@ -6,11 +6,10 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -33,46 +32,15 @@ from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
+from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Send, decide
 from torchtitan_diloco.islands.fingerprints import fingerprints
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.joining import Saved
 from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.ranks import Ranks, collect, share
 from torchtitan_diloco.islands.records import Facts, Part
-from torchtitan_diloco.islands.rules import Island, Mode, Timing
+from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.utils import logger
-
-
-class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Take the delta of a fragment, for this part."""
-
-    part: Part
-
-
-class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
-    """Change the parameters by the next version of a fragment."""
-
-    fragment: int
-    version: int
-    mode: Mode
-    number: int
-    """Number of the own part in it, 0 if there is none."""
-    weight: int
-    participants: int
-    received: int
-    """Bytes of the others' parts."""
-
-
-class Boundary(msgspec.Struct, frozen=True, array_like=True, tag="boundary"):
-    """All that is due at this boundary has been done."""
-
-    clock: int
-    stopped: bool
-    over: bool
-    """The island has nothing more to send or to apply."""
-
-
-Decision: TypeAlias = Send | Apply | Boundary
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +51,8 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     block: int
     position: int
     clock: int
+    versions: list[int]
+    """Of the fragments, with which the island begins."""
 
 
 class IslandDiLoCo(StreamingDiLoCo):
@@ -132,7 +102,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._facts = facts or {}
         self._leader: Leader | None = None
         self._follower: threading.Thread | None = None
-        self._seat = Seat(0, 1, 1, 0, 0)
+        self._seat = Seat(0, 1, 1, 0, 0, [])
         self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
         """The latest part of each fragment, when it was sent, and whether it is stored."""
         self._payloads: dict[int, Tensor] = {}
@@ -147,35 +117,14 @@ class IslandDiLoCo(StreamingDiLoCo):
     def join(self) -> None:
         """Connect, take a slot, take the shared parameters, and wait until the run has begun."""
         if self._ranks.is_first:
-            incarnation = f"{self.islands.name}/{secrets.token_hex(4)}"
-            join = Join.parse(self.islands.join)
-            facts = Facts(
-                run=join.run,
-                slots=self.islands.slots,
-                begin=self.islands.begin,
-                total_tokens=self.total_tokens,
-                checksums=tuple(self._copies.run(Declare(fragment=one)) for one in self._indices),
-                fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
-            )
-            self._leader = Leader(
-                Connection(join, incarnation),
-                self._copies,
-                facts,
-                Timing(
-                    self.config.sync_every,
-                    self.config.overlap.delay,
-                    self.islands.quorum,
-                    self.islands.grace_seconds,
-                ),
-                incarnation=incarnation,
-                first_send=self._first_send,
-            )
+            self._leader = self.build_leader()
             self._leader.join(self._saved)
-            island = self._leader.island
-            assert island is not None
+            island = self._leader.joined
             known = island.state.facts
             assert known is not None
-            seat = Seat(island.slot, known.slots, known.block, island.position, island.clock)
+            versions = [sync.applied for sync in island.syncs]
+            place = island.slot, known.slots, known.block, island.position
+            seat = Seat(*place, island.clock, versions)
         else:
             self._follower = threading.Thread(
                 target=self._copies.follow, name="islands", daemon=True
@@ -183,10 +132,36 @@ class IslandDiLoCo(StreamingDiLoCo):
             self._follower.start()
             seat = None
         self._seat = share(seat, Seat, self._ranks.decisions)
-        self._take_newest()
+        self._take_versions(self._seat.versions)
         logger.info(
             f"island {self.islands.name} has slot {self._seat.slot} of {self._seat.slots}, begins "
             f"at its sample {self._seat.position:,}; the run has merged {self._seat.clock:,} tokens"
+        )
+
+    def build_leader(self) -> Leader:
+        """Build the part of the first rank that reads the log. It is not connected yet."""
+        incarnation = f"{self.islands.name}/{secrets.token_hex(4)}"
+        join = Join.parse(self.islands.join)
+        facts = Facts(
+            run=join.run,
+            slots=self.islands.slots,
+            begin=self.islands.begin,
+            total_tokens=self.total_tokens,
+            checksums=tuple(self._copies.run(Declare(fragment=one)) for one in self._indices),
+            fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
+        )
+        return Leader(
+            Connection(join, incarnation),
+            self._copies,
+            facts,
+            Timing(
+                self.config.sync_every,
+                self.config.overlap.delay,
+                self.islands.quorum,
+                self.islands.grace_seconds,
+            ),
+            incarnation=incarnation,
+            first_send=self._first_send,
         )
 
     @property
@@ -213,12 +188,13 @@ class IslandDiLoCo(StreamingDiLoCo):
         first, every = self.schedule.first_send(fragment), self.schedule.sync_every
         return (first - 1) % every + 1 if late else first
 
-    def _take_newest(self) -> None:
-        """Let the model hold the newest shared copies."""
+    def _take_versions(self, versions: list[int]) -> None:
+        """Let the model hold these versions of the shared copies."""
         drop_gathered(self._model)
-        for state, copy in zip(self._states, self._copies.fragments, strict=True):
-            copy.drop_before(copy.newest)
-            state.outer = copy.versions[copy.newest]
+        fragments = zip(self._states, self._copies.fragments, versions, strict=True)
+        for state, copy, version in fragments:
+            copy.drop_before(version)
+            state.outer = copy.versions[version]
             state.write_model()
 
     def drain(self) -> None:
@@ -228,7 +204,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         """
         if self._leader is not None and self._leader.island is not None:
             with self._leader.changed:
-                island = self._leader.island
+                island = self._leader.joined
                 island.leaving = island.leaving or not island.stopped
                 island.stopped = True
         while not self._over and (self._leader or self._follower):
@@ -263,8 +239,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             self._durations.append(now - self._boundary_at)
         self.check()
         if self._leader is not None:
-            island = self._leader.island
-            assert island is not None
+            island = self._leader.joined
             usual = statistics.median(self._durations) if self._durations else 0.0
             with self._leader.changed:
                 island.finish_step(self._samples_per_step, int(weight), usual)
@@ -284,7 +259,9 @@ class IslandDiLoCo(StreamingDiLoCo):
     def _boundary(self) -> None:
         """Do what the first rank decides, at this boundary, until nothing more is due."""
         started, counted = time.perf_counter(), self._meter.exposed_seconds
-        decisions = None if self._leader is None else self._decide(self._leader)
+        decisions = None
+        if self._leader is not None:
+            decisions = decide(self._leader, self.config.overlap.delay, self._ranks.size)
         while True:
             mine = None if decisions is None else next(decisions)
             decision = cast("Decision", share(mine, Decision, self._ranks.decisions))
@@ -299,54 +276,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
         counted = self._meter.exposed_seconds - counted
         self._meter.waited(time.perf_counter() - started - counted)
-
-    def _decide(self, leader: Leader) -> Iterator[Decision]:
-        """Yield what is due, one after the other. Only on the first rank."""
-        island = leader.island
-        assert island is not None
-        if self.config.overlap.delay:
-            yield from self._due_applies(leader, island)
-        for fragment in self._indices:
-            part = None
-            with leader.changed:
-                if island.send_is_due(fragment, time.monotonic()):
-                    part = leader.begin_part(fragment)
-            if part is not None:
-                yield Send(msgspec.structs.replace(part, ranks=self._ranks.size))
-        if not self.config.overlap.delay:
-            yield from self._due_applies(leader, island)
-        with leader.changed:
-            over = island.stopped and leader.is_over()
-            boundary = Boundary(island.clock, island.stopped, over)
-        yield boundary
-
-    def _due_applies(self, leader: Leader, island: Island) -> Iterator[Decision]:
-        for fragment in self._indices:
-            while (decision := self._due_apply(leader, island, fragment)) is not None:
-                yield decision
-                with leader.changed:
-                    island.finish_apply(fragment, time.monotonic())
-
-    def _due_apply(self, leader: Leader, island: Island, fragment: int) -> Apply | None:
-        """Return the next entry to apply, or wait for it as long as the rules say."""
-        with leader.changed:
-            while (mode := island.next_mode(fragment)) is None:
-                until, now = island.wait_until(fragment), time.monotonic()
-                if until is None or now >= until:
-                    return None
-                leader.check()
-                leader.changed.wait(until - now)
-            entry = island.syncs[fragment].unapplied[0]
-            own = entry.part_of(leader.incarnation)
-            return Apply(
-                fragment,
-                entry.close.version,
-                mode,
-                number=0 if own is None else own.number,
-                weight=0 if own is None else own.weight,
-                participants=sum(weight > 0 for weight in entry.close.weights),
-                received=leader.received.pop((fragment, entry.close.version), 0),
-            )
 
     def _send_part(self, part: Part) -> None:
         state = self._states[part.fragment]
