@@ -5,7 +5,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +51,7 @@ class Listener:
     """A connection, and all that it has heard."""
 
     def __init__(self, join: Join, name: str, after: int = 0) -> None:
+        self.join = join
         self.connection = Connection(join, name)
         self.connection.start(after)
         self.heard: list[Event] = []
@@ -72,6 +73,12 @@ class Listener:
             self.heard.append(event)
             if isinstance(event, kind) and matches(event):
                 return event
+
+    def hear_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self.heard.append(self.connection.events.get(timeout=left))
 
     def wait_connected(self) -> int:
         return self.wait(Connected).last

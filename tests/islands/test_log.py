@@ -355,3 +355,17 @@ def test_the_chain_of_hashes_gives_a_newcomer_the_checksums() -> None:
     records = [decode(raw) for _, raw in log.raw]
     assert checksums_before(records, 0, head) == {0: "v0", 1: "v1", 2: "v2"}
     assert checksums_before(records, 1, log.state.fragments[1].head) == {}
+
+
+def test_a_reader_without_parameters_checks_no_checksums() -> None:
+    log = Log()
+    log.round(10, 20)
+    log.open()
+    log.part(0, 30)
+    log.write(log.build(*log.state.fragments[0].waiting))
+    reader, judge = State(None), State(lambda *_: "another")
+    for sequence, (subject, raw) in enumerate(log.raw, 1):
+        assert not reader.read(sequence, subject, raw).void
+        judge.read(sequence, subject, raw)
+    assert reader.fragments == log.state.fragments
+    assert judge.fragments[0].version == 0

@@ -66,6 +66,8 @@ FIRST_CONNECTION_SECONDS = 10.0
 LOG_PATIENCE, BULK_PATIENCE = 3.0, 60.0
 """Seconds that the server may be silent. Pings come behind chunks, which may go over a slow link.
 When the log's connection is lost, that of the chunks is given up, too."""
+ANSWER_SECONDS = 10.0
+"""Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 
@@ -98,7 +100,7 @@ class Connection:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._closed = False
+        self._closed, self._warned = False, ""
         self._lock = threading.Lock()
 
     def start(self, after: int) -> None:
@@ -268,23 +270,29 @@ class Connection:
         """Repeat an operation on chunks until the server has answered."""
         from nats import errors
 
-        pause = PAUSE
+        pause, patience = PAUSE, ANSWER_SECONDS
         async with self._free[bulk]:
             while not self._closed:
                 await self._bulk_is_there.wait()
                 assert self._bulk is not None
                 session = self._bulk
                 try:
-                    return await session.run(operation(session.jetstream))
+                    found = await session.run(operation(session.jetstream), patience)
                 except (OSError, TimeoutError, errors.Error) as error:
-                    logger.log(
-                        logging.DEBUG if session.is_lost else logging.WARNING,
-                        "%s: the server does not take or give a chunk: %s",
-                        *(bulk, error),
-                    )
+                    patience *= 2 if isinstance(error, TimeoutError) else 1
+                    if not session.is_lost:
+                        self._warn(f"{bulk}: the server does not take or give a chunk: {error}")
+                else:
+                    self._warned = ""
+                    return found
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         raise ClosedError("the connection was closed")
+
+    def _warn(self, text: str) -> None:
+        if text != self._warned:
+            self._warned = text
+            logger.warning(text)
 
     async def _store(self, piece: memoryview, bulk: Bulk) -> int:
         subject = self._names.bulk(bulk)

@@ -18,9 +18,9 @@ Bulk: TypeAlias = Literal["parts", "snapshots"]
 EVERYBODY = "all"
 LEAVE = b"leave"
 """Message that asks an island to leave the run."""
-HEARTBEAT = 1.0
+HEARTBEAT = 0.5
 """Seconds after which the server says that there is no new record."""
-HEARTBEATS_MISSED = 5
+HEARTBEATS_MISSED = 6
 FOLLOW_SECONDS = 4.0
 
 
@@ -156,7 +156,7 @@ class LogReader:
                 ack_policy=AckPolicy.NONE,
                 flow_control=True,
                 idle_heartbeat=HEARTBEAT,
-                inactive_threshold=10 * HEARTBEAT,
+                inactive_threshold=5.0,
                 num_replicas=1,
                 mem_storage=True,
             ),

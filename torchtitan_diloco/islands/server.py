@@ -35,6 +35,7 @@ ISLAND_MAY = {
 SNAPSHOT_SECONDS = 6 * 3600
 """Snapshots are made on request. Later ones replace them."""
 LOCAL_GB = 1
+MAKE_SECONDS = 10.0
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,12 +145,12 @@ class Server:
     def _wait_until_ready(self) -> None:
         assert self.process is not None
         assert self.process.stderr is not None
-        said = []
+        said = ""
         for line in self.process.stderr:
-            said.append(line)
+            said = line.strip() or said
             if "Server is ready" in line:
                 return
-        raise ValueError(f"nats-server did not start: {_message(said[-1] if said else '')}")
+        raise ValueError(f"nats-server did not start: {_message(said)}")
 
     async def _make_streams(self) -> None:
         from nats.js.errors import NotFoundError
@@ -202,8 +203,8 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
     await session.open(admin, admin.addresses[0], "serve")
     try:
         for config in (log, parts, snapshots):
-            await session.run(session.jetstream.add_stream(config))
-    except (APIError, ConnectionError) as error:
+            await session.run(session.jetstream.add_stream(config), MAKE_SECONDS)
+    except (APIError, ConnectionError, TimeoutError) as error:
         raise ValueError(f"the server does not make the stream {config.name}: {error}") from error
     finally:
         await session.close()

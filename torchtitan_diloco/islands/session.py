@@ -18,8 +18,8 @@ POLL = 0.1
 """Seconds between two looks at the state of a connection."""
 PING = 0.5
 CONNECT_SECONDS = 4.0
-ANSWER_SECONDS = 120.0
-"""Time for an answer. It is long: a broken connection is noticed sooner, by its pings."""
+NO_LIMIT = 1e6
+"""Seconds that nats-py waits for an answer: `run` has its own limit."""
 
 
 class RefusedError(ValueError):
@@ -83,7 +83,7 @@ class Session:
             await self.run(connect, CONNECT_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
             raise explain(self.problem or error, address) from error
-        self.jetstream = self.client.jetstream(timeout=ANSWER_SECONDS)
+        self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
     async def _note(self, error: Exception) -> None:

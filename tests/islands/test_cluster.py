@@ -1,0 +1,109 @@
+"""Three servers, as docs/islands.md describes them: one may be killed."""
+
+import asyncio
+import re
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+from tests.islands.servers import PATIENCE, Listener, free_port, need_server
+from torchtitan_diloco.islands.connection import Disconnected, Join
+from torchtitan_diloco.islands.server import find_server, make_streams
+from torchtitan_diloco.islands.session import Session
+
+need_server()
+
+DOCS = (REPOSITORY / "docs/islands.md").read_text()
+SERVERS = ("one", "two", "three")
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple[Join, dict[str, "subprocess.Popen[bytes]"]]]:
+    """Run three servers with the configuration of the documentation, each on ports of its own."""
+    command = re.search(r"    (openssl req .*?certificate\.pem)\n", DOCS, re.DOTALL)
+    text = re.search(r"```\n(server_name: NAME\n.*?)```", DOCS, re.DOTALL)
+    assert command is not None
+    assert text is not None
+    words = re.sub(r"DNS:HOST-\d", "IP:127.0.0.1", command[1].replace("\\\n", " ")).split()
+    subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    ports = {name: (free_port(), free_port()) for name in SERVERS}
+    changed = text[1].replace("0.0.0.0", "127.0.0.1")
+    for number, (_, route) in enumerate(ports.values(), 1):
+        changed = changed.replace(f"HOST-{number}:6222", f"127.0.0.1:{route}")
+    processes = {}
+    try:
+        for name, (port, route) in ports.items():
+            own = changed.replace("NAME", name).replace("FOLDER", str(folder / name))
+            own = own.replace(":4222", f":{port}").replace("127.0.0.1:6222", f"127.0.0.1:{route}")
+            (folder / f"{name}.conf").write_text(own)
+            processes[name] = subprocess.Popen(
+                [find_server(), "--config", f"{name}.conf", "--log", f"{name}.log"], cwd=folder
+            )
+        addresses = tuple(f"127.0.0.1:{port}" for port, _ in ports.values())
+        certificate = ssl.PEM_cert_to_DER_cert((folder / "certificate.pem").read_text())
+        yield (
+            Join(addresses, "test", "admin", "ADMIN-PASSWORD", certificate=certificate),
+            processes,
+        )
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(folder: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    for name in SERVERS:
+        path = folder / f"{name}.log"
+        while not (
+            path.exists()
+            and re.search("is new JetStream.*leader|new metadata leader", path.read_text())
+        ):
+            assert time.monotonic() < end, path.read_text()
+            time.sleep(0.05)
+
+
+async def find_leader(admin: Join) -> str:
+    session = Session(3.0)
+    await session.open(admin, admin.addresses[0], "test")
+    info = await session.jetstream.stream_info("islands-test-log")
+    await session.close()
+    assert info.cluster is not None
+    assert info.cluster.leader is not None
+    return info.cluster.leader
+
+
+def test_one_of_three_servers_is_killed(tmp_path: Path) -> None:
+    with cluster(tmp_path) as (admin, processes):
+        wait_until_ready(tmp_path)
+        asyncio.run(make_streams(admin, keep_gb=0.1, replicas=3))
+        leader = asyncio.run(find_leader(admin))
+        join = Join(admin.addresses, "test", "island", "PASSWORD", certificate=admin.certificate)
+        with Listener(join, "a/1") as first, Listener(join, "b/1") as second:
+            first.connection.append("run", b"before")
+            second.read_to(1)
+            early = first.connection.store([b"x" * 1_500_000], "parts")
+            processes[leader].kill()
+            late = first.connection.store([b"y" * 1_500_000], "parts")
+            for listener in (first, second):
+                assert b"".join(listener.connection.fetch(late, "parts")) == b"y" * 1_500_000
+            assert b"".join(second.connection.fetch(early, "parts")) == b"x" * 1_500_000
+            _append_until_heard(first, second)
+            assert [record.sequence for record in second.records] == list(
+                range(1, len(second.records) + 1)
+            )
+
+
+def _append_until_heard(writer: Listener, reader: Listener) -> None:
+    """Append again and again: there is no leader for a moment, and what is appended is lost."""
+    end = time.monotonic() + PATIENCE
+    while not any(record.raw == b"after" for record in reader.records):
+        assert time.monotonic() < end, [
+            event for event in reader.heard if isinstance(event, Disconnected)
+        ]
+        writer.connection.append("run", b"after")
+        reader.hear_for(0.2)

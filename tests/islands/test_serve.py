@@ -1,0 +1,225 @@
+"""The commands around the server, as a user runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.islands.servers import Listener, free_port, need_server, running_server
+from tests.islands.test_log import Log
+from torchtitan_diloco.islands import status
+from torchtitan_diloco.islands.__main__ import main
+from torchtitan_diloco.islands.connection import LEAVE, Asked, Hint, Join, LogRecord
+from torchtitan_diloco.islands.local import run_islands
+from torchtitan_diloco.islands.records import Give, encode
+from torchtitan_diloco.islands.server import open_folder
+from torchtitan_diloco.utils import USER_ERROR
+
+need_server()
+
+COMMAND = [sys.executable, "-m", "torchtitan_diloco.islands"]
+TIMEOUT = 60
+
+
+class Serving:
+    """The command `serve`, which has printed its join string."""
+
+    def __init__(self, *arguments: object) -> None:
+        words = [*COMMAND, "serve", "--host", "127.0.0.1", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
+        assert self.process.stdout is not None
+        self.join = Join.parse(self.process.stdout.readline())
+        assert "contains a password" in self.process.stdout.readline()
+
+    def wait(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=TIMEOUT)
+        return self.process.returncode, errors.strip()
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[Serving]:
+    found = Serving(*arguments)
+    try:
+        yield found
+    finally:
+        if found.process.poll() is None:
+            found.process.terminate()
+            found.wait()
+
+
+def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> None:
+    folder, port = tmp_path / "server", free_port()
+    flags = ["--folder", folder, "--port", port, "--address", "127.0.0.1", "--keep-gb", 0.1]
+    with serving(*flags, "--run", "mine") as first:
+        with Listener(first.join, "a/1") as listener:
+            listener.connection.append("run", b"1")
+            listener.read_to(1)
+        secret = [folder / name for name in ("run.json", "nats-server.json", "key.pem")]
+        assert [oct(path.stat().st_mode & 0o777) for path in secret] == ["0o600"] * 3
+        with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
+            open_folder(folder).start()
+        first.process.send_signal(signal.SIGINT)
+        assert first.wait() == (0, "")
+    with serving("--folder", folder) as again:
+        assert again.join == first.join
+        assert again.join.run == "mine"
+        with Listener(again.join, "a/2") as listener:
+            assert listener.wait_connected() == 1
+            assert listener.read_to(1) == [LogRecord(1, "run", b"1")]
+        command = ["pgrep", "-P", str(again.process.pid)]
+        os.kill(int(subprocess.check_output(command)), signal.SIGKILL)
+        assert again.wait() == (1, "error: nats-server ended by itself, with code -9")
+
+
+def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
+    known, used, broken = (tmp_path / name for name in ("known", "used", "broken"))
+    with running_server(known):
+        pass
+    for path in (used / "file", broken / "run.json"):
+        path.parent.mkdir()
+        path.touch()
+    with pytest.raises(ValueError, match=r"--run 'a\.b': use at most 64 letters"):
+        open_folder(tmp_path / "new", run="a.b")
+    with pytest.raises(ValueError, match="has files, but no run"):
+        open_folder(used)
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        open_folder(broken)
+    with pytest.raises(ValueError, match=r"--run other: .* was made with test"):
+        open_folder(known, run="other")
+    with pytest.raises(ValueError, match=r"--keep-gb 7: .* was made with 0\.1"):
+        open_folder(known, keep_gb=7)
+    with pytest.raises(ValueError, match=r"the disk has .* GB left, and the server needs 2000"):
+        open_folder(tmp_path / "large", keep_gb=1e6, port=free_port()).start()
+    (known / "store").rename(known / "lost")
+    with pytest.raises(ValueError, match="the log of the run test is gone"):
+        open_folder(known).start()
+    (known / "key.pem").write_text("damaged")
+    with pytest.raises(ValueError, match=r"nats-server did not start: .*key"):
+        open_folder(known).start()
+
+
+def test_help_imports_neither_torch_nor_nats() -> None:
+    code = "import sys; from torchtitan_diloco.islands.__main__ import main\n"
+    code += "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit(bool({'torch', 'nats'} & set(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=REPOSITORY, check=False, capture_output=True).returncode == 0
+
+
+# --- status and leave -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def island(tmp_path: Path) -> Iterator[Listener]:
+    """An island, with the log of a run."""
+    log = Log()
+    log.part(0, 10)
+    log.open()
+    log.write(log.build(*log.state.fragments[0].waiting))
+    log.part(1, 30)
+    with running_server(tmp_path / "server") as server, Listener(server.join, "a") as listener:
+        for subject, raw in log.raw:
+            listener.connection.append(subject, raw)
+        listener.read_to(len(log.raw))
+        yield listener
+
+
+def test_status_and_leave(
+    island: Listener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "LISTEN_SECONDS", 0.5)
+    join = ["--join", str(island.join)]
+
+    def live() -> None:
+        """Beat until asked to leave, then give the slot back."""
+        while not any(isinstance(event, Asked) for event in island.heard):
+            island.connection.beat(Hint("a", 5, 500, 0.25, caught_up=True))
+            island.hear_for(0.1)
+        island.connection.append("run", encode(Give(run="r", slot=0, incarnation="a")))
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    assert main(["status", *join, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["status", *join, "--once"]) == 0
+    text = capsys.readouterr().out
+    assert main(["leave", "a", *join]) == 0
+    thread.join()
+    assert [event.raw for event in island.heard if isinstance(event, Asked)] == [LEAVE]
+    assert "a has left" in capsys.readouterr().out
+    assert main(["leave", "a", *join]) == USER_ERROR
+    assert "no island 'a' is in the run; there are: ['b']" in capsys.readouterr().err
+    assert (found["run"], found["phase"], found["tokens_merged"]) == ("r", "running", 10)
+    first, second = found["islands"]
+    assert (first["incarnation"], first["slot"], first["step"]) == ("a", 0, 5)
+    assert first["tokens_per_second"] == 400
+    assert (second["incarnation"], second["heard_seconds_ago"]) == ("b", None)
+    assert found["fragments"][0] == {"version": 1, "open": False, "waiting": 1}
+    half = {"merged": 0, "lost": 0, "waiting": 0, "read_twice": 0}  # of two fragments, one has it
+    assert found["slots"] == [
+        {"slot": 0, "owner": "a", **half, "merged": 5},
+        {"slot": 1, "owner": "b", **half, "waiting": 15},
+    ]
+    assert "tokens merged: 10 of 100 (10.0%)" in text
+
+
+def test_a_wrong_join_string_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--join", "nats://host:1#run"]) == USER_ERROR
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --- several islands on this machine --------------------------------------------------------------
+
+ISLAND = """
+import signal, sys, time
+from pathlib import Path
+from torchtitan_diloco.islands.connection import Connection, Join, LogRecord
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+name = flags["--islands.name"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3 if name == "island-2" else 0))
+connection = Connection(Join.parse(flags["--islands.join"]), name)
+connection.start(0)
+connection.append("run", name.encode())
+heard = set()
+while len(heard) < 2:
+    event = connection.events.get(timeout=30)
+    heard |= {event.raw} if isinstance(event, LogRecord) else set()
+print(name, "has heard both", flush=True)
+(Path(flags["--run.folder"]) / "ready").touch()
+time.sleep(60)
+"""
+
+
+def test_islands_on_this_machine(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+from torchtitan_diloco.islands.local import run_islands
+def stop():
+    while len(list(Path({str(tmp_path)!r}).glob("island-*/ready"))) < 2:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=stop, daemon=True).start()
+sys.exit(run_islands([sys.executable, "-c", {ISLAND!r}], 2, Path({str(tmp_path)!r})))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, check=False, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert (done.returncode, done.stdout) == (3, "island-1 has heard both\n"), done.stderr
+    assert (tmp_path / "island-2/output.txt").read_text() == "island-2 has heard both\n"
+
+
+def test_the_first_failure_of_local_islands_is_the_exit_code(tmp_path: Path) -> None:
+    code = "import sys; sys.exit(7 * ('island-2' in sys.argv))"
+    assert run_islands([sys.executable, "-c", code], 2, tmp_path) == 7
