@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.sync_every, self.delay, 1, self.floor)
+        return Timing(self.schedule, floor=self.floor)
 
     @property
     def facts(self) -> Facts:
@@ -273,11 +273,7 @@ class Process:
             return
         owned = [slot for slot, name in self.state.owners().items() if name == self.incarnation]
         if owned:
-            sends = [self.plan.schedule.first_send(p) for p in range(self.plan.fragments)]
-            now, timing = self.now, self.plan.timing
-            self.island = Island(
-                self.state, self.members, owned[0], timing, first_sends=sends, now=now
-            )
+            self.island = Island(self.state, self.members, owned[0], self.plan.timing, now=self.now)
             self.theta = [dict(self.copies.newest(p).theta) for p in range(self.plan.fragments)]
             self.react()
         elif self.incarnation in self.state.incarnations:

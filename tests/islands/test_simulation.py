@@ -129,6 +129,16 @@ def test_lockstep_is_one_world(
         assert island.island.step == plan.steps
 
 
+@pytest.mark.parametrize("later", [0.15, 0.35, 1.75, 2.55])
+def test_islands_that_begin_apart_do_not_wait_for_each_other_in_every_round(later: float) -> None:
+    """The turns of one are some steps after the openings of the other."""
+    world = World(Plan(slots=2, begin=1, floor=5.0, steps=300))
+    islands = [world.start("i0"), world.start("i1", at=later)]
+    world.run()
+    check(world)
+    assert sum(island.idle for island in islands) <= 2 * world.plan.floor
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ training thread asks what is due at the boundary of a step (see loop.py).
 
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -65,12 +64,10 @@ class Leader:
         timing: Timing,
         *,
         incarnation: str,
-        first_send: Callable[[int, bool], int],
     ) -> None:
-        """`facts`: those of the run, if this island is the first. `first_send` returns the own step
-        of a fragment's first send, for an island that begins with the run or joins it later."""
+        """`facts`: those of the run, if this island is the first."""
         self._connection, self._copies, self._facts = connection, copies, facts
-        self._timing, self.incarnation, self._first_send = timing, incarnation, first_send
+        self._timing, self.incarnation = timing, incarnation
         self._members = Members(EXPIRY)
         self._inbox = Inbox(connection, self._members, incarnation)
         self._joining = Joining(connection, self._inbox, self._members, copies, facts)
@@ -114,12 +111,8 @@ class Leader:
             there = ", ".join(name_of(owner) for owner in self.state.owners().values())
             self._report(f"waiting until {facts.begin} islands are there; here are {there}")
             self._work()
-        late = any(fragment.version for fragment in self.state.fragments)
-        sends = [self._first_send(one, late) for one in range(len(self.state.fragments))]
         now = time.monotonic()
-        self.island = Island(
-            self.state, self._members, slot, self._timing, first_sends=sends, now=now
-        )
+        self.island = Island(self.state, self._members, slot, self._timing, now=now)
         self._thread.start()
 
     def _take_slot(self, facts: Facts) -> int:

@@ -154,14 +154,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             Connection(join, incarnation),
             self._copies,
             facts,
-            Timing(
-                self.config.sync_every,
-                self.config.overlap.delay,
-                self.islands.quorum,
-                self.islands.grace_seconds,
-            ),
+            Timing(self.schedule, self.islands.quorum, self.islands.grace_seconds),
             incarnation=incarnation,
-            first_send=self._first_send,
         )
 
     @property
@@ -182,11 +176,6 @@ class IslandDiLoCo(StreamingDiLoCo):
     @property
     def _indices(self) -> range:
         return range(len(self.fragments))
-
-    def _first_send(self, fragment: int, late: bool) -> int:
-        """Return the steps until the first send. Late, an island joins a run that has begun."""
-        first, every = self.schedule.first_send(fragment), self.schedule.sync_every
-        return (first - 1) % every + 1 if late else first
 
     def _take_versions(self, versions: list[int]) -> None:
         """Let the model hold these versions of the shared copies."""

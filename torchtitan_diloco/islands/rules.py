@@ -5,26 +5,39 @@ from its own monotonic clock, which is handed in as `now`. Nothing in here block
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import Entry, Outcome, State
 from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal
 
 
 @dataclass(frozen=True)
 class Timing:
-    sync_every: int
-    """H."""
-    delay: int
-    """tau."""
-    quorum: int
+    schedule: Schedule
+    quorum: int = 1
     """Parts that a round needs when its grace is over."""
-    floor: float
+    floor: float = 1.0
     """Least grace, in seconds."""
+
+    @property
+    def sync_every(self) -> int:
+        """H."""
+        return self.schedule.sync_every
+
+    @property
+    def delay(self) -> int:
+        """tau."""
+        return self.schedule.delay
+
+    def first_send(self, fragment: int, late: bool) -> int:
+        """Return the own step of the first send. Late, an island joins a run that has begun."""
+        first = self.schedule.first_send(fragment)
+        return (first - 1) % self.sync_every + 1 if late else first
 
 
 class Mode(Enum):
@@ -148,13 +161,9 @@ class Island:
         slot: int,
         timing: Timing,
         *,
-        first_sends: Sequence[int],
         now: float,
     ) -> None:
-        """The parameters are the newest shared copy that the log makes.
-
-        `first_sends`: own step of each fragment's first send.
-        """
+        """The parameters are the newest shared copies that the log makes."""
         owner = state.slots[slot].owner
         assert owner is not None
         assert state.facts is not None
@@ -162,9 +171,12 @@ class Island:
         self.slot, self.incarnation = slot, owner
         self.total_tokens = state.facts.total_tokens
         self._who: dict[str, Any] = {"run": state.facts.run, "slot": slot, "incarnation": owner}
+        late = any(fragment.version for fragment in state.fragments)
+        turns = [timing.first_send(number, late) for number in range(len(state.fragments))]
         self.syncs = [
-            Sync(turn, fragment.version, opened_at=now)
-            for turn, fragment in zip(first_sends, state.fragments, strict=True)
+            # Its first part may open a round.
+            Sync(turn, fragment.version, opened_step=turn - timing.sync_every, opened_at=now)
+            for turn, fragment in zip(turns, state.fragments, strict=True)
         ]
         self.step, self.tokens, self.step_seconds = 0, 0, 0.0
         self.position = state.slots[slot].start
@@ -209,6 +221,9 @@ class Island:
                 version, step = sync.attempt
                 sync.opened_step = step if version == record.version else self.step
                 sync.opened_at = now
+                early = sync.opened_step - sync.sent_step
+                if self._is_pending(record.fragment) and 0 < early <= self.timing.sync_every // 2:
+                    sync.turn += early  # sooner, the next part would wait for its opening, too
             if outcome.entry is not None:
                 sync.unapplied.append(outcome.entry)
         return outcome
@@ -228,7 +243,7 @@ class Island:
     def send_is_due(self, fragment: int, now: float) -> bool:
         sync, shared = self.syncs[fragment], self.state.fragments[fragment]
         ledger = self.state.slots[self.slot].ledgers[fragment]
-        pending = sync.under_way or shared.waiting_of(self.slot) is not None
+        pending = self._is_pending(fragment)
         # Before its last part is applied, the delta would contain that part once more.
         behind = sync.applied < ledger.merged_in
         has_data = self.position > ledger.taken_to
@@ -263,11 +278,9 @@ class Island:
     def open(self, fragment: int) -> Open | None:
         """Return an opening if it is time: H own steps after the last one, with a part to merge."""
         sync, shared = self.syncs[fragment], self.state.fragments[fragment]
-        has_part = sync.under_way or shared.waiting_of(self.slot) is not None
-        early = self.step < sync.opened_step + self.timing.sync_every
-        if shared.open is not None or not has_part or early or self.clock > self.total_tokens:
+        if shared.open is not None or not self._is_pending(fragment) or self._is_early(fragment):
             return None
-        if not self._may_send(fragment):
+        if self.clock > self.total_tokens or not self._may_send(fragment):
             return None
         version = shared.version + 1
         if sync.attempt[0] != version:
@@ -296,6 +309,14 @@ class Island:
             return None
         refused = tuple(Refusal(number, checked[number]) for number in bad)
         return self.state.build_close(fragment, (self.slot, self.incarnation), good, refused, lr)
+
+    def _is_pending(self, fragment: int) -> bool:
+        """Return whether an own part is on its way or waiting."""
+        waiting = self.state.fragments[fragment].waiting_of(self.slot)
+        return self.syncs[fragment].under_way or waiting is not None
+
+    def _is_early(self, fragment: int) -> bool:
+        return self.step < self.syncs[fragment].opened_step + self.timing.sync_every
 
     def _grace(self) -> float:
         """Return the time from the opening to the own apply, or the floor."""
@@ -344,11 +365,12 @@ class Island:
         """Return until when a training step waits for the entry that is due now, if it must."""
         sync, shared = self.syncs[fragment], self.state.fragments[fragment]
         due = sync.sent is not None and self.step == sync.sent_step + self.timing.delay
-        pending = sync.under_way or shared.waiting_of(self.slot) is not None
+        pending = self._is_pending(fragment)
         if not due or not pending or not self.members.connected or self.stopped:
             return None
         if shared.open is None:
-            return sync.sent_at + self._grace()
+            # Nobody in step with this island opens a round before some more steps.
+            return None if self._is_early(fragment) else sync.sent_at + self._grace()
         return sync.opened_at + shared.open.grace
 
     # --- end --------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""The trainer on islands: the command that starts a server and islands on one machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.conftest import REPOSITORY
+from tests.islands.servers import need_server
+from torchtitan_diloco.components.checkpoint_schema import complete_checkpoints, read_manifest
+
+need_server()
+
+SETTINGS = {
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 2,
+    "training.steps": 24,
+    "training.batch_size": 2,
+    "training.sequence_length": 16,
+    "lr_schedule.warmup_steps": 2,
+    "diloco.sync_every": 4,
+    "validation.sequences": 8,
+    "metrics.tensorboard": "false",
+    "checkpoint.every_minutes": 0,
+    "islands.local": 2,
+    "islands.grace_seconds": 30,
+}
+
+
+def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
+    settings = SETTINGS | {key.replace("__", "."): value for key, value in more.items()}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    module = [sys.executable, "-m", "torchtitan_diloco.launch"]
+    command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+
+
+def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
+    first = run(tmp_path, training__stop_after=10)
+    assert first.returncode == 0, first.stderr
+    assert "island island-1 has slot" in first.stdout
+    again = run(tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from" in again.stdout
+    manifests = []
+    for name in ("island-1", "island-2"):
+        folder = tmp_path / name
+        newest = complete_checkpoints(folder)[-1]
+        manifests.append(read_manifest(newest))
+        saved = tomli.loads((folder / "config.toml").read_text())
+        assert saved["islands"]["join"] == ""  # it contains a password
+    one, other = (manifest.outer[0]["island"] for manifest in manifests)
+    assert one["heads"] == other["heads"]
+    assert one["versions"] == other["versions"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"islands__slots": 1}, "islands.slots = 1: must be at least 2"),
+        ({"islands__join": "nats://x"}, "islands.local = 2: starts a server of its own"),
+        ({"diloco__method": "none"}, "does not work with islands"),
+    ],
+)
+def test_contradictions_are_named(
+    tmp_path: Path, settings: dict[str, object], expected: str
+) -> None:
+    found = run(tmp_path, **settings)
+    assert found.returncode == 2
+    assert expected in found.stderr
