@@ -159,7 +159,7 @@ def test_status_and_leave(
     assert "a has left" in capsys.readouterr().out
     assert main(["leave", "a", *join]) == USER_ERROR
     assert "no island 'a' is in the run; there are: ['b']" in capsys.readouterr().err
-    assert (found["run"], found["phase"], found["tokens_merged"]) == ("r", "running", 10)
+    assert (found["run"], found["phase"], found["tokens_merged"]) == ("test", "running", 10)
     first, second = found["islands"]
     assert (first["incarnation"], first["slot"], first["step"]) == ("a", 0, 5)
     assert first["tokens_per_second"] == 400
