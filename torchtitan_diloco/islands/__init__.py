@@ -1,1 +1,1 @@
-"""Workers as jobs of their own. Only the rules exist so far (docs/islands.md)."""
+"""Workers as jobs of their own (docs/islands.md)."""

@@ -354,7 +354,8 @@ async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Keep quiet about tasks of nats-py that fail because a connection is lost."""
     error = context.get("exception")
-    level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+    lost = isinstance(error, OSError) or type(error).__module__.startswith("nats.")
+    level = logging.DEBUG if lost else logging.ERROR
     logger.log(level, "%s: %s", context["message"], error, exc_info=error)
 
 
