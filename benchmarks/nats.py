@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -154,7 +154,7 @@ class NatsEnd:
         self.jetstream = self.client.jetstream(timeout=START_SECONDS)
         if self.stream and not self.sends:
             await self.jetstream.add_stream(name="parts", subjects=["parts"], max_msgs=500)
-            self.subscription = await self.jetstream.subscribe("parts", ordered_consumer=True)
+            self.subscription: Any = await self.jetstream.subscribe("parts", ordered_consumer=True)
         elif not self.sends:
             self.subscription = await self.client.subscribe("chunks", pending_bytes_limit=2**30)
             await self.client.flush()

@@ -302,9 +302,11 @@ async def find_violations(join: Join, subjects: list[str]) -> list[str]:
     return [error for error in found if "permissions violation" in error]
 
 
-def test_a_stream_that_cannot_be_made_is_said(server: Server) -> None:
-    with pytest.raises(ValueError, match="does not make the stream islands-test-log"):
-        asyncio.run(make_streams(server.admin, 0.1, replicas=3))
+def test_streams_that_cannot_be_made_are_said(server: Server) -> None:
+    away = dataclasses.replace(server.admin, addresses=(f"127.0.0.1:{free_port()}",))
+    for admin in (server.admin, away, server.join):
+        with pytest.raises(ValueError, match="the streams of the run test cannot be made"):
+            asyncio.run(make_streams(admin, 0.1, replicas=3))
 
 
 def test_the_extra_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ LOG_PATIENCE, BULK_PATIENCE = 3.0, 60.0
 When the log's connection is lost, that of the chunks is given up, too."""
 ANSWER_SECONDS = 10.0
 """Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
+NO_MESSAGE = 10037
+"""Error code of the server."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 
@@ -307,10 +309,14 @@ class Connection:
 
             # Any replica answers the first request, which is fast; only the leader knows that a
             # message is gone.
-            for direct in (True, False):
-                with suppress(NotFoundError):
-                    return (await jetstream.get_msg(stream, chunk.sequence, direct=direct)).data
-            return None
+            with suppress(NotFoundError):
+                return (await jetstream.get_msg(stream, chunk.sequence, direct=True)).data
+            try:
+                return (await jetstream.get_msg(stream, chunk.sequence)).data
+            except NotFoundError as error:
+                if error.err_code != NO_MESSAGE:  # a server that is just starting or ending
+                    raise
+                return None
 
         found = await self._retry(bulk, get)
         if found is None:
@@ -348,7 +354,8 @@ async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Keep quiet about tasks of nats-py that fail because a connection is lost."""
     error = context.get("exception")
-    level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+    lost = isinstance(error, OSError) or type(error).__module__.startswith("nats.")
+    level = logging.DEBUG if lost else logging.ERROR
     logger.log(level, "%s: %s", context["message"], error, exc_info=error)
 
 

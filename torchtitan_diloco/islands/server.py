@@ -103,7 +103,9 @@ class Server:
         with lines:
             for line in lines:
                 if re.search(r"\[(WRN|ERR|FTL)\]", line):
-                    self._say(_message(line))
+                    full = "no space left on device" in line
+                    remedy = "; free some space, then stop this server and start it again"
+                    self._say(_message(line) + remedy * full)
 
     def _join(self, user: str, password: str, host: str) -> Join:
         address = f"{host}:{self.settings.port}"
@@ -200,12 +202,12 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
         max_age=SNAPSHOT_SECONDS,
     )
     session = Session(LOG_PATIENCE)
-    await session.open(admin, admin.addresses[0], "serve")
     try:
+        await session.open(admin, admin.addresses[0], "make")
         for config in (log, parts, snapshots):
             await session.run(session.jetstream.add_stream(config), MAKE_SECONDS)
     except (APIError, ConnectionError, TimeoutError) as error:
-        raise ValueError(f"the server does not make the stream {config.name}: {error}") from error
+        raise ValueError(f"the streams of the run {admin.run} cannot be made: {error}") from error
     finally:
         await session.close()
 

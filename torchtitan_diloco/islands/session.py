@@ -118,15 +118,12 @@ class Session:
         finally:
             task.cancel()  # without waiting for it: nats-py ignores some cancellations
 
-    async def close(self, flush: bool = False) -> None:
+    async def close(self) -> None:
         """Close the socket. It may take long if the server does not answer."""
         self.fail("closed")
         if self._watch is not None:
             self._watch.cancel()
         # Whatever is wrong with a connection that is given up, there is nothing left to be done.
-        with suppress(Exception):
-            if flush and self.client.is_connected:
-                await self.client.flush(timeout=1)
         with suppress(Exception):
             await self.client.close()
 

@@ -33,8 +33,8 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 class Watcher:
     """A reader of the log that takes no part in the run."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    def __init__(self, connection: Connection, run: str) -> None:
+        self.connection, self._run = connection, run
         self.state = State(None)
         self.heard = dict[str, tuple[Hint, float]]()
         """What each island told last, and when."""
@@ -77,7 +77,7 @@ class Watcher:
         state, now = self.state, time.monotonic()
         owned = {owner: slot for slot, owner in state.owners().items()}
         return {
-            "run": state.facts.run if state.facts else None,
+            "run": self._run,
             "phase": _phase(state),
             "connection": self.problem or "ok",
             "total_tokens": state.facts.total_tokens if state.facts else None,
@@ -166,7 +166,7 @@ def _watching(join: Join) -> Iterator[Watcher]:
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
     connection.start(0)
     try:
-        watcher = Watcher(connection)
+        watcher = Watcher(connection, join.run)
         watcher.catch_up()
         yield watcher
     finally:
