@@ -88,6 +88,17 @@ def parse_settings(
     return settings
 
 
+def parse_names(
+    parser: argparse.ArgumentParser, flag: str, text: str, known: Sequence[str]
+) -> list[str]:
+    """Return the names in a text that separates them by semicolons; all if it is empty."""
+    names = [name.strip() for name in text.split(";") if name.strip()]
+    for name in names:
+        if name not in known:
+            parser.error(f"{flag} {name!r}: there are {'; '.join(known)}")
+    return names or list(known)
+
+
 def command_line(settings: Mapping[str, str]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 

@@ -229,7 +229,7 @@ class Trainer:
         summary.predicted_utilisation_percent = predicted
         if self.step > self.resumed.step:  # else the summary of the start before stays the last one
             telemetry.files.write(summary)
-            telemetry.draw(self.step)
+            telemetry.write_trace()
         return summary
 
     # --- checkpoints ------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ def test_a_wrong_configuration_is_no_traceback(capsys: pytest.CaptureFixture[str
         (slow_link.main, ["--methods", "telepathy"]),
         (slow_link.main, ["--diloco.quantization.codec", "int8"]),
         (slow_link.main, ["--optimizer.lr", "fast"]),
-        (sync.main, ["--megabytes", "1"]),
         (sync.main, ["--fragments", "4"]),
         (train_step.main, ["--training.steps", "none"]),
         (nats.main, ["--chunks", "0"]),

@@ -1,4 +1,4 @@
-"""Phases of all workers on one clock, and how they are written and drawn."""
+"""Phases of all workers on one clock, and how they are written."""
 
 import json
 import math
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from torchtitan_diloco.components.records import RoundRecord, WorkerRound
 from torchtitan_diloco.components.timeline import LANES, PHASES, phases, write_trace
-from torchtitan_diloco.components.timeline_figure import draw_timeline
 
 ORDER = ["due", "taken", "begun", "encoded", "heard"]
 ORDER += ["received", "ready", "asked", "arrived", "applied"]
@@ -80,15 +79,3 @@ def test_the_trace_file_holds_every_phase(tmp_path: Path) -> None:
         assert event["args"]["sent_bytes"] == 7
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert named == ["worker 0", "worker 1", "worker 2"]
-
-
-@pytest.mark.parametrize(("workers", "count"), [(3, 12), (10, 2), (1, 0)])
-def test_the_figure_shows_all_phases_of_the_first_workers(workers: int, count: int) -> None:
-    figure, drawn = draw_timeline(phases(example(workers, count)), title="The last exchanges")
-    (axes,) = figure.axes
-    shown = min(workers, 8) if count else 0
-    assert ("2 more workers are not shown" in axes.get_xlabel()) == (workers == 10)
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == [text for n in range(shown) for text in (f"worker {n}", "exchange")]
-    assert len(drawn) == shown * count * len(PHASES)
-    assert len(axes.patches) == len(drawn) + shown

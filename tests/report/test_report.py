@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
 from torchtitan_diloco.components.records import RoundRecord, Summary, WorkerRound
+from torchtitan_diloco.components.timeline import PHASES, phases
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (
     ABSENT,
@@ -21,6 +22,7 @@ from torchtitan_diloco.report.facts import (
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
+from torchtitan_diloco.report.timeline import draw_timeline
 from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS = "train/loss_nats_per_token_global"
@@ -216,6 +218,18 @@ def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert '| diloco.quantization.codec | "fp4\\_e3m0"' in text
     assert main([*command, "--out", str(tmp_path / "report.md")]) == 0
     assert (tmp_path / "report.md").read_text() == text
+
+
+@pytest.mark.parametrize("workers", [3, 10])
+def test_the_timeline_shows_all_phases_of_the_first_workers(workers: int) -> None:
+    figure, drawn = draw_timeline(phases(round_records(100, workers=workers)[-2:]), title="Last")
+    (axes,) = figure.axes
+    shown = min(workers, 8)
+    assert ("2 more workers are not shown" in axes.get_xlabel()) == (workers == 10)
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == [text for n in range(shown) for text in (f"worker {n}", "exchange")]
+    assert len(drawn) == shown * 2 * len(PHASES)
+    assert len(axes.patches) == len(drawn) + shown
 
 
 def test_timeline_file(runs: Path, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Telemetry:
         """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         folder, board = folder if world.is_first else None, config.tensorboard
-        self.files = RecordFiles(folder, state.step, board=board, workers=world.workers)
+        self.files = RecordFiles(folder, state.step, board=board)
         self._last_step = state.step
         world.liveness.on_silence = self._silent
 
@@ -263,9 +263,9 @@ class Telemetry:
         line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
         self.files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
 
-    def draw(self, step: int) -> None:
-        """Write a trace file and an image of the latest rounds. This is slow."""
-        self.files.draw(list(self.round_records), step)
+    def write_trace(self) -> None:
+        """Write a trace file of the latest rounds. This is slow."""
+        self.files.write_trace(self.round_records)
 
     def __enter__(self) -> Self:
         return self
