@@ -73,8 +73,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     batches = telemetry.timed(trainer.loader)
 
     def step() -> None:
-        telemetry.step_begins()
-        telemetry.step_done(trainer.train_step(batches))
+        telemetry.measure(lambda: trainer.train_step(batches))
         if trainer.step % config.metrics.log_every == 0:
             telemetry.open(trainer.step, trainer.lr)
         telemetry.publish(trainer.step)

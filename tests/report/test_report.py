@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, page_commands
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
 from torchtitan_diloco.components.records import RoundRecord, Summary, WorkerRound
 from torchtitan_diloco.components.timeline import PHASES, phases
+from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (
     ABSENT,
@@ -155,7 +157,7 @@ def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
 
 
 def test_run_without_configuration(tmp_path: Path) -> None:
-    records = step_records(300, workers=4) + round_records(300, workers=4)
+    records = [*step_records(100, workers=4), *round_records(100, workers=4)]
     run = opened(write_run(tmp_path / "bare", records))
     assert run.workers == 4
     assert "no readable config.toml" in html_page([run])
@@ -283,7 +285,7 @@ def test_folder_without_records(
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", step_records(100) + round_records(100))
+    folder = write_run(tmp_path / "run", [*step_records(100), *round_records(100)])
     damage = [
         '{"step": "one"}',
         "[1, 2]",
@@ -313,7 +315,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     for record in rounds:
         record.fragment_name = bad
     settings = f"[run]\ndescription = {json.dumps(bad)}\n\n[diloco]\nworkers = 2\n"
-    folder = write_run(tmp_path / "<b>run|*", step_records(100) + rounds, settings)
+    folder = write_run(tmp_path / "<b>run|*", [*step_records(100), *rounds], settings)
     assert "".join(PageChecker(html_page([opened(folder)])).text).count("<script>") > 3
     assert r"\<b\>run\|\*" in markdown([opened(folder)])
 
@@ -329,3 +331,17 @@ def test_the_page_about_records_names_their_fields() -> None:
     for kind in (WorkerRound, RoundRecord, Summary):
         assert {field.encode_name for field in msgspec.structs.fields(kind)} <= keys
     assert set(step_records(100)[0]) <= keys
+
+
+def test_the_commands_of_the_page_run(runs: Path, tmp_path: Path) -> None:
+    for name, own in (("reported", "streaming"), ("control", "data-parallel")):
+        shutil.copytree(runs / own, tmp_path / name)
+    programs = []
+    for program, *words in page_commands("report.md", tmp_path):
+        programs.append(program)
+        if program == "./run_train.sh":
+            assert from_command_line(words) is not None
+        else:
+            assert main(words[2:]) == 0, words
+    assert programs.count("python") == 3
+    assert (tmp_path / "both.html").exists()
