@@ -12,6 +12,7 @@ import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.diloco.codecs import CODECS
+from torchtitan_diloco.utils import markdown_table
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
@@ -172,12 +173,4 @@ def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:
 
     `header`: names of the columns, separated by " | ".
     """
-    names = header.split(" | ")
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (names, *rows)
-    ]
-    lines = [f"| {line} |" for line in lines]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    print(f"\n{title}\n\n" + "\n".join(lines), flush=True)
+    print(f"\n{title}\n\n{markdown_table(header.split(' | '), rows)}", flush=True)
