@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from torchtitan_diloco.utils import markdown_table
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
+CPU = torch.device("cpu")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -123,18 +124,21 @@ def take_turns(
     return found
 
 
-def seconds_of(task: Callable[[], object], device: torch.device) -> float:
+class Seconds(NamedTuple):
+    wall: float
+    cpu: float
+    """CPU time of this process, all its threads. Other programs do not change it."""
+
+
+def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
     """Return the seconds of a task, including its work on a GPU."""
-    synchronize(device)
-    started = time.perf_counter()
-    task()
-    synchronize(device)
-    return time.perf_counter() - started
-
-
-def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    started, cpu = time.perf_counter(), time.process_time()
+    task()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Seconds(time.perf_counter() - started, time.process_time() - cpu)
 
 
 def kept(

@@ -88,8 +88,7 @@ class Case:
 class Sync:
     """One sync of one worker, in seconds and bytes. CPU seconds are those of all its threads."""
 
-    all_reduce: float
-    all_reduce_cpu: float
+    all_reduce: core.Seconds
     exposed: float
     cpu: float
     on_the_wire: int
@@ -181,18 +180,15 @@ def measure_syncs(
         inner_step(model, world.worker)
         floor = time_all_reduce(values[: sizes[number % case.fragments]])
         exposed, cpu, wire = time_window(step, case)
-        sync = Sync(*floor, exposed, cpu, wire, sent())
+        sync = Sync(floor, exposed, cpu, wire, sent())
         if number >= case.fragments:  # the first round touches all buffers for the first time
             measured.append(sync)
     return measured
 
 
-def time_all_reduce(values: Tensor) -> tuple[float, float]:
-    """Return seconds and CPU seconds."""
+def time_all_reduce(values: Tensor) -> core.Seconds:
     dist.barrier()
-    started, cpu = time.perf_counter(), time.process_time()
-    dist.all_reduce(values)
-    return time.perf_counter() - started, time.process_time() - cpu
+    return core.timed(lambda: dist.all_reduce(values))
 
 
 def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int]:
@@ -246,10 +242,10 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
         f"{MEGABYTES / case.fragments:.1f}",
         str(case.delay),
         core.summary([sync.exposed for sync in syncs], 1, 1e3),
-        core.summary([sync.all_reduce for sync in syncs], 1, 1e3),
-        core.summary([sync.exposed / sync.all_reduce for sync in syncs], 2),
+        core.summary([sync.all_reduce.wall for sync in syncs], 1, 1e3),
+        core.summary([sync.exposed / sync.all_reduce.wall for sync in syncs], 2),
         core.summary([sync.cpu for sync in syncs], 0, 1e3),
-        core.summary([sync.all_reduce_cpu for sync in syncs], 0, 1e3),
+        core.summary([sync.all_reduce.cpu for sync in syncs], 0, 1e3),
         f"{sent / 1e6:.3f}" if sent else "-",
         f"{wire / 1e6:.3f}" if wire else "-",
         f"{memory:+.0f}",

@@ -3,6 +3,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -143,10 +144,9 @@ def test_run_that_is_going_on(runs: Path) -> None:
 
 
 def test_run_that_was_resumed_after_its_end_has_no_summary(tmp_path: Path) -> None:
-    ended = write_run(tmp_path / "ended", [*step_records(100), summary(100)])
-    assert opened(ended).summary == summary(100)
-    resumed = write_run(tmp_path / "resumed", [*step_records(110), summary(100)])
-    assert opened(resumed).summary is None
+    for steps, known in ((100, summary(100)), (110, None)):
+        records: list[Any] = [*step_records(steps), summary(100)]
+        assert opened(write_run(tmp_path / str(steps), records)).summary == known
 
 
 def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
