@@ -13,8 +13,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
@@ -97,7 +99,7 @@ def predict(
     ]
     events = _events(schedule, steps)
     last_step = events[-1][0] if events else 0
-    computed = conditions.draw_steps(last_step).cumsum(axis=0)
+    computed = draw_steps(conditions, last_step).cumsum(axis=0)
     waited = np.zeros(conditions.workers)
     thread_free, sent_bytes = 0.0, 0
     ready: dict[int, float] = {}
@@ -110,10 +112,18 @@ def predict(
         else:
             waited += np.maximum(0.0, ready.pop(fragment) - now)
     return Prediction(
-        compute_seconds_per_step=conditions.mean_step_seconds,
+        compute_seconds_per_step=fmean(conditions.step_seconds),
         exposed_seconds_per_step=float(waited.mean()) / total_steps,
         sent_bytes_per_step=sent_bytes / total_steps,
     )
+
+
+def draw_steps(conditions: Conditions, steps: int) -> NDArray[np.float64]:
+    """Return seconds of compute, [steps, workers], the same numbers at every call."""
+    if not conditions.jitter:
+        return np.tile(conditions.step_seconds, (steps, 1))
+    noise = np.random.default_rng(0).standard_normal((steps, conditions.workers))
+    return np.asarray(conditions.step_seconds * (1 + conditions.jitter * noise).clip(min=0.1))
 
 
 def predict_observed(
@@ -186,14 +196,14 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     The backward pass is spread evenly over the last two thirds of the step and yields the buckets
     (in parameters) in this order. The optimizer waits for all of them.
     """
-    workers, compute = conditions.workers, conditions.mean_step_seconds
+    workers, compute = conditions.workers, fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
     done = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
         transfer = 8 * all_reduce_bytes(parameters, workers) / conditions.bits_per_second
         done = max(done, ready) + transfer + latency
-    slowest = conditions.draw_steps(JITTERED_STEPS if conditions.jitter else 1).max(axis=1).mean()
+    slowest = draw_steps(conditions, JITTERED_STEPS).max(axis=1).mean()
     exposed = max(0.0, float(slowest) - compute) + max(0.0, done - compute)
     return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers))
 
