@@ -124,7 +124,12 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     """Return the mean times of a step."""
-    seconds = core.timed(lambda: [loop.step() for _ in range(steps)], device)
+
+    def run() -> None:
+        for _ in range(steps):
+            loop.step()
+
+    seconds = core.timed(run, device)
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 

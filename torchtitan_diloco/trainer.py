@@ -215,15 +215,9 @@ class Trainer:
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records
+        validated, after = self.validator.validated, self.resumed.totals_after
         summary = summarise(
-            self.plan,
-            config,
-            ranks=self.world.size,
-            step=self.step,
-            validated=self.validator.validated,
-            totals=telemetry.totals,
-            totals_after=self.resumed.totals_after,
-            rounds=rounds,
+            telemetry, config, step=self.step, validated=validated, totals_after=after
         )
         predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
         summary.predicted_utilisation_percent = predicted

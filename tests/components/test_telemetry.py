@@ -140,7 +140,7 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
 def test_silence_and_the_longest_gap_name_their_worker(tmp_path: Path) -> None:
     with telemetry(tmp_path, workers=2) as own:
         train(own, [1])
-        liveness = own._world.liveness
+        liveness = own.world.liveness
         report = liveness.on_silence
         assert report is not None
         report(1, 12.5)

@@ -157,8 +157,8 @@ def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
 
 
 def test_run_without_configuration(tmp_path: Path) -> None:
-    records = [*step_records(100, workers=4), *round_records(100, workers=4)]
-    run = opened(write_run(tmp_path / "bare", records))
+    steps, rounds = step_records(100, workers=4), round_records(100, workers=4)
+    run = opened(write_run(tmp_path / "bare", [*steps, *rounds]))
     assert run.workers == 4
     assert "no readable config.toml" in html_page([run])
 

@@ -101,7 +101,7 @@ class Telemetry:
         flops_per_token: int,
         lag: int,
     ) -> None:
-        self._world, self._plan, self._outer, self._lag = world, plan, outer, lag
+        self.world, self.plan, self._outer, self._lag = world, plan, outer, lag
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._interval_started = time.perf_counter()
         self._started = self._interval_started - float(state.elapsed_seconds)
@@ -144,7 +144,7 @@ class Telemetry:
         self.count("skipped_steps", result.skipped)
         if not result.skipped:
             self.count("cross_entropy", result.cross_entropy)
-            self.count("tokens", self._plan.tokens_per_step / self._world.size)
+            self.count("tokens", self.plan.tokens_per_step / self.world.size)
         self._counters["gradient_norm"] = result.gradient_norm  # of the last step
         self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
 
@@ -159,7 +159,7 @@ class Telemetry:
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
-        self._world.liveness.clock.tick(counts=False)
+        self.world.liveness.clock.tick(counts=False)
 
     # --- a logged step ----------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Telemetry:
         all ranks to agree on something.
         """
         check_open_files()
-        world, now, where = self._world, time.perf_counter(), f"up to step {step}"
+        world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
         self._interval_started, self._agreement_before = now, agreement_seconds
@@ -182,7 +182,7 @@ class Telemetry:
         largest = [peak_memory_bytes(world.device), *gaps.tolist()]
         record: Record = {
             "train/lr": lr,
-            "train/tokens_global": self._plan.tokens_at(step),
+            "train/tokens_global": self.plan.tokens_at(step),
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         sums = PendingReduction(world, table.ravel().tolist(), where)
@@ -196,7 +196,7 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            table = np.reshape(logged.table.result(), (self._world.workers, -1))
+            table = np.reshape(logged.table.result(), (self.world.workers, -1))
             memory, *gaps = logged.maxima.result()
             self.count("time/agreement_seconds", time.perf_counter() - started)
             columns, rounds = np.split(table, [len(logged.names)], axis=1)
@@ -210,16 +210,16 @@ class Telemetry:
             record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
             record["time/longest_gap_worker"] = gaps.index(max(gaps))
             self.write(logged.step, record)
-            logger.info(_console_line(logged.step, self._plan.total_steps, record))
+            logger.info(_console_line(logged.step, self.plan.total_steps, record))
 
     def _step_record(
         self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
     ) -> Record:
         """Return what follows from the counters of all workers, and add those to the totals."""
-        size, workers = self._world.size, self._world.workers
+        size, workers = self.world.size, self.world.workers
         sums = {name: math.fsum(values) for name, values in counters.items()}
         steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
-        tokens_per_second = self._plan.tokens_per_step * steps / wall_seconds
+        tokens_per_second = self.plan.tokens_per_step * steps / wall_seconds
         record: Record = {
             "train/loss_nats_per_token_global": sums["cross_entropy"]
             / (sums["tokens"] or math.nan),
@@ -271,7 +271,7 @@ class Telemetry:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._world.liveness.on_silence = None
+        self.world.liveness.on_silence = None
         self.files.close()
 
 
