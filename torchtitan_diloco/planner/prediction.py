@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,19 +41,28 @@ MAX_ROUNDS = 300
 """A run of more rounds is predicted as the steady state."""
 JITTERED_STEPS = 2000
 """Steps of data parallelism that are drawn to find the mean of the slowest worker."""
-HOST_CODING = {
-    "fp32": 8.5e9,
-    "bf16": 13.1e9,
-    "fp8_e4m3": 1.9e9,
-    "fp8_e5m2": 2.0e9,
-    "int8": 2.9e9,
-    "fp4_e2m1": 2.1e9,
-    "fp4_e3m0": 2.1e9,
-    "ternary": 2.2e9,
-}
-"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md, AMD EPYC)."""
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes of a fragment that one core checks, updates and sums up in a second (same page)."""
+"""fp32 bytes of a fragment that one core checks, updates and sums up in a second
+(docs/performance.md, AMD EPYC)."""
+
+
+class CodecTraits(NamedTuple):
+    host_coding: float
+    """fp32 bytes that one core encodes or decodes in a second (same page)."""
+    risk: float
+    """Percent of loss (docs/algorithm.md)."""
+
+
+CODEC_TRAITS: dict[str, CodecTraits] = {
+    "fp32": CodecTraits(8.5e9, 0.0),
+    "bf16": CodecTraits(13.1e9, 0.0),
+    "fp8_e4m3": CodecTraits(1.9e9, 0.03),
+    "fp8_e5m2": CodecTraits(2.0e9, 0.05),
+    "int8": CodecTraits(2.9e9, 0.02),
+    "fp4_e2m1": CodecTraits(2.1e9, 0.3),
+    "fp4_e3m0": CodecTraits(2.1e9, 0.3),
+    "ternary": CodecTraits(2.2e9, 1.7),
+}
 
 
 @dataclass(frozen=True)
@@ -282,9 +292,10 @@ class Workload:
         cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
         if math.isinf(coding):
-            coding = cores * HOST_CODING[codec]
+            coding = cores * CODEC_TRAITS[codec].host_coding
         elif conditions.codec:  # measured with another codec: in the proportions of the table
-            coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
+            measured_with = CODEC_TRAITS[conditions.codec]
+            coding *= CODEC_TRAITS[codec].host_coding / measured_with.host_coding
         if math.isinf(outer):
             outer = cores * HOST_OUTER_STEP
         return replace(conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
