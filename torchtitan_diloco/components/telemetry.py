@@ -45,12 +45,11 @@ Batch = tuple[Tensor, Tensor]
 OF_WORKER = ("steps", "seconds", "squares")
 """Steps, seconds of compute in them, and the sum of their squares. They are kept for each worker:
 the planner takes step time and jitter from them."""
-IN_MEANS = ("cross_entropy", "tokens", "gradient_norm", "skipped_steps")
-IN_SECONDS = ("wall", "step", "data", "agreement")
-COUNTED = (*OF_WORKER, *IN_MEANS, *(f"time/{name}_seconds" for name in IN_SECONDS))
+TIMES = ("time/wall_seconds", "time/step_seconds", "time/data_seconds", "time/agreement_seconds")
+COUNTED = (*OF_WORKER, "cross_entropy", "tokens", "gradient_norm", "skipped_steps", *TIMES)
 """Counters of a rank between two logged steps. A new one is added here and counted by
-`Telemetry.count`; metrics of the outer loop need neither. Both are written as a sum over ranks if
-the name ends in _bytes, else as a mean."""
+`Telemetry.count`; metrics of the outer loop need neither. Those with a slash in their name are
+written: as a sum over ranks if the name ends in _bytes, else as a mean."""
 KEPT_ROUNDS = 1000
 """Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
 
@@ -281,7 +280,7 @@ def time_shares(sums: Mapping[str, float]) -> Record:
     With data parallelism, communication is a part of the backward pass: it is not known by itself
     (None) and counts as compute. Waiting for ranks to agree is communication that is exposed.
     """
-    wall, steps, data, agreement = (sums[f"time/{name}_seconds"] for name in IN_SECONDS)
+    wall, steps, data, agreement = (sums[name] for name in TIMES)
 
     def share(seconds: float) -> float:
         return 100 * min(1.0, max(0.0, seconds / wall))
