@@ -59,8 +59,7 @@ def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[floa
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    device = torch.device("cpu")
-    world = World(rank=0, size=1, workers=1, device=device)
+    world = World(rank=0, size=1, workers=1, device=core.CPU)
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
     parts = model, optimizer, outer
     saver = Checkpointer(Checkpoint(keep_latest=1), folder, world, *parts)
@@ -72,8 +71,8 @@ def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[floa
         saver.wait()
         saved = time.perf_counter() - started
         path = checkpoint_path(folder, step)
-        loaded = core.seconds_of(partial(load, path, world, *parts), device)
-        copied = core.seconds_of(partial(copy_files, path, folder / "copy"), device)
+        loaded = core.timed(partial(load, path, world, *parts)).wall
+        copied = core.timed(partial(copy_files, path, folder / "copy")).wall
         shutil.rmtree(folder / "copy")
         if step:  # the first round loads code
             for name, seconds in zip(found, (held_up, saved, loaded, copied), strict=True):

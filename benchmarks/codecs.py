@@ -47,9 +47,9 @@ def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
 
     found = core.take_turns(
         {
-            "encode": lambda: core.seconds_of(encode, values.device),
-            "decode": lambda: core.seconds_of(decode, values.device),
-            "copy": lambda: core.seconds_of(lambda: decoded.copy_(values), values.device),
+            "encode": lambda: core.timed(encode, values.device).wall,
+            "decode": lambda: core.timed(decode, values.device).wall,
+            "copy": lambda: core.timed(lambda: decoded.copy_(values), values.device).wall,
         },
         rounds,
     )
@@ -76,7 +76,7 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
 
     def step(measured: bool) -> float:
         state.delta.normal_(std=1e-3)
-        return core.seconds_of(lambda: state.advance(measured=measured), device)
+        return core.timed(lambda: state.advance(measured=measured), device).wall
 
     found = core.take_turns({"plain": lambda: step(False), "measured": lambda: step(True)}, rounds)
     speed = core.summary([4e-9 * values / one for one in found["plain"]], 2)

@@ -6,15 +6,17 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.diloco.codecs import CODECS
+from torchtitan_diloco.utils import markdown_table
 
 Settings = dict[str, str]
 """Settings of the trainer: dotted key -> value."""
+CPU = torch.device("cpu")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -88,6 +90,17 @@ def parse_settings(
     return settings
 
 
+def parse_names(
+    parser: argparse.ArgumentParser, flag: str, text: str, known: Sequence[str]
+) -> list[str]:
+    """Return the names in a text that separates them by semicolons; all if it is empty."""
+    names = [name.strip() for name in text.split(";") if name.strip()]
+    for name in names:
+        if name not in known:
+            parser.error(f"{flag} {name!r}: there are {'; '.join(known)}")
+    return names or list(known)
+
+
 def command_line(settings: Mapping[str, str]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
@@ -111,18 +124,21 @@ def take_turns(
     return found
 
 
-def seconds_of(task: Callable[[], object], device: torch.device) -> float:
+class Seconds(NamedTuple):
+    wall: float
+    cpu: float
+    """CPU time of this process, all its threads. Other programs do not change it."""
+
+
+def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
     """Return the seconds of a task, including its work on a GPU."""
-    synchronize(device)
-    started = time.perf_counter()
-    task()
-    synchronize(device)
-    return time.perf_counter() - started
-
-
-def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    started, cpu = time.perf_counter(), time.process_time()
+    task()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Seconds(time.perf_counter() - started, time.process_time() - cpu)
 
 
 def kept(
@@ -161,12 +177,4 @@ def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:
 
     `header`: names of the columns, separated by " | ".
     """
-    names = header.split(" | ")
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (names, *rows)
-    ]
-    lines = [f"| {line} |" for line in lines]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    print(f"\n{title}\n\n" + "\n".join(lines), flush=True)
+    print(f"\n{title}\n\n{markdown_table(header.split(' | '), rows)}", flush=True)

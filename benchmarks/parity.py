@@ -106,10 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
-    names = [name.strip() for name in options.runs.split(";") if name.strip()] or list(table.runs)
-    for name in names:
-        if name not in table.runs:
-            parser.error(f"--runs {name!r}: there are {'; '.join(table.runs)}")
+    names = core.parse_names(parser, "--runs", options.runs, table.runs)
     names = list(dict.fromkeys([*map(table.control_of, names), *names]))
     steps = options.steps or (table.steps // 10 if options.short else table.steps)
     extra["data.corpus"] = options.corpus

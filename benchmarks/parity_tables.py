@@ -4,6 +4,7 @@ The name of a run says what is special about it: "streaming, M=4, H=100, lr 0.7"
 `NUMBERS` give the settings of each term. What the name leaves open is as in `DEFAULTS`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ RESERVED = {
     "data.corpus",
     "training.steps",
     "training.batch_size",
+    "training.global_batch_size",
     "training.sequence_length",
     "diloco.method",
     "diloco.workers",
@@ -112,34 +114,31 @@ def _begin(name: str) -> int:
     return int(rest.removesuffix(after)) if found and rest.endswith(after) else 0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model and a batch."""
-
-    sequences: int
-    """Sequences in a step of all workers together, whatever their number."""
-    sequence_length: int
-    settings: Settings
-
-
-WIDE_BATCH = Shape(16, 128, {"model.layers": "4", "validation.sequences": "512"})
+WIDE_BATCH: Settings = {
+    "model.layers": "4",
+    "validation.sequences": "512",
+    "training.global_batch_size": "16",
+    "training.sequence_length": "128",
+}
 """0.22M parameters, 2,048 tokens a step: the shape of the first tables."""
-SMALL = {
+MANY_STEPS: Settings = {
     "model.layers": "2",
     "validation.sequences": "1024",
     "data.validation_fraction": "0.04",
     "checkpoint.every": "3000",
+    "training.global_batch_size": "8",
+    "training.sequence_length": "64",
 }
-MANY_STEPS = Shape(8, 64, SMALL)
 """0.12M parameters, 512 tokens a step: a run of some minutes has hundreds of outer rounds."""
-LARGER_BATCH = Shape(32, 64, SMALL)
-ALL_HELD_OUT = Shape(8, 64, SMALL | {"validation.sequences": "4096"})
+LARGER_BATCH = MANY_STEPS | {"training.global_batch_size": "32"}
+ALL_HELD_OUT = MANY_STEPS | {"validation.sequences": "4096"}
 """With all held-out text: a corpus may have several kinds of text, one after the other."""
 
 
 @dataclass(frozen=True)
 class Table:
-    shape: Shape
+    shape: Settings
+    """Model and batch. A step has as many sequences for any number of workers."""
     steps: int
     """Length of a run."""
     runs: Sequence[str]
@@ -155,24 +154,25 @@ class Table:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.shape.sequences * self.shape.sequence_length
+        keys = ("training.global_batch_size", "training.sequence_length")
+        return math.prod(int(self.shape[key]) for key in keys)
 
     def control_of(self, name: str) -> str:
         return self.controls.get(name, self.runs[0])
 
     def settings(self, name: str, steps: int) -> Settings:
         """Return all settings of a run of so many steps."""
-        run = DEFAULTS | self.shape.settings | parse_terms(self.common) | parse_terms(name)
+        run = DEFAULTS | self.shape | parse_terms(self.common) | parse_terms(name)
         if self.keep_every and name == self.runs[0]:
             every = str(self.keep_every)
             run |= {"checkpoint.every": every, "checkpoint.keep_every": every}
         if run["diloco.method"] == "none":  # runs that differ in other settings are the same
             other = [key for key in run if key.startswith("diloco.")]
             run = {key: value for key, value in run.items() if key not in other} | TERMS[CONTROL]
+        sequences = int(run["training.global_batch_size"])
         return run | {
             "training.steps": str(steps),
-            "training.sequence_length": str(self.shape.sequence_length),
-            "training.batch_size": str(self.shape.sequences // int(run["diloco.workers"])),
+            "training.batch_size": str(sequences // int(run["diloco.workers"])),
             **{key: str(self._scaled(int(run[key]), steps)) for key in SCALED if key in run},
         }
 
@@ -216,7 +216,7 @@ def _parity() -> Table:
     return Table(MANY_STEPS, 9000, runs, "warm-up 1000", keep_every=1000, paper=paper)
 
 
-def _warm_ups(shape: Shape, steps: int, warm_ups: Sequence[int]) -> Table:
+def _warm_ups(shape: Settings, steps: int, warm_ups: Sequence[int]) -> Table:
     """Compare each run with data parallelism of as many steps of warm-up."""
     runs = [f"{method}, warm-up {one}" for one in warm_ups for method in (CONTROL, "streaming")]
     controls = {name: f"{CONTROL}, {name.split(', ')[1]}" for name in runs}

@@ -21,7 +21,8 @@ import argparse
 import math
 import os
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,23 +35,29 @@ from benchmarks.slow_link_run import (
     RESERVED,
     TORCHFT,
     Measured,
-    Window,
     build_settings,
     cycles_length,
     data_parallel_length,
     measure,
 )
+from torchtitan_diloco.components.summary import UNLIMITED
+from torchtitan_diloco.diloco import DiLoCoConfig
+from torchtitan_diloco.planner.prediction import predict
 
+GOODPUT = 1448 / 1514
+"""Payload of a full packet / its size as the bucket counts it."""
 HEADER = (
-    "Mbit/s | method | tokens/s | utilisation % | not exposed % | exposed ms a step | "
-    "sent kB a step | peak Mbit/s | n (steps)"
+    "Mbit/s | method | tokens/s | utilisation % | not exposed % | predicted % | "
+    "exposed ms a step | sent kB a step | peak Mbit/s | n (steps)"
 )
 LEGEND = """\
 utilisation: tokens/s against the fastest method without a limit in the same repeat; exposed: time
 of the training thread by its own clock (data parallelism: its step less the reference's); not
 exposed: the rest of a step, which does not depend on changes of the machine's speed between runs;
-sent: bytes of one worker by the counter of its interface; peak: most in half a second, of the
-worker that sends most. Median (min ... max) of n windows."""
+predicted: the same by the planner, from the rate less the headers of packets, the latency and the
+speed of coding without a limit, and the steps of the run itself; sent: bytes of one worker by the
+counter of its interface; peak: most in half a second, of the worker that sends most. Median (min
+... max) of n windows, of the prediction of runs."""
 
 
 @dataclass
@@ -66,16 +73,15 @@ class Table:
     def methods(self) -> list[str]:
         return list(dict.fromkeys(method for _, method in self.runs))
 
-    def windows(self, rate: float, method: str) -> list[Window]:
-        return [window for run in self.runs[rate, method] for window in run.windows]
+    @property
+    def free(self) -> list[list[Measured]]:
+        """All methods without a limit."""
+        return [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
 
     def references(self) -> list[float]:
         """Return tokens/s of each repeat's fastest method without a limit."""
-        free = [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
-        return [
-            max(_median(run, "tokens_per_second") for run in repeat)
-            for repeat in zip(*free, strict=True)
-        ]
+        repeats = zip(*self.free, strict=True)
+        return [max(run.median("tokens_per_second") for run in repeat) for repeat in repeats]
 
     def utilisations(self, rate: float, method: str) -> list[float]:
         """Return percentages of the reference, for each window."""
@@ -88,13 +94,26 @@ class Table:
     def utilisation(self, rate: float, method: str) -> float:
         return statistics.median(self.utilisations(rate, method))
 
+    def predictions(self, rate: float, method: str, diloco: DiLoCoConfig) -> list[float]:
+        """Return percentages of compute by the planner, for each run; none without an outer loop of
+        ours."""
+        found = []
+        free_runs = self.runs[math.inf, method]
+        for free, run in zip(free_runs, self.runs[rate, method], strict=True):
+            if free.observed is not None and run.observed is not None:
+                own = run.observed
+                link = replace(free.observed, step_seconds=own.step_seconds, jitter=own.jitter)
+                rate_left = min(UNLIMITED, rate * 1e6 * GOODPUT)
+                link = replace(link, bits_per_second=rate_left)
+                found.append(100 * predict(run.fragments, diloco, link).utilisation)
+        return found
+
     def free_step(self) -> tuple[float, float]:
         """Return seconds of a step without a limit, and bytes that data parallelism sends in it.
 
         Only of the first repeat, so that a table that is continued has the same rates.
         """
-        free = [runs[0] for (rate, _), runs in self.runs.items() if rate == math.inf]
-        seconds = min(_median(run, "seconds_per_step") for run in free)
+        seconds = min(runs[0].median("seconds_per_step") for runs in self.free)
         return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
 
     def rate_of(self, text: str) -> float:
@@ -115,39 +134,31 @@ class Table:
         return seconds + sent * 8e-6 / rate
 
 
-def _median(run: Measured, name: str) -> float:
-    return float(statistics.median(getattr(window, name) for window in run.windows))
-
-
-def measure_table(
-    options: argparse.Namespace, methods: list[str], settings: dict[str, core.Settings]
-) -> Table:
+def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Settings]) -> Table:
     """Measure all methods in turns at each rate, and all rates in each repeat, so that a machine
     whose speed drifts treats them alike."""
     table = Table()
     for repeat in range(options.repeats):
         for text in dict.fromkeys(["inf", *options.rates]):
             rate = table.rate_of(text)
-            for method in methods:
+            for method, own in settings.items():
                 length = cycles_length(options.sync_every, options.cycles, options.delay)
                 if method == DATA_PARALLEL:
                     length = data_parallel_length(table.expected_seconds(rate))
                 name = "".join(c if c.isalnum() else "-" for c in method)
-                folder = options.out / f"{name}-{rate:g}-{repeat}"
-                run = measure(method, rate, settings[method] | length, folder)
+                run = measure(method, rate, own | length, options.out / f"{name}-{rate:g}-{repeat}")
                 table.runs.setdefault((rate, method), []).append(run)
-                speed = _median(run, "tokens_per_second")
-                print(
-                    f"repeat {repeat}, {named(rate)}, {method}: {speed:,.0f} tokens/s", flush=True
-                )
+                speed = f"{run.median('tokens_per_second'):,.0f} tokens/s"
+                print(f"repeat {repeat}, {rate:.3g} Mbit/s, {method}: {speed}", flush=True)
     return table
 
 
 # --- printing -------------------------------------------------------------------------------------
 
 
-def build_row(table: Table, rate: float, method: str) -> list[str]:
-    windows, runs = table.windows(rate, method), table.runs[rate, method]
+def build_row(table: Table, rate: float, method: str, diloco: DiLoCoConfig) -> list[str]:
+    runs = table.runs[rate, method]
+    windows = [window for run in runs for window in run.windows]
     utilisations = table.utilisations(rate, method)
     exposed = [window.exposed_seconds or 0.0 for window in windows]
     if method == DATA_PARALLEL:
@@ -158,6 +169,7 @@ def build_row(table: Table, rate: float, method: str) -> list[str]:
     not_exposed = [
         1 - lost / window.seconds_per_step for lost, window in zip(exposed, windows, strict=True)
     ]
+    predicted = table.predictions(rate, method, diloco)
     steps = sorted({window.steps for window in windows})
     return [
         "no limit" if rate == math.inf else f"{rate:.3g}",
@@ -165,15 +177,12 @@ def build_row(table: Table, rate: float, method: str) -> list[str]:
         core.summary([window.tokens_per_second for window in windows], 0),
         core.summary(utilisations, 1),
         core.summary(not_exposed, 1, 100),
+        core.summary(predicted, 1) if predicted else "-",
         core.summary(exposed, 1, 1e3),
         core.summary([run.sent_per_step for run in runs], 1, 1e-3),
         core.summary([run.peak_mbit for run in runs], 1),
         f"{len(windows)} ({' or '.join(map(str, steps))})",
     ]
-
-
-def named(rate: float) -> str:
-    return "no limit" if rate == math.inf else f"{rate:.3g} Mbit/s"
 
 
 def plot(table: Table, title: str, path: Path) -> None:
@@ -226,20 +235,17 @@ def main() -> None:
     if options.sync_every % 2:
         parser.error(f"--sync-every {options.sync_every} is odd: give an even number")
     installed = [name for name in METHODS if name != TORCHFT or torchft_loop.is_installed()]
-    asked = [name.strip() for name in options.methods.split(";") if name.strip()]
-    for name in asked:
-        if name not in installed:
-            parser.error(f"--methods {name}: there are {'; '.join(installed)}")
     if TORCHFT not in installed:
         print("torchft is not installed, so it has no rows: pip install -e .[bench]")
-    methods = [name for name in installed if name == DATA_PARALLEL or name in (asked or installed)]
+    asked = core.parse_names(parser, "--methods", options.methods, installed)
     extra = core.parse_settings(parser, words, RESERVED)
     cycle = options.workers, options.sync_every, options.delay
-    settings = {method: build_settings(method, *cycle, extra) for method in methods}
-    for method in methods:
-        core.parse_config(parser, core.command_line(settings[method]))
+    settings, diloco = {}, {}
+    for method in dict.fromkeys([DATA_PARALLEL, *asked]):  # the control is always measured
+        settings[method] = build_settings(method, *cycle, extra)
+        diloco[method] = core.parse_config(parser, core.command_line(settings[method])).diloco
     try:
-        table = measure_table(options, methods, settings)
+        table = measure_table(options, settings)
     except NoNetworkError as error:
         parser.exit(1, f"slow links need network namespaces: {error}\n")
 
@@ -248,7 +254,8 @@ def main() -> None:
         f"{name}, 1 thread a worker, {os.cpu_count()} cores; torch {torch.__version__}; reference "
         f"{core.summary(table.references(), 0)} tokens/s\n\n{LEGEND}"
     )
-    rows = [build_row(table, rate, method) for rate in table.rates for method in table.methods]
+    keys = [(rate, method) for rate in table.rates for method in table.methods]
+    rows = [build_row(table, *key, diloco[key[1]]) for key in keys]
     core.print_table(title, HEADER, rows)
     if options.plot:
         plot(table, name, options.plot)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ import msgspec
 
 from benchmarks import core
 from benchmarks.network import Network
+from torchtitan_diloco.components.records import Conditions, Summary, from_record
 from torchtitan_diloco.trainer import STEPS_APART
+from torchtitan_diloco.utils import read_json_lines
 
 MODEL = {
     "model.layers": "6",
@@ -118,6 +121,14 @@ class Measured:
     """Bytes that a worker's interface sends in a measured step, mean over workers."""
     peak_mbit: float
     """Rate of the worker that sends most in half a second."""
+    observed: Conditions | None = None
+    """Link and steps that the trainer has measured; None without our outer loop."""
+    fragments: list[int] = field(default_factory=list)
+    """Parameters of each."""
+
+    def median(self, name: str) -> float:
+        """Return the median of a field of the windows."""
+        return float(statistics.median(getattr(window, name) for window in self.windows))
 
 
 def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:
@@ -126,9 +137,14 @@ def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> 
     def run() -> dict[str, object]:
         samples = watch(method, rate, settings, folder)
         sync_every = None if method == DATA_PARALLEL else int(settings["diloco.sync_every"])
-        return asdict(summarise(samples, sync_every))
+        measured = summarise(samples, sync_every)
+        records, _ = read_json_lines(folder / "metrics.jsonl")
+        sizes = {one["fragment"]: one["parameters"] for one in records if "fragment" in one}
+        measured.fragments = [sizes[fragment] for fragment in sorted(sizes)]
+        measured.observed = from_record(Summary, records[-1]).observed
+        return asdict(measured)
 
-    return msgspec.convert(core.kept(folder, settings, run), Measured)
+    return msgspec.convert(core.kept(folder, settings, run), Measured, strict=False)
 
 
 # --- running --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from benchmarks import core, torchft_loop
 from benchmarks.network import NoNetworkError, enter_own_network, loopback_bytes
 from benchmarks.torchft_loop import TorchftLoop
 from tests.processes import ProcessPool
-from torchtitan_diloco.config.schema import Distributed
+from torchtitan_diloco.config.schema import Distributed, Model
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
     Fragments,
@@ -42,12 +42,13 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
+from torchtitan_diloco.models.chinchilla.model import Decoder
 
 WORKERS = 2
-WIDTH = 256
+LAYERS = 4
+MEGABYTES = 33.6
+"""Of parameters in fp32."""
 TIMEOUT = 600
-SMALLEST = 8
-"""MB of one block, an embedding and a head."""
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
     "sent MB, one worker | on lo MB, both | memory MB | n"
@@ -60,7 +61,6 @@ without syncs. Numbers are worker 0's: median (min ... max) of n syncs."""
 
 @dataclass(frozen=True)
 class Case:
-    megabytes: float
     fragments: int
     delay: int
     codec: str
@@ -72,8 +72,8 @@ class Case:
     @property
     def config(self) -> DiLoCoConfig:
         """A cycle has `delay` + 1 steps for each fragment, in which one sync begins and ends."""
-        strides = self.fragments - 1  # of the blocks; the last fragment is the rest
-        layers = block_count(self.megabytes) // strides if strides else 0
+        # The last fragment is the rest.
+        layers = LAYERS // (self.fragments - 1) if self.fragments > 1 else 0
         return DiLoCoConfig(
             sync_every=self.fragments * (self.delay + 1),
             measure_every=int(self.measured),
@@ -88,8 +88,7 @@ class Case:
 class Sync:
     """One sync of one worker, in seconds and bytes. CPU seconds are those of all its threads."""
 
-    all_reduce: float
-    all_reduce_cpu: float
+    all_reduce: core.Seconds
     exposed: float
     cpu: float
     on_the_wire: int
@@ -101,30 +100,10 @@ Measured = tuple[list[Sync], float]
 """The syncs, and the MB by which the peak memory exceeds that of the same loop without syncs."""
 
 
-# --- the model: parameters in the shapes of a decoder, without computation ------------------------
-
-
-def block_count(megabytes: float) -> int:
-    return max(1, round(megabytes * 1e6 / 8 / (16 * WIDTH**2)))
-
-
-def build_model(megabytes: float) -> nn.ModuleDict:
+def build_model() -> Decoder:
     """Build a model with half of its values in blocks, the rest in an embedding and a head."""
-    shapes = {
-        "norm": (WIDTH,),
-        "qkv": (3 * WIDTH, WIDTH),
-        "out": (WIDTH, WIDTH),
-        "up": (8 * WIDTH, WIDTH),
-        "down": (WIDTH, 4 * WIDTH),
-    }
-    blocks = nn.ModuleList(
-        nn.ParameterDict({name: 0.02 * torch.randn(shape) for name, shape in shapes.items()})
-        for _ in range(block_count(megabytes))
-    )
-    left = round(megabytes * 1e6 / 4) - sum(parameter.numel() for parameter in blocks.parameters())
-    rows = max(1, left // WIDTH // 2)
-    embedding, head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
-    return nn.ModuleDict({"blocks": blocks, "embedding": embedding, "head": head})
+    shape = Model(layers=LAYERS, width=256, heads=4, head_dim=64, feed_forward=1536)
+    return Decoder(shape, 16_384, 128)
 
 
 @torch.no_grad()
@@ -168,12 +147,12 @@ def measure(case: Case, lighthouse: str = "") -> Measured:
     return measure_syncs(case, world, model, sizes, outer.step, sent), peak_megabytes() - plain
 
 
-def start(case: Case) -> tuple[World, nn.ModuleDict, float]:
+def start(case: Case) -> tuple[World, nn.Module, float]:
     """Join the others; return the model and the peak memory in MB of steps without syncs."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
-    model = build_model(case.megabytes)
-    values = torch.ones(round(case.megabytes * 1e6 / 4 / case.fragments))
+    model = build_model()
+    values = torch.ones(round(MEGABYTES * 1e6 / 4 / case.fragments))
     for _ in range(3):
         inner_step(model, world.worker)
         time_all_reduce(values)
@@ -201,18 +180,15 @@ def measure_syncs(
         inner_step(model, world.worker)
         floor = time_all_reduce(values[: sizes[number % case.fragments]])
         exposed, cpu, wire = time_window(step, case)
-        sync = Sync(*floor, exposed, cpu, wire, sent())
+        sync = Sync(floor, exposed, cpu, wire, sent())
         if number >= case.fragments:  # the first round touches all buffers for the first time
             measured.append(sync)
     return measured
 
 
-def time_all_reduce(values: Tensor) -> tuple[float, float]:
-    """Return seconds and CPU seconds."""
+def time_all_reduce(values: Tensor) -> core.Seconds:
     dist.barrier()
-    started, cpu = time.perf_counter(), time.process_time()
-    dist.all_reduce(values)
-    return time.perf_counter() - started, time.process_time() - cpu
+    return core.timed(lambda: dist.all_reduce(values))
 
 
 def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int]:
@@ -263,13 +239,13 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
     wire = statistics.median(sync.on_the_wire for sync in syncs)
     return [
         name,
-        f"{case.megabytes / case.fragments:.1f}",
+        f"{MEGABYTES / case.fragments:.1f}",
         str(case.delay),
         core.summary([sync.exposed for sync in syncs], 1, 1e3),
-        core.summary([sync.all_reduce for sync in syncs], 1, 1e3),
-        core.summary([sync.exposed / sync.all_reduce for sync in syncs], 2),
+        core.summary([sync.all_reduce.wall for sync in syncs], 1, 1e3),
+        core.summary([sync.exposed / sync.all_reduce.wall for sync in syncs], 2),
         core.summary([sync.cpu for sync in syncs], 0, 1e3),
-        core.summary([sync.all_reduce_cpu for sync in syncs], 0, 1e3),
+        core.summary([sync.all_reduce.cpu for sync in syncs], 0, 1e3),
         f"{sent / 1e6:.3f}" if sent else "-",
         f"{wire / 1e6:.3f}" if wire else "-",
         f"{memory:+.0f}",
@@ -280,9 +256,7 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
 def build_rows(options: argparse.Namespace) -> list[list[str]]:
     rows = []
     for fragments, delay in product(options.fragments, options.delays):
-        plain = Case(
-            options.megabytes, fragments, delay, "fp32", options.rounds, options.inner_seconds
-        )
+        plain = Case(fragments, delay, "fp32", options.rounds, options.inner_seconds)
         cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
         for codec in options.measured:
             cases[f"{codec}, measured"] = replace(plain, codec=codec, measured=True)
@@ -296,7 +270,6 @@ def build_rows(options: argparse.Namespace) -> list[list[str]]:
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--megabytes", type=float, default=33.6, help="parameters in fp32")
     parser.add_argument("--fragments", type=core.list_of(core.positive), default=[1, 2])
     parser.add_argument("--delays", type=core.list_of(int), default=[0], help="tau")
     codecs = ["fp32", "bf16", "int8", "fp4_e3m0"]
@@ -307,16 +280,10 @@ def main() -> None:
     parser.add_argument("--rate", default="", help=rate_help)
     parser.add_argument("--inner-seconds", type=float, default=0.4, help="with delays above 0")
     options = parser.parse_args()
-    if options.megabytes < SMALLEST:
-        parser.error(
-            f"--megabytes {options.megabytes:g} is less than one block, an embedding and a head "
-            f"take: give {SMALLEST} or more"
-        )
-    blocks = block_count(options.megabytes)
     for fragments in options.fragments:
-        if fragments > 1 and blocks % (fragments - 1):
+        if fragments > 1 and LAYERS % (fragments - 1):
             parser.error(
-                f"--fragments {fragments}: all but the last must share the {blocks} blocks of this "
+                f"--fragments {fragments}: all but the last must share the {LAYERS} blocks of the "
                 "model evenly"
             )
     try:
@@ -328,7 +295,7 @@ def main() -> None:
     speed = f" at {options.rate} for both directions together" if options.rate else ""
     sleep = f", inner steps of {options.inner_seconds:g} s" if any(options.delays) else ""
     title = (
-        f"{options.megabytes:g} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
+        f"{MEGABYTES} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
         f"{os.cpu_count()} cores, loopback{speed}{sleep}; torch {torch.__version__}\n\n{LEGEND}"
     )
     core.print_table(title, HEADER, build_rows(options))

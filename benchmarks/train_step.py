@@ -14,7 +14,6 @@ A second table has what the outer loop adds to a step in which nothing is sent o
 
 import importlib.util
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,15 +51,6 @@ class Loop:
     """On an accelerator, beyond what was in use before the loop was built."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Mean times of a step."""
-
-    seconds: float
-    cpu_seconds: float
-    """CPU time of this process, which other programs do not change."""
-
-
 def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     """Build the step of a run with its telemetry, logged as often as in a run."""
     link = config.diloco.link
@@ -73,8 +63,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     batches = telemetry.timed(trainer.loader)
 
     def step() -> None:
-        telemetry.step_begins()
-        telemetry.step_done(trainer.train_step(batches))
+        telemetry.measure(lambda: trainer.train_step(batches))
         if trainer.step % config.metrics.log_every == 0:
             telemetry.open(trainer.step, trainer.lr)
         telemetry.publish(trainer.step)
@@ -133,37 +122,39 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
     return bare_loop("torchtitan's Llama 3, bare loop", model, model.layers, trainer, batches)
 
 
-def run_steps(loop: Loop, steps: int, device: torch.device) -> Turn:
-    core.synchronize(device)
-    started, cpu_started = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        loop.step()
-    core.synchronize(device)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    return Turn(seconds / steps, cpu_seconds / steps)
+def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
+    """Return the mean times of a step."""
+
+    def run() -> None:
+        for _ in range(steps):
+            loop.step()
+
+    seconds = core.timed(run, device)
+    return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
-def measure_peak(loop: Loop, steps: int, device: torch.device, before: int) -> Loop:
-    """Warm a loop up. `before`: bytes in use before it was built."""
+def warm_up(loop: Loop, steps: int, device: torch.device, before: int) -> None:
+    """Run steps, and take the peak memory. `before`: bytes in use before the loop was built."""
     run_steps(loop, steps, device)
     if device.type == "cuda":
         loop.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.reset_peak_memory_stats(device)
-    return loop
 
 
-def build_row(loop: Loop, turns: list[Turn], ours: list[Turn], trainer: Trainer) -> list[str]:
+def build_row(
+    loop: Loop, turns: list[core.Seconds], ours: list[core.Seconds], trainer: Trainer
+) -> list[str]:
     tokens, peak = trainer.plan.tokens_per_step, peak_flops(trainer.world.device)
     flops = tokens * trainer.model.flops_per_token(trainer.config.training.sequence_length)
     pairs = list(zip(turns, ours, strict=True))
-    middle = statistics.median(turn.seconds for turn in turns)
+    middle = statistics.median(turn.wall for turn in turns)
     return [
         loop.name,
         f"{loop.parameters / 1e6:.1f}",
-        core.summary([tokens / turn.seconds for turn in turns], 0),
-        core.summary([own.seconds / turn.seconds for turn, own in pairs]),
-        core.summary([turn.cpu_seconds for turn in turns], 1, 1e3),
-        core.summary([own.cpu_seconds / turn.cpu_seconds for turn, own in pairs]),
+        core.summary([tokens / turn.wall for turn in turns], 0),
+        core.summary([own.wall / turn.wall for turn, own in pairs]),
+        core.summary([turn.cpu for turn in turns], 1, 1e3),
+        core.summary([own.cpu / turn.cpu for turn, own in pairs]),
         "-" if peak is None else f"{100 * flops / middle / peak:.1f}",
         f"{loop.peak_bytes / GIB:.2f}" if loop.peak_bytes else "-",
     ]
@@ -172,13 +163,13 @@ def build_row(loop: Loop, turns: list[Turn], ours: list[Turn], trainer: Trainer)
 def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
     """Return seconds of one `outer.step()` between two exchanges."""
     outer = StreamingDiLoCo(trainer.model, None, replace(trainer.config.diloco, method="streaming"))
-    found = []
-    for _ in range(rounds):
-        started = time.perf_counter()
+
+    def run() -> None:
         for _ in range(OUTER_STEPS):
             outer.step_count = 0  # nothing is sent after the first step
             outer.step()
-        found.append((time.perf_counter() - started) / OUTER_STEPS)
+
+    found = [core.timed(run).wall / OUTER_STEPS for _ in range(rounds)]
     outer.close()
     return found
 
@@ -190,12 +181,13 @@ def main() -> None:
     options, words = parser.parse_known_args()
     config = core.parse_config(parser, [*words, *ONE_WORKER])
     trainer, batches, ours = build_trainer_loop(config)
-    device = trainer.world.device
-    loops = [measure_peak(ours, options.steps, device, before=0)]
+    device, loops = trainer.world.device, [ours]
+    warm_up(ours, options.steps, device, before=0)
     has_torchtitan = importlib.util.find_spec("torchtitan") is not None
     for build in [bare_pytorch, *([bare_torchtitan] if has_torchtitan else [])]:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        loops.append(measure_peak(build(trainer, batches), options.steps, device, before))
+        loops.append(build(trainer, batches))
+        warm_up(loops[-1], options.steps, device, before)
     turns = {loop.name: partial(run_steps, loop, options.steps, device) for loop in loops}
     found = core.take_turns(turns, options.rounds, warm_up=0)
     outer = outer_loop_seconds(trainer, options.rounds)
@@ -209,7 +201,7 @@ def main() -> None:
     )
     rows = [build_row(loop, found[loop.name], found[OURS], trainer) for loop in loops]
     core.print_table(title, HEADER, rows)
-    step = statistics.median(turn.seconds for turn in found[OURS])
+    step = statistics.median(turn.wall for turn in found[OURS])
     core.print_table(
         f"the outer loop in a step without communication, H = {config.diloco.sync_every}; "
         f"n = {options.rounds} rounds",

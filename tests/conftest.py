@@ -1,5 +1,7 @@
 import os
 import random
+import re
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,14 @@ for number in (
         )
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+def page_commands(page: str, out: Path) -> list[list[str]]:
+    """Return the words of the commands in a page's ```shell blocks, which a test runs in its own
+    process. tests/test_docs.py runs ```bash blocks."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    lines = "".join(re.findall(r"^```shell\n(.*?)^```", text, re.M | re.S)).splitlines()
+    return [shlex.split(line.replace("$OUT", str(out)), comments=True) for line in lines]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 A training run that later commands need, because it names its folder, gets three steps, and so does
 the first one of the README; the settings of the others are checked. `./run_tests.sh` only starts
 pytest. `$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced as
-```text.
+```text, what another test runs in its own process as ```shell.
 """
 
 import os

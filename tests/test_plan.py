@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, page_commands
+from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import load_config, shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.plan import main
@@ -143,3 +144,14 @@ def test_the_program_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     exec(program, {})
     assert "%" in capsys.readouterr().out
+
+
+def test_the_commands_in_the_docs_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a probe, which starts a real run."""
+    commands = page_commands("planning.md", tmp_path)
+    assert len(commands) > 5
+    for program, *words in commands:
+        if program == "./run_train.sh":
+            assert from_command_line(words) is None, "--print-config"
+        else:
+            assert main(words[2:]) == 0, capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import ProcessPool
-from tests.test_trainer import curve, records, settings, streaming, train
+from tests.test_trainer import curve, records, streaming, train
 from torchtitan_diloco.report.facts import data_parallel_bytes
 from torchtitan_diloco.report.run_records import open_runs
 
@@ -27,8 +27,30 @@ def run_two_workers(text: Path, processes: ProcessPool, **changes: Any) -> Path:
     return Path(chosen["run.folder"])
 
 
-def test_every_exchange_is_recorded_by_all_workers(text: Path, processes: ProcessPool) -> None:
-    folder = run_two_workers(text, processes)
+ROUND = ("fragment", "outer_round", "sent_step", "applied_step")
+
+
+def test_every_exchange_is_recorded_once_also_by_a_run_that_goes_on(
+    text: Path, processes: ProcessPool
+) -> None:
+    changes = {"diloco__overlap__delay": 3, "checkpoint__every": 9}
+    whole, resumed = text.parent / "whole", text.parent / "resumed"
+    run_two_workers(text, processes, run__folder=whole, **changes)
+    check_records(whole)
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000018")
+    run_two_workers(text, processes, run__folder=resumed, **changes)
+    told = [[[one[key] for key in ROUND] for one in records(f, "round")] for f in (whole, resumed)]
+    assert told[0] == told[1]
+    first = [record["workers"][0] for record in records(resumed, "round")]
+    unknown = [worker for worker in first if worker["exchange_seconds"] is None]
+    assert unknown, "some were in flight"
+    for worker in unknown:  # processes that are gone saw what it took: not known is not nothing
+        for key in ("weight", "sent_bytes", "cosine_to_mean", "encoding_seconds"):
+            assert worker[key] is None, key
+
+
+def check_records(folder: Path) -> None:
     rounds, steps = records(folder, "round"), records(folder)
     fragments = {record["fragment"]: record["fragment_name"] for record in rounds}
     assert fragments == {0: "blocks.0", 1: "blocks.1", 2: "embedding, head and norms"}
@@ -42,7 +64,7 @@ def test_every_exchange_is_recorded_by_all_workers(text: Path, processes: Proces
         assert told == sum(curve(steps, f"diloco/{key}_sum_over_ranks"))
 
     trained = [record for record in steps if SHARES[0] in record]
-    assert len(trained) == 6
+    assert len(trained) == 8, "and before each save"
     for record in trained:
         assert sum(record[share] for share in SHARES) == pytest.approx(100, abs=1e-6)
         assert min(record[share] for share in SHARES) >= 0
@@ -62,20 +84,6 @@ def test_every_exchange_is_recorded_by_all_workers(text: Path, processes: Proces
     assert len(weights) == len(own)
 
 
-def test_data_parallelism_has_no_rounds_and_says_what_it_does_not_know(
-    text: Path, processes: ProcessPool
-) -> None:
-    chosen = settings(text, diloco__workers=2)
-    processes.run(train, 2, chosen)
-    folder = Path(chosen["run.folder"])
-    assert records(folder, "round") == []
-    assert not (folder / "traces").exists()
-    (summary,) = records(folder, "summary")
-    assert summary["sent_bytes_mean_over_workers"] is None
-    assert summary["data_parallel_bytes_per_worker"] > 0
-    assert all(record[SHARES[2]] is None for record in records(folder) if SHARES[0] in record)
-
-
 def test_streaming_after_data_parallelism_counts_its_own_steps(
     text: Path, processes: ProcessPool
 ) -> None:
@@ -84,34 +92,16 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     takes_over = {"checkpoint__resume": begun, "run__folder": text.parent / "several"}
     folder = run_two_workers(text, processes, **takes_over)
     (before,), (summary,) = records(begun, "summary"), records(folder, "summary")
+    assert records(begun, "round") == []
+    assert not (begun / "traces").exists()
+    assert before["sent_bytes_mean_over_workers"] is None, "it is not known"
+    assert all(record[SHARES[2]] is None for record in records(begun) if SHARES[0] in record)
     assert (before["step"], before["counted_after_step"]) == (8, 0)
     assert (summary["step"], summary["counted_after_step"]) == (20, 8)
     a_step = before["data_parallel_bytes_per_worker"] / 8
     assert summary["data_parallel_bytes_per_worker"] == pytest.approx(12 * a_step)
     (run,) = open_runs([folder])
     assert [data_parallel_bytes(run, step) for step in (8, 20)] == pytest.approx([0, 12 * a_step])
-
-
-def test_a_run_that_goes_on_tells_every_round_once(text: Path, processes: ProcessPool) -> None:
-    """Two starts record the rounds of one run, each those that it applies."""
-    changes = {"diloco__overlap__delay": 3, "checkpoint__every": 9}
-    whole, legs = text.parent / "whole", text.parent / "legs"
-    for folder in (whole, legs):
-        run_two_workers(text, processes, run__folder=folder, **changes)
-    shutil.rmtree(legs / "checkpoints" / "step-00000018")
-    run_two_workers(text, processes, run__folder=legs, **changes)
-
-    def told(folder: Path) -> list[tuple[int, int, int, int]]:
-        keys = ("fragment", "outer_round", "sent_step", "applied_step")
-        return [tuple(record[key] for key in keys) for record in records(folder, "round")]
-
-    assert told(legs) == told(whole)
-    first = [record["workers"][0] for record in records(legs, "round")]
-    unknown = [worker for worker in first if worker["exchange_seconds"] is None]
-    assert unknown, "some were in flight"
-    for worker in unknown:  # processes that are gone saw what it took: not known is not nothing
-        for key in ("weight", "sent_bytes", "cosine_to_mean", "encoding_seconds"):
-            assert worker[key] is None, key
 
 
 def test_no_round_is_lost_however_seldom_one_reports(text: Path, processes: ProcessPool) -> None:

@@ -251,21 +251,15 @@ class Trainer:
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records
+        validated, after = self.validator.validated, self.resumed.totals_after
         summary = summarise(
-            self.plan,
-            config,
-            ranks=self.world.size,
-            step=self.step,
-            validated=self.validator.validated,
-            totals=telemetry.totals,
-            totals_after=self.resumed.totals_after,
-            rounds=rounds,
+            telemetry, config, step=self.step, validated=validated, totals_after=after
         )
         predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
         summary.predicted_utilisation_percent = predicted
         if self.step > self.resumed.step:  # else the summary of the start before stays the last one
             telemetry.files.write(summary)
-            telemetry.draw(self.step)
+            telemetry.write_trace()
         return summary
 
     # --- checkpoints ------------------------------------------------------------------------------

@@ -165,6 +165,14 @@ def brief(seconds: float) -> str:
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.1f} ms"
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table that is aligned as text, too."""
+    widths = [max(3, *map(len, column)) for column in zip(columns, *rows, strict=True)]
+    rows = [columns, ["-" * width for width in widths], *rows]
+    lines = [map(str.ljust, row, widths) for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def all_reduce_bytes(parameters: float, workers: int) -> float:
     """Return the bytes that one worker sends in a ring all-reduce of all gradients in bf16."""
     return 2 * (workers - 1) / workers * 2 * parameters

@@ -25,7 +25,7 @@ from torchtitan_diloco.diloco.config import (
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.planner.prediction import (
-    HOST_CODING,
+    CODEC_TRAITS,
     Workload,
     predict,
     predict_data_parallel,
@@ -211,11 +211,12 @@ def test_measured_speeds_override_the_table() -> None:
         replace(present, quantization=Quantization(codec=codec)) for codec in ("int8", "fp4_e3m0")
     ]
     met = replace(UNLIMITED, coding_bytes_per_second=1e8, outer_bytes_per_second=5e8, codec="int8")
-    ratio = HOST_CODING["fp4_e3m0"] / HOST_CODING["int8"]
+    table = {codec: traits.host_coding for codec, traits in CODEC_TRAITS.items()}
+    ratio = table["fp4_e3m0"] / table["int8"]
     for on_cpu, expected in ((True, 1e8 * ratio), (False, 1e8)):
         load = replace(Workload.of(load_config("35m"), vocabulary=32_000), on_cpu=on_cpu)
         int8, fp4 = (load.with_speeds(one, met) for one in settings_)
         assert int8 == met
         assert fp4.coding_bytes_per_second == pytest.approx(expected)
         measured = load.with_speeds(settings_[1], UNLIMITED).coding_bytes_per_second
-        assert measured == (HOST_CODING["fp4_e3m0"] if on_cpu else math.inf)
+        assert measured == (table["fp4_e3m0"] if on_cpu else math.inf)

@@ -1,13 +1,14 @@
 """Links and steps as a run measured them, and the probe."""
 
 import math
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.test_trainer import streaming, words
 from torchtitan_diloco.components.records import Conditions, Summary, to_line
 from torchtitan_diloco.plan import main
 from torchtitan_diloco.planner.probe import conditions_of_run
@@ -71,8 +72,13 @@ def test_a_run_of_other_workers_is_refused(
     assert "that run had 3 workers, and diloco.workers = 2" in capsys.readouterr().err
 
 
-def test_a_probe_that_fails_says_why(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = streaming(text, training__sequence_length=1_000_000)
-    del settings["run.folder"]
-    assert main(["--config", "debug", "--probe", *words(settings)]) == 2
-    assert "training.sequence_length" in capsys.readouterr().err
+def test_a_probe_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[-2:] == ["--diloco.overlap.delay", "3"], "the last one counts"
+        return subprocess.CompletedProcess(command, 2, "begun\nerror: no room\n")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert main(["--config", "debug", "--diloco.overlap.delay", "5", "--probe"]) == 2
+    assert "exit code 2:\n  begun\n  error: no room" in capsys.readouterr().err

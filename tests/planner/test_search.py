@@ -16,8 +16,8 @@ from torchtitan_diloco.diloco.config import (
     diloco_mistakes,
     quantization_mistakes,
 )
-from torchtitan_diloco.planner.prediction import HOST_CODING, Workload
-from torchtitan_diloco.planner.search import CODEC_COSTS, Plan, candidates, choose, risks_of
+from torchtitan_diloco.planner.prediction import CODEC_TRAITS, Workload
+from torchtitan_diloco.planner.search import Plan, candidates, choose, risks_of
 
 PRESENT = load_config("35m").diloco
 
@@ -109,4 +109,4 @@ def test_risks_are_those_that_are_documented() -> None:
 
 
 def test_every_format_has_a_risk_and_a_rate() -> None:
-    assert set(CODEC_COSTS) == set(HOST_CODING) == set(CODECS)
+    assert set(CODEC_TRAITS) == set(CODECS)

@@ -15,11 +15,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     last line, and `data-parallel` has no outer loop.
     """
     folder = tmp_path_factory.mktemp("runs")
-    records = step_records(600, workers=3) + round_records(600, workers=3) + [summary(600)]
-    write_run(folder / "streaming", records, SETTINGS)
+    steps, rounds = step_records(600, workers=3), round_records(600, workers=3)
+    write_run(folder / "streaming", [*steps, *rounds, summary(600)], SETTINGS)
+    steps = step_records(400, workers=3, seed=1)
     rounds = round_records(400, workers=3, seed=1, measure_every=10)
-    records = step_records(400, workers=3, seed=1) + rounds
-    write_run(folder / "running", records, SETTINGS.replace("fp4_e3m0", "int8"))
+    write_run(folder / "running", [*steps, *rounds], SETTINGS.replace("fp4_e3m0", "int8"))
     with (folder / "running/metrics.jsonl").open("a") as file:
         file.write('{"step": 410, "train/loss_nats_per_tok')
     steps = step_records(300, workers=3, seconds=1.3, seed=2)

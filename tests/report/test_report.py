@@ -1,15 +1,19 @@
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, page_commands
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
 from torchtitan_diloco.components.records import RoundRecord, Summary, WorkerRound
+from torchtitan_diloco.components.timeline import PHASES, phases
+from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (
     ABSENT,
@@ -21,6 +25,7 @@ from torchtitan_diloco.report.facts import (
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
+from torchtitan_diloco.report.timeline import draw_timeline
 from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS = "train/loss_nats_per_token_global"
@@ -139,10 +144,9 @@ def test_run_that_is_going_on(runs: Path) -> None:
 
 
 def test_run_that_was_resumed_after_its_end_has_no_summary(tmp_path: Path) -> None:
-    ended = write_run(tmp_path / "ended", [*step_records(100), summary(100)])
-    assert opened(ended).summary == summary(100)
-    resumed = write_run(tmp_path / "resumed", [*step_records(100), summary(100), {"step": 110}])
-    assert opened(resumed).summary is None
+    for steps, known in ((100, summary(100)), (110, None)):
+        records: list[Any] = [*step_records(steps), summary(100)]
+        assert opened(write_run(tmp_path / str(steps), records)).summary == known
 
 
 def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
@@ -153,8 +157,8 @@ def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
 
 
 def test_run_without_configuration(tmp_path: Path) -> None:
-    records = step_records(300, workers=4) + round_records(300, workers=4)
-    run = opened(write_run(tmp_path / "bare", records))
+    steps, rounds = step_records(100, workers=4), round_records(100, workers=4)
+    run = opened(write_run(tmp_path / "bare", [*steps, *rounds]))
     assert run.workers == 4
     assert "no readable config.toml" in html_page([run])
 
@@ -218,6 +222,18 @@ def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "report.md").read_text() == text
 
 
+@pytest.mark.parametrize("workers", [3, 10])
+def test_the_timeline_shows_all_phases_of_the_first_workers(workers: int) -> None:
+    figure, drawn = draw_timeline(phases(round_records(100, workers=workers)[-2:]), title="Last")
+    (axes,) = figure.axes
+    shown = min(workers, 8)
+    assert ("2 more workers are not shown" in axes.get_xlabel()) == (workers == 10)
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == [text for n in range(shown) for text in (f"worker {n}", "exchange")]
+    assert len(drawn) == shown * 2 * len(PHASES)
+    assert len(axes.patches) == len(drawn) + shown
+
+
 def test_timeline_file(runs: Path, tmp_path: Path) -> None:
     for name in ("timeline.svg", "timeline.png"):
         assert main([str(runs / "streaming"), "--timeline", str(tmp_path / name)]) == 0
@@ -269,7 +285,7 @@ def test_folder_without_records(
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", step_records(100) + round_records(100))
+    folder = write_run(tmp_path / "run", [*step_records(100), *round_records(100)])
     damage = [
         '{"step": "one"}',
         "[1, 2]",
@@ -299,7 +315,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     for record in rounds:
         record.fragment_name = bad
     settings = f"[run]\ndescription = {json.dumps(bad)}\n\n[diloco]\nworkers = 2\n"
-    folder = write_run(tmp_path / "<b>run|*", step_records(100) + rounds, settings)
+    folder = write_run(tmp_path / "<b>run|*", [*step_records(100), *rounds], settings)
     assert "".join(PageChecker(html_page([opened(folder)])).text).count("<script>") > 3
     assert r"\<b\>run\|\*" in markdown([opened(folder)])
 
@@ -315,3 +331,17 @@ def test_the_page_about_records_names_their_fields() -> None:
     for kind in (WorkerRound, RoundRecord, Summary):
         assert {field.encode_name for field in msgspec.structs.fields(kind)} <= keys
     assert set(step_records(100)[0]) <= keys
+
+
+def test_the_commands_of_the_page_run(runs: Path, tmp_path: Path) -> None:
+    for name, own in (("reported", "streaming"), ("control", "data-parallel")):
+        shutil.copytree(runs / own, tmp_path / name)
+    programs = []
+    for program, *words in page_commands("report.md", tmp_path):
+        programs.append(program)
+        if program == "./run_train.sh":
+            assert from_command_line(words) is not None
+        else:
+            assert main(words[2:]) == 0, words
+    assert programs.count("python") == 3
+    assert (tmp_path / "both.html").exists()

@@ -10,36 +10,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from torchtitan_diloco.components.records import Record, RoundRecord, to_line
-from torchtitan_diloco.components.timeline import phases, write_trace
+from torchtitan_diloco.components.timeline import write_trace
 from torchtitan_diloco.utils import logger, read_json_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-SHOWN_ROUNDS = 8
-"""Rounds in TensorBoard's image."""
-OVERVIEW = {
-    "1. Is the communication hidden?": {
-        "share of time, percent": "time/share_.*_percent",
-        "hidden share of each round, percent": "round_hidden_percent_.*",
-        "exposed seconds of each round": "round_exposed_seconds_.*",
-    },
-    "2. Does it learn?": {
-        "loss, nats per token": "(train|validation)/loss.*",
-        "tokens per second": "speed/tokens_per_second_global",
-    },
-    "3. What goes over the links?": {
-        "Mbit/s": "diloco/bandwidth_.*",
-        "transfer seconds of each round": "round_transfer_seconds_.*",
-    },
-    "4. Do the workers agree?": {
-        "cosine of each worker's change to the mean": "round_cosine_to_mean_.*",
-        "norm of the outer gradient": "round_outer_gradient_norm_.*",
-        "drift from the shared parameters": "round_drift_norm_.*",
-        "who came last, seconds": "round_late_by_seconds/.*",
-    },
-}
-"""Custom scalars of TensorBoard: sections, their charts, and the tags in each chart."""
 
 
 class RecordFiles:
@@ -49,7 +24,7 @@ class RecordFiles:
     A full disk loses records, but does not end the run.
     """
 
-    def __init__(self, folder: Path | None, step: int, *, board: bool, workers: int) -> None:
+    def __init__(self, folder: Path | None, step: int, *, board: bool) -> None:
         self._folder = folder
         self._lines: TextIO | None = None
         self._board: SummaryWriter | None = None
@@ -66,13 +41,6 @@ class RecordFiles:
             self._board = tensorboard.SummaryWriter(
                 str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10
             )
-            if workers > 1:
-                self._board.add_custom_scalars(
-                    {
-                        section: {chart: ["Multiline", [tag]] for chart, tag in charts.items()}
-                        for section, charts in OVERVIEW.items()
-                    }
-                )
 
     def write(
         self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
@@ -86,19 +54,11 @@ class RecordFiles:
                     if value is not None:
                         self._board.add_scalar(tag, value, step)
 
-    def draw(self, rounds: Sequence[RoundRecord], step: int) -> None:
-        """Write the trace of these rounds, and an image of the last ones. This is slow."""
-        if self._folder is None or not rounds:
-            return
-        with self._tolerating_a_full_disk():
-            write_trace(self._folder / "traces" / "fragments.json", rounds)
-            if self._board is not None:
-                from torchtitan_diloco.components.timeline_figure import draw_timeline
-
-                shown = phases(rounds[-SHOWN_ROUNDS:])
-                figure, _ = draw_timeline(shown, title="The last exchanges")
-                figure.set_dpi(144)
-                self._board.add_figure("timeline/last_rounds", figure, step)
+    def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
+        """Write a trace file of these rounds."""
+        if self._folder is not None and rounds:
+            with self._tolerating_a_full_disk():
+                write_trace(self._folder / "traces" / "fragments.json", rounds)
 
     def close(self) -> None:
         for opened in (self._lines, self._board):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 NAN = math.nan
 Record = dict[str, Any]
@@ -104,17 +102,6 @@ class Conditions:
     @property
     def workers(self) -> int:
         return len(self.step_seconds)
-
-    @property
-    def mean_step_seconds(self) -> float:
-        return math.fsum(self.step_seconds) / self.workers
-
-    def draw_steps(self, steps: int) -> NDArray[np.float64]:
-        """Return seconds of compute, [steps, workers], the same numbers at every call."""
-        if not self.jitter:
-            return np.tile(self.step_seconds, (steps, 1))
-        noise = np.random.default_rng(0).standard_normal((steps, self.workers))
-        return np.asarray(self.step_seconds * (1 + self.jitter * noise).clip(min=0.1))
 
 
 class Summary(

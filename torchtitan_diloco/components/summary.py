@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torchtitan_diloco.components.records import NAN, Conditions, RoundRecord, Summary
 from torchtitan_diloco.components.round_records import known
-from torchtitan_diloco.components.run_plan import RunPlan
-from torchtitan_diloco.components.telemetry import OF_WORKER, worker_key
+from torchtitan_diloco.components.telemetry import OF_WORKER, Telemetry, worker_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.utils import all_reduce_bytes, logger
 
@@ -16,26 +15,24 @@ UNLIMITED = 1e12
 
 
 def summarise(
-    plan: RunPlan,
+    telemetry: Telemetry,
     config: DiLoCoConfig,
     *,
-    ranks: int,
     step: int,
     validated: tuple[int, float] | None,
-    totals: Mapping[str, float],
     totals_after: int,
-    rounds: Collection[RoundRecord],
 ) -> Summary:
     """Return the record that ends metrics.jsonl, without a prediction.
 
-    `totals` are sums of the outer loop's metrics over all ranks and the steps after `totals_after`.
+    The totals of `telemetry` are sums over the steps after `totals_after`.
     """
+    totals, ranks = telemetry.totals, telemetry.world.size
     summary = Summary(step, totals_after)
     if validated is not None:
         summary.validation_step, summary.validation_loss = validated
     workers, steps = config.workers, step - totals_after
     if workers > 1:
-        expected = all_reduce_bytes(plan.parameters, workers) * steps
+        expected = all_reduce_bytes(telemetry.plan.parameters, workers) * steps
         summary.data_parallel_bytes_per_worker = expected
     if workers > 1 and "diloco/sent_bytes" in totals:
         exchange = totals.get("diloco/exchange_seconds", 0.0) / ranks
@@ -48,7 +45,7 @@ def summarise(
         summary.exposed_waiting_seconds_mean_over_ranks = waited
         summary.hidden_percent = _percent_without(waited, exchange)
         summary.measured_utilisation_percent = _percent_without(exposed, whole)
-        summary.observed = observed_conditions(config, totals, rounds)
+        summary.observed = observed_conditions(config, totals, telemetry.round_records)
     return summary
 
 

@@ -45,12 +45,11 @@ Batch = tuple[Tensor, Tensor]
 OF_WORKER = ("steps", "seconds", "squares")
 """Steps, seconds of compute in them, and the sum of their squares. They are kept for each worker:
 the planner takes step time and jitter from them."""
-IN_MEANS = ("cross_entropy", "tokens", "gradient_norm", "skipped_steps")
-IN_SECONDS = ("wall", "step", "data", "agreement")
-COUNTED = (*OF_WORKER, *IN_MEANS, *(f"time/{name}_seconds" for name in IN_SECONDS))
+TIMES = ("time/wall_seconds", "time/step_seconds", "time/data_seconds", "time/agreement_seconds")
+COUNTED = (*OF_WORKER, "cross_entropy", "tokens", "gradient_norm", "skipped_steps", *TIMES)
 """Counters of a rank between two logged steps. A new one is added here and counted by
-`Telemetry.count`; metrics of the outer loop need neither. Both are written as a sum over ranks if
-the name ends in _bytes, else as a mean."""
+`Telemetry.count`; metrics of the outer loop need neither. Those with a slash in their name are
+written: as a sum over ranks if the name ends in _bytes, else as a mean."""
 KEPT_ROUNDS = 1000
 """Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
 
@@ -101,7 +100,7 @@ class Telemetry:
         flops_per_token: int,
         lag: int,
     ) -> None:
-        self._world, self._plan, self._outer, self._lag = world, plan, outer, lag
+        self.world, self.plan, self._outer, self._lag = world, plan, outer, lag
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._interval_started = time.perf_counter()
         self._started = self._interval_started - float(state.elapsed_seconds)
@@ -114,7 +113,7 @@ class Telemetry:
         """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         folder, board = folder if world.is_first else None, config.tensorboard
-        self.files = RecordFiles(folder, state.step, board=board, workers=world.workers)
+        self.files = RecordFiles(folder, state.step, board=board)
         self._last_step = state.step
         world.liveness.on_silence = self._silent
 
@@ -144,7 +143,7 @@ class Telemetry:
         self.count("skipped_steps", result.skipped)
         if not result.skipped:
             self.count("cross_entropy", result.cross_entropy)
-            self.count("tokens", self._plan.tokens_per_step / self._plan.ranks)
+            self.count("tokens", self.plan.tokens_per_step / self.plan.ranks)
         self._counters["gradient_norm"] = result.gradient_norm  # of the last step
         self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
 
@@ -159,7 +158,7 @@ class Telemetry:
     def pause(self, seconds: float) -> None:
         """Exclude time that was not spent on training, such as validation, from the rates."""
         self._interval_started += seconds
-        self._world.liveness.clock.tick(counts=False)
+        self.world.liveness.clock.tick(counts=False)
 
     # --- a logged step ----------------------------------------------------------------------------
 
@@ -170,7 +169,7 @@ class Telemetry:
         all ranks to agree on something.
         """
         check_open_files()
-        world, now, where = self._world, time.perf_counter(), f"up to step {step}"
+        world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
         self._interval_started, self._agreement_before = now, agreement_seconds
@@ -182,7 +181,7 @@ class Telemetry:
         largest = [peak_memory_bytes(world.device), *gaps.tolist()]
         record: Record = {
             "train/lr": lr,
-            "train/tokens_global": self._plan.tokens_at(step),
+            "train/tokens_global": self.plan.tokens_at(step),
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         sums = PendingReduction(world, table.ravel().tolist(), where)
@@ -196,7 +195,7 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            table = np.reshape(logged.table.result(), (self._world.workers, -1))
+            table = np.reshape(logged.table.result(), (self.world.workers, -1))
             memory, *gaps = logged.maxima.result()
             self.count("time/agreement_seconds", time.perf_counter() - started)
             columns, rounds = np.split(table, [len(logged.names)], axis=1)
@@ -210,16 +209,16 @@ class Telemetry:
             record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
             record["time/longest_gap_worker"] = gaps.index(max(gaps))
             self.write(logged.step, record)
-            logger.info(_console_line(logged.step, self._plan.total_steps, record))
+            logger.info(_console_line(logged.step, self.plan.total_steps, record))
 
     def _step_record(
         self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
     ) -> Record:
         """Return what follows from the counters of all workers, and add those to the totals."""
-        size, workers = self._world.size, self._world.workers
+        size, workers = self.world.size, self.world.workers
         sums = {name: math.fsum(values) for name, values in counters.items()}
         steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
-        tokens = self._plan.tokens_per_step * self._world.size / self._plan.ranks
+        tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks
         tokens_per_second = tokens * steps / wall_seconds
         record: Record = {
             "train/loss_nats_per_token_global": sums["cross_entropy"]
@@ -264,15 +263,15 @@ class Telemetry:
         line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
         self.files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
 
-    def draw(self, step: int) -> None:
-        """Write a trace file and an image of the latest rounds. This is slow."""
-        self.files.draw(list(self.round_records), step)
+    def write_trace(self) -> None:
+        """Write a trace file of the latest rounds. This is slow."""
+        self.files.write_trace(self.round_records)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._world.liveness.on_silence = None
+        self.world.liveness.on_silence = None
         self.files.close()
 
 
@@ -282,7 +281,7 @@ def time_shares(sums: Mapping[str, float]) -> Record:
     With data parallelism, communication is a part of the backward pass: it is not known by itself
     (None) and counts as compute. Waiting for ranks to agree is communication that is exposed.
     """
-    wall, steps, data, agreement = (sums[f"time/{name}_seconds"] for name in IN_SECONDS)
+    wall, steps, data, agreement = (sums[name] for name in TIMES)
 
     def share(seconds: float) -> float:
         return 100 * min(1.0, max(0.0, seconds / wall))

@@ -86,7 +86,7 @@ class Validator:
             record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
             local = f" (the workers' own parameters: {own.loss:.4f})"
         telemetry.write(step, record)
-        telemetry.draw(step)
+        telemetry.write_trace()
         logger.info(
             f"validation after step {step}: loss {shared.loss:.4f}{local}, "
             f"perplexity {shared.perplexity:,.2f} over {shared.tokens:,} held-out tokens"

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_diloco.utils import markdown_table
+
 Array = npt.NDArray[np.float64]
 
 STEPS = 200
@@ -108,10 +110,10 @@ def paper_table(models: Sequence[PaperModel] = PAPER_MODELS, sync_every: int = 1
         side = "<= " if gbits <= GRID[0] else ">= " if gbits >= GRID[-1] else ""
         return f"{as_printed(gbits):.1f}" if models is PAPER_MODELS else f"{side}{gbits:.3g}"
 
-    header = ["model", "method", *(f"{100 * target:.0f} %" for target in TARGETS)]
-    rows = [header, ["---"] * len(header)]
+    columns = ["model", "method", *(f"{100 * target:.0f} %" for target in TARGETS)]
+    rows = []
     for model in models:
         for number, method in enumerate(paper_methods(sync_every)):
             cells = map(cell, bandwidths(model, method))
             rows.append(["" if number else model.name, method.name, *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(columns, rows)

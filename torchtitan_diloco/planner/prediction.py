@@ -13,8 +13,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
@@ -38,19 +41,28 @@ MAX_ROUNDS = 300
 """A run of more rounds is predicted as the steady state."""
 JITTERED_STEPS = 2000
 """Steps of data parallelism that are drawn to find the mean of the slowest worker."""
-HOST_CODING = {
-    "fp32": 8.5e9,
-    "bf16": 13.1e9,
-    "fp8_e4m3": 1.9e9,
-    "fp8_e5m2": 2.0e9,
-    "int8": 2.9e9,
-    "fp4_e2m1": 2.1e9,
-    "fp4_e3m0": 2.1e9,
-    "ternary": 2.2e9,
-}
-"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md, AMD EPYC)."""
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes of a fragment that one core checks, updates and sums up in a second (same page)."""
+"""fp32 bytes of a fragment that one core checks, updates and sums up in a second
+(docs/performance.md, AMD EPYC)."""
+
+
+class CodecTraits(NamedTuple):
+    host_coding: float
+    """fp32 bytes that one core encodes or decodes in a second (same page)."""
+    risk: float
+    """Percent of loss (docs/algorithm.md)."""
+
+
+CODEC_TRAITS: dict[str, CodecTraits] = {
+    "fp32": CodecTraits(8.5e9, 0.0),
+    "bf16": CodecTraits(13.1e9, 0.0),
+    "fp8_e4m3": CodecTraits(1.9e9, 0.03),
+    "fp8_e5m2": CodecTraits(2.0e9, 0.05),
+    "int8": CodecTraits(2.9e9, 0.02),
+    "fp4_e2m1": CodecTraits(2.1e9, 0.3),
+    "fp4_e3m0": CodecTraits(2.1e9, 0.3),
+    "ternary": CodecTraits(2.2e9, 1.7),
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ def predict(
     ]
     events = _events(schedule, steps)
     last_step = events[-1][0] if events else 0
-    computed = conditions.draw_steps(last_step).cumsum(axis=0)
+    computed = draw_steps(conditions, last_step).cumsum(axis=0)
     waited = np.zeros(conditions.workers)
     thread_free, sent_bytes = 0.0, 0
     ready: dict[int, float] = {}
@@ -110,10 +122,18 @@ def predict(
         else:
             waited += np.maximum(0.0, ready.pop(fragment) - now)
     return Prediction(
-        compute_seconds_per_step=conditions.mean_step_seconds,
+        compute_seconds_per_step=fmean(conditions.step_seconds),
         exposed_seconds_per_step=float(waited.mean()) / total_steps,
         sent_bytes_per_step=sent_bytes / total_steps,
     )
+
+
+def draw_steps(conditions: Conditions, steps: int) -> NDArray[np.float64]:
+    """Return seconds of compute, [steps, workers], the same numbers at every call."""
+    if not conditions.jitter:
+        return np.tile(conditions.step_seconds, (steps, 1))
+    noise = np.random.default_rng(0).standard_normal((steps, conditions.workers))
+    return np.asarray(conditions.step_seconds * (1 + conditions.jitter * noise).clip(min=0.1))
 
 
 def predict_observed(
@@ -186,14 +206,14 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     The backward pass is spread evenly over the last two thirds of the step and yields the buckets
     (in parameters) in this order. The optimizer waits for all of them.
     """
-    workers, compute = conditions.workers, conditions.mean_step_seconds
+    workers, compute = conditions.workers, fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
     done = 0.0
     for number, parameters in enumerate(buckets, start=1):
         ready = compute * (1 / 3 + 2 / 3 * number / len(buckets))
         transfer = 8 * all_reduce_bytes(parameters, workers) / conditions.bits_per_second
         done = max(done, ready) + transfer + latency
-    slowest = conditions.draw_steps(JITTERED_STEPS if conditions.jitter else 1).max(axis=1).mean()
+    slowest = draw_steps(conditions, JITTERED_STEPS).max(axis=1).mean()
     exposed = max(0.0, float(slowest) - compute) + max(0.0, done - compute)
     return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers))
 
@@ -272,9 +292,10 @@ class Workload:
         cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
         if math.isinf(coding):
-            coding = cores * HOST_CODING[codec]
+            coding = cores * CODEC_TRAITS[codec].host_coding
         elif conditions.codec:  # measured with another codec: in the proportions of the table
-            coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
+            measured_with = CODEC_TRAITS[conditions.codec]
+            coding *= CODEC_TRAITS[codec].host_coding / measured_with.host_coding
         if math.isinf(outer):
             outer = cores * HOST_OUTER_STEP
         return replace(conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)

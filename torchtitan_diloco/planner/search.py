@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.config import (
     Fragments,
     Quantization,
 )
-from torchtitan_diloco.planner.prediction import Prediction, Workload
+from torchtitan_diloco.planner.prediction import CODEC_TRAITS, Prediction, Workload
 from torchtitan_diloco.planner.units import quantity
 
 PAPER_LAYERS = 3
@@ -37,16 +37,6 @@ WORTH_A_CHANGE = 0.05
 RETUNING_COST = 0.2
 """Percent for every factor of two between H and the H that the outer lr was tuned for."""
 UNTRIED_FRAGMENTS_COST = 0.05
-CODEC_COSTS = {
-    "fp32": 0.0,
-    "bf16": 0.0,
-    "int8": 0.02,
-    "fp8_e4m3": 0.03,
-    "fp8_e5m2": 0.05,
-    "fp4_e2m1": 0.3,
-    "fp4_e3m0": 0.3,
-    "ternary": 1.7,
-}
 
 
 @dataclass(frozen=True)
@@ -163,7 +153,7 @@ def risks_of(diloco: DiLoCoConfig, total_steps: int, tuned_sync_every: int) -> d
         too_few = math.log2(FEW_ROUNDS / max(1, rounds))
         risks[f"{rounds} rounds are fewer than {FEW_ROUNDS}"] = too_few
     risks[f"tau = {delay}"] = delay * (0.01 if delay <= 5 else 0.02 if delay <= 10 else 0.05)
-    risks[diloco.quantization.codec] = CODEC_COSTS[diloco.quantization.codec]
+    risks[diloco.quantization.codec] = CODEC_TRAITS[diloco.quantization.codec].risk
     if mixing < LOW_MIXING:
         risks[f"alpha = {mixing:g} is below {LOW_MIXING}"] = LOW_MIXING_COST
     fragments = diloco.fragments

@@ -1,4 +1,4 @@
-"""Line charts and timelines, drawn by matplotlib.
+"""Line charts and the style of all figures, drawn by matplotlib.
 
 On a page they are SVG with text as text and CSS variables as colours, so that they follow the
 reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no script is needed.
@@ -10,27 +10,53 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from torchtitan_diloco.components.timeline import Phase
-from torchtitan_diloco.components.timeline_figure import (
-    COLOURS,
-    LIGHT,
-    STYLE,
-    WIDTH,
-    draw_timeline,
-    short_number,
-)
 from torchtitan_diloco.report.run_records import Array
-from torchtitan_diloco.utils import brief
 
+COLOURS = {  # name: on a light and on a dark background
+    "surface": ("#ffffff", "#15181d"),
+    "text": ("#1a1d21", "#e8eaed"),
+    "muted": ("#565f6b", "#a8b0bb"),
+    "grid": ("#e4e7eb", "#2b3038"),
+    "axis": ("#9aa3ad", "#636c78"),
+    "band": ("#dde4ec", "#2a313a"),
+    # Readers with a colour vision deficiency can tell most of these apart as well.
+    "series-1": ("#0b62b0", "#6cb2ff"),
+    "series-2": ("#c24a17", "#ff9a66"),
+    "series-3": ("#1b7f53", "#5cd1a0"),
+    "series-4": ("#8d4fa8", "#cda0ea"),
+    "series-5": ("#936500", "#ecc04f"),
+    "series-6": ("#0f7796", "#63cfe8"),
+    "series-7": ("#bd3470", "#ff8fb9"),
+    "series-8": ("#66707c", "#a6adb8"),
+}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+STYLE: Any = {
+    "axes.edgecolor": LIGHT["axis"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.xmargin": 0.02,
+    "figure.dpi": 72,  # a unit of the SVG is a point
+    "font.size": 12.5,
+    "grid.color": LIGHT["grid"],
+    "text.color": LIGHT["text"],
+    "xaxis.labellocation": "right",
+    "xtick.color": LIGHT["axis"],
+    "xtick.labelcolor": LIGHT["muted"],
+    "ytick.labelcolor": LIGHT["muted"],
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+}
+"""matplotlib's settings for all figures."""
 SERIES = 8
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
 LINE_CHART_SIZE = (430.0, 226.0)
@@ -102,8 +128,8 @@ def line_chart(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(short_number)
     axes.grid(axis="y")
-    svg = _svg(figure, title)
-    return svg.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
+    drawn = svg(figure, title)
+    return drawn.replace("</svg>", f"{_hover_strips(axes, curves, x_label)}</svg>")
 
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:
@@ -149,32 +175,7 @@ def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
     return strips
 
 
-def timeline_svg(title: str, phases: Sequence[Phase], width: float = WIDTH) -> str:
-    """Return the two threads of every worker over time as SVG, without title and legend."""
-    figure, shown = draw_timeline(phases, width)
-    return _svg(figure, title, [_bar_tooltip(phase) for phase in shown])
-
-
-def save_timeline(title: str, phases: Sequence[Phase], path: Path) -> None:
-    """Write a timeline with title and legend to an .svg or .png file."""
-    figure, shown = draw_timeline(phases, title=title)
-    if path.suffix == ".svg":
-        tooltips = [_bar_tooltip(phase) for phase in shown]
-        path.write_text(_svg(figure, title, tooltips, standalone=True), encoding="utf-8")
-    else:
-        figure.savefig(path, dpi=144)
-
-
-def _bar_tooltip(phase: Phase) -> str:
-    found, sent_bytes = phase.round, phase.round.workers[phase.worker].sent_bytes
-    sent = f", {short_number(sent_bytes)}B sent" if np.isfinite(sent_bytes) else ""
-    return (
-        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
-        f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
-    )
-
-
-def _svg(
+def svg(
     figure: Figure, title: str, tooltips: Sequence[str] = (), *, standalone: bool = False
 ) -> str:
     """Return a figure as SVG for a page or, `standalone`, for a file of its own."""
@@ -201,6 +202,11 @@ def _svg(
     size = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
     style = f"<title>{_escape(title)}</title><style>{escape(css_variables('svg'))}</style>"
     return f"{opening} {size}>{style}{body}"
+
+
+def short_number(value: float, _: object = None) -> str:
+    """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
+    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def _escape(text: str) -> str:

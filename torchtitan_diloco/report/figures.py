@@ -1,13 +1,13 @@
 """The figures of a page, each with a caption that says what it shows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchtitan_diloco.components.timeline import PHASE_COLOURS, phases
-from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
 from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
@@ -19,6 +19,7 @@ from torchtitan_diloco.report.run_records import (
     Run,
     of_known,
 )
+from torchtitan_diloco.report.timeline import timeline_svg
 
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
 BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
@@ -33,6 +34,7 @@ TIMELINE_CAPTION = (
 COSINE_CAPTION = "1: all workers move in the same direction; near 0: in unrelated directions."
 DRIFT_CAPTION = "Distance of a worker from the new shared parameters before it merged them."
 DRIFT_UNIT = "root mean square over parameters"
+COSINE, DRIFT = "cosine_to_mean", "drift_norm"
 
 
 class Axis(NamedTuple):
@@ -83,8 +85,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _bandwidth(runs, time),
         _time_shares(runs),
         *_timelines(runs),
-        _rounds(runs, "Cosine of a worker's update to the mean", "cosine", COSINE_CAPTION, _cosine),
-        _rounds(runs, "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, _drift),
+        _rounds(runs, "Cosine of a worker's update to the mean", "cosine", COSINE_CAPTION, COSINE),
+        _rounds(runs, "Drift of the workers", DRIFT_UNIT, DRIFT_CAPTION, DRIFT),
     ]
     return [figure for figure in found if figure is not None]
 
@@ -196,14 +198,14 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
     return found
 
 
-def _rounds(
-    runs: Sequence[Run], title: str, unit: str, caption: str, value: Callable[[Run], Array]
-) -> Figure | None:
-    """Draw a value over the rounds in which it was measured, by fragment or, of several runs, by
-    run."""
+def _rounds(runs: Sequence[Run], title: str, unit: str, caption: str, field: str) -> Figure | None:
+    """Draw the mean of a field over the workers, over the rounds in which it was measured, by
+    fragment or, of several runs, by run."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
-        values = value(run)
+        values = np.array([of_known(np.mean, own) for own in run.of_workers(field)])
+        if field == DRIFT:
+            values = values / np.sqrt(run.of_rounds("parameters"))
         measured = np.isfinite(values)
         x, y = run.of_rounds("step")[measured], values[measured]
         fragments = run.of_rounds("fragment")[measured]
@@ -218,15 +220,3 @@ def _rounds(
             curves.append(Curve("mean", x[cycle - 1 :: cycle], means, series))
     caption += " Mean over workers" + (" and the fragments of a cycle." if len(runs) > 1 else ".")
     return _line_figure(runs, title, caption, unit, curves, x_label="step")
-
-
-def _cosine(run: Run) -> Array:
-    return _mean_over_workers(run, "cosine_to_mean")
-
-
-def _drift(run: Run) -> Array:
-    return _mean_over_workers(run, "drift_norm") / np.sqrt(run.of_rounds("parameters"))
-
-
-def _mean_over_workers(run: Run, key: str) -> Array:
-    return np.array([of_known(np.mean, values) for values in run.of_workers(key)])

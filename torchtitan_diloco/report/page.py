@@ -10,6 +10,7 @@ from torchtitan_diloco.report.charts import css_variables
 from torchtitan_diloco.report.facts import Table, detail_tables, facts_table, notes, setting_text
 from torchtitan_diloco.report.figures import figures
 from torchtitan_diloco.report.run_records import Run
+from torchtitan_diloco.utils import markdown_table
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 
@@ -54,13 +55,9 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def _markdown_table(table: Table) -> str:
-    """Return a table whose columns are aligned as text, too."""
     cells = [[f"{text} ({note})" if note else text for text, note in row] for row in table.rows]
-    rows = [[_markdown_text(text) for text in row] for row in (table.columns, *cells)]
-    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    columns, *rows = ([*map(_markdown_text, row)] for row in (table.columns, *cells))
+    return markdown_table(columns, rows)
 
 
 def _markdown_text(text: str) -> str:

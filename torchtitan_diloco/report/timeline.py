@@ -1,66 +1,46 @@
-"""Picture of a timeline, for TensorBoard and the report, and the style of all pictures.
-
-Importing it imports matplotlib, which is slow.
-"""
+"""Timeline of both threads of every worker, drawn by matplotlib."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from torchtitan_diloco.components.timeline import LANES, PHASE_COLOURS, Phase
+from torchtitan_diloco.report.charts import LIGHT, STYLE, short_number, svg
+from torchtitan_diloco.utils import brief
 
-COLOURS = {  # name: on a light and on a dark background
-    "surface": ("#ffffff", "#15181d"),
-    "text": ("#1a1d21", "#e8eaed"),
-    "muted": ("#565f6b", "#a8b0bb"),
-    "grid": ("#e4e7eb", "#2b3038"),
-    "axis": ("#9aa3ad", "#636c78"),
-    "band": ("#dde4ec", "#2a313a"),
-    # Readers with a colour vision deficiency can tell most of these apart as well.
-    "series-1": ("#0b62b0", "#6cb2ff"),
-    "series-2": ("#c24a17", "#ff9a66"),
-    "series-3": ("#1b7f53", "#5cd1a0"),
-    "series-4": ("#8d4fa8", "#cda0ea"),
-    "series-5": ("#936500", "#ecc04f"),
-    "series-6": ("#0f7796", "#63cfe8"),
-    "series-7": ("#bd3470", "#ff8fb9"),
-    "series-8": ("#66707c", "#a6adb8"),
-}
-LIGHT = {name: light for name, (light, _) in COLOURS.items()}
-STYLE: Any = {
-    "axes.edgecolor": LIGHT["axis"],
-    "axes.labelcolor": LIGHT["muted"],
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.xmargin": 0.02,
-    "figure.dpi": 72,  # a unit of the SVG is a point
-    "font.size": 12.5,
-    "grid.color": LIGHT["grid"],
-    "text.color": LIGHT["text"],
-    "xaxis.labellocation": "right",
-    "xtick.color": LIGHT["axis"],
-    "xtick.labelcolor": LIGHT["muted"],
-    "ytick.labelcolor": LIGHT["muted"],
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-}
-"""matplotlib's settings for all pictures of a run, here and in the report."""
 WIDTH, MARGINS = 980.0, 98.0
 LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
 MAX_WORKERS = 8
+
+
+def timeline_svg(title: str, found: Sequence[Phase], width: float = WIDTH) -> str:
+    """Return two lanes for each worker as SVG, without title and legend."""
+    figure, shown = draw_timeline(found, width)
+    return svg(figure, title, list(map(_tooltip, shown)))
+
+
+def save_timeline(title: str, found: Sequence[Phase], path: Path) -> None:
+    """Write a timeline with title and legend to an .svg or .png file."""
+    figure, shown = draw_timeline(found, title=title)
+    if path.suffix == ".svg":
+        text = svg(figure, title, list(map(_tooltip, shown)), standalone=True)
+        path.write_text(text, encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=144)
 
 
 @rc_context(STYLE)
 def draw_timeline(
     found: Sequence[Phase], width: float = WIDTH, title: str = ""
 ) -> tuple[Figure, list[Phase]]:
-    """Draw two lanes per worker, with a legend if there is a `title`.
+    """Draw two lanes for each worker, with a legend if there is a `title`.
 
     Return the figure and the phases in it. The bar of phase n has the id `tip-n`.
     """
@@ -113,6 +93,10 @@ def _draw_bar(
         text.set(ha="center", va="center_baseline")
 
 
-def short_number(value: float, _: object = None) -> str:
-    """Return a number as an axis shows it: `1.5M`, `35k`, `0.25`."""
-    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
+def _tooltip(phase: Phase) -> str:
+    found, sent_bytes = phase.round, phase.round.workers[phase.worker].sent_bytes
+    sent = f", {short_number(sent_bytes)}B sent" if np.isfinite(sent_bytes) else ""
+    return (
+        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
+        f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
+    )
