@@ -1,6 +1,7 @@
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,19 +11,22 @@ from hypothesis import settings
 from tests.processes import ProcessPool
 from torchtitan_diloco.utils import STOP_SIGNALS
 
+REPOSITORY = Path(__file__).parents[1]
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
-settings.register_profile("deterministic", derandomize=True, deadline=None)
+settings.register_profile("deterministic", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("deterministic")
 
-for number in (
-    STOP_SIGNALS
-):  # nohup and background jobs ignore some, and all that is started here would inherit it
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+# Read when `datasets` or `transformers` is imported. Nothing is left in the home of the user.
+_home = tempfile.TemporaryDirectory()
+_modules = f"{_home.name}/modules"
+os.environ |= {"HF_HOME": _home.name, "HF_MODULES_CACHE": _modules, "HF_HUB_OFFLINE": "1"}
 
-REPOSITORY = Path(__file__).parents[1]
+# `nohup` and background jobs ignore some signals, and all that is started here would inherit it.
+for number in STOP_SIGNALS:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")
@@ -33,26 +37,16 @@ def processes() -> Iterator[ProcessPool]:
     pool.close()
 
 
-WORDS = [
-    "the",
-    "a",
-    "one",
-    "lake",
-    "bird",
-    "stone",
-    "sings",
-    "falls",
-    "rests",
-    "over",
-    "under",
-    "near",
-    "old",
-]
+WORDS = "the a one lake bird stone sings falls rests over under near old".split()
+
+
+def write_text(folder: Path) -> Path:
+    rng = random.Random(0)
+    path = folder / "text.txt"
+    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
+    return path
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    rng = random.Random(0)
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
-    return path
+    return write_text(tmp_path)
