@@ -55,7 +55,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run by the first command of the README, in three steps."""
     assert blocks(README)[0] == "./run_train.sh\n"
     folder = tmp_path_factory.mktemp("docs") / "run"
-    start("./run_train.sh", *SHORT, "--run.folder", str(folder))
+    output = start("./run_train.sh", *SHORT, "--run.folder", str(folder))
+    for expected in (
+        "each fragment every 10 steps, applied 1 steps later",
+        "loss of the shared model",
+        "sent between workers",
+        "data parallelism would send",
+        "communication hidden",
+    ):
+        assert expected in output, output
     return folder
 
 
