@@ -1,3 +1,4 @@
+import logging
 import os
 import random
 import signal
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.utils import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS, logger
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -29,6 +30,14 @@ for number in STOP_SIGNALS:
         signal.signal(number, usual)
 
 
+@pytest.fixture(autouse=True)
+def package_logging() -> Iterator[None]:
+    """Undo what a run in this process sets up: its handler holds the stdout of a test."""
+    yield
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+
+
 @pytest.fixture(scope="session")
 def processes() -> Iterator[ProcessPool]:
     """Run functions in several gloo processes: `processes.run(function, size, *arguments)`."""
@@ -37,7 +46,8 @@ def processes() -> Iterator[ProcessPool]:
     pool.close()
 
 
-WORDS = "the a one lake bird stone sings falls rests over under near old".split()
+SENTENCE = "the a one lake bird stone sings falls rests over under near old"
+WORDS = SENTENCE.split()
 
 
 def write_text(folder: Path) -> Path:

@@ -25,7 +25,7 @@ PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHORT = (
     "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
     "--training.batch_size 2 --metrics.tensorboard false"
-).split()
+)
 SHORT_PROBE = ["--training.sequence_length", "32", "--training.batch_size", "2"]
 
 
@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run by the first command of the README, in three steps."""
     assert blocks(README)[0] == "./run_train.sh\n"
     folder = tmp_path_factory.mktemp("docs") / "run"
-    output = start("./run_train.sh", *SHORT, "--run.folder", str(folder))
+    output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
     for expected in (
         "each fragment every 10 steps, applied 1 steps later",
         "loss of the shared model",
@@ -107,10 +107,12 @@ def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert flag == "-m"
     more += SHORT_PROBE if "--probe" in more else []
     monkeypatch.setattr(sys, "argv", [module, *more])
+    code: object = None
     try:
         runpy.run_module(module, run_name="__main__")
     except SystemExit as stop:
-        assert not stop.code, shlex.join(arguments)
+        code = stop.code
+    assert not code, shlex.join(arguments)
 
 
 def test_the_readmes_own_loop_runs_as_written(tmp_path: Path) -> None:

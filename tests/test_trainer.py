@@ -108,8 +108,8 @@ def test_any_number_of_processes_gives_the_same_curve(
 
 def test_it_learns_and_the_seed_determines_the_run(text: Path) -> None:
     def losses(name: str, **changes: Any) -> list[float]:
-        whole = {"training.steps": 60, "optimizer.lr": "1e-2", "validation.every": 0}
-        return curve(train(settings(text, **whole, run__folder=text.parent / name, **changes)), LOSS)
+        changes |= {"training.steps": 60, "optimizer.lr": "1e-2", "validation.every": 0}
+        return curve(train(settings(text, run__folder=text.parent / name, **changes)), LOSS)
 
     first = losses("first")
     assert first[-1] < 0.6 * first[0]

@@ -260,7 +260,6 @@ def test_torch_is_used_without_triton(
     blocks.triton_kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, f"{blocks.__package__}.triton_kernels", raising=False)
-    monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="torchtitan_diloco"):
         assert blocks.kernels_name() == "torch"
         assert blocks.triton_kernels() is None
