@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -381,8 +380,6 @@ def test_a_lost_worker_is_named_in_a_line(text: Path) -> None:
         )
         for rank in ("0", "1")
     )
-    timer = threading.Timer(100, survivor.kill)
-    timer.start()
     try:
         assert survivor.stdout is not None
         while not survivor.stdout.readline().startswith("step     30/"):
@@ -390,8 +387,8 @@ def test_a_lost_worker_is_named_in_a_line(text: Path) -> None:
         victim.kill()
         _, errors = survivor.communicate()
     finally:
-        timer.cancel()
-        victim.kill()
+        for process in (survivor, victim):
+            process.kill()
         victim.communicate()
     assert survivor.returncode == 3, errors
     (line,) = [line for line in errors.splitlines() if "error:" in line]

@@ -54,18 +54,6 @@ def test_alike_texts_come_together(alphabets: list[str]) -> None:
     assert found() == found()
 
 
-def test_features_are_roots_of_frequencies_of_tokens_and_of_pairs() -> None:
-    feature = text_features(np.arange(1000, dtype=np.uint32) % 37)
-    assert (feature >= 0).all()
-    np.testing.assert_allclose([(half**2).sum() for half in np.split(feature, 2)], 1, rtol=1e-5)
-    assert text_features(np.zeros(1, dtype=np.uint16)).sum() == 1, "a single token has no neighbour"
-    rising = np.tile(np.arange(20, dtype=np.uint16), 10)
-    halves = zip(
-        *(np.split(text_features(text), 2) for text in (rising, rising[::-1])), strict=True
-    )
-    assert [np.array_equal(*pair) for pair in halves] == [True, False], "order is a feature too"
-
-
 @given(SIZES, st.integers(1, 8), st.integers(0, 100))
 def test_no_cluster_takes_documents_once_it_is_full(
     sizes: list[int], clusters: int, seed: int
