@@ -147,7 +147,7 @@ def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
     python, venv = finished.root / ".venv/bin/python", finished.root / ".venv"
 
     def missing(extras: str) -> str:
-        command = [python, finished.root / "scripts/requirements.py", extras]
+        command: list[str | Path] = [python, finished.root / "scripts/requirements.py", extras]
         path = {"PYTHONPATH": str(finished.wheels)}
         outcome = subprocess.run(command, env=path, stderr=subprocess.PIPE, text=True, check=False)
         return outcome.stderr.strip()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
 
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import loss_head
@@ -92,8 +93,7 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> N
     assert list(found.weights) == list(expected.weights), "parameters keep their names"
     for name, value in expected.weights.items():
         assert torch.equal(value, found.weights[name]), f"{name} starts from other values"
-    options = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(found.gradients, expected.gradients, **options)
+    assert_close(found.gradients, expected.gradients, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> N
     ],
 )
 def test_sharded_decoder_is_the_single_device_one(
-    processes: ProcessPool, single: Outcome, size: int, workers: int, options: dict[str, str]
+    processes: ProcessPool, single: Outcome, size: int, workers: int, options: dict[str, Any]
 ) -> None:
     for found in processes.run(partial(step, workers, **options), size):
         assert_same(found, single)
@@ -165,7 +165,7 @@ def test_clipping_sees_the_whole_gradient(processes: ProcessPool, size: int, wor
     clipped = {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}
     for found in processes.run(partial(step, workers, 0.25), size):
         assert found.norm == pytest.approx(norm, rel=1e-5)
-        torch.testing.assert_close(found.gradients, clipped, rtol=1e-5, atol=1e-5)
+        assert_close(found.gradients, clipped, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "every_nth"])
