@@ -1,6 +1,6 @@
 """Run every ```bash block of the README and of docs/, from the root of the repository.
 
-One training of three steps serves all pages. Of every other training the settings are checked, and
+One training of twelve steps serves all pages. Of every other training the settings are checked, and
 the folder that it names gets a copy of that run. Commands of Python run in this process, which has
 imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder. What cannot
 run here (a network, many nodes) is fenced as ```text.
@@ -23,7 +23,7 @@ from torchtitan_diloco.config import from_command_line
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHORT = (
-    "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
+    "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
     "--training.batch_size 2 --metrics.tensorboard false"
 )
 SHORT_PROBE = ["--training.sequence_length", "32", "--training.batch_size", "2"]
@@ -52,7 +52,7 @@ def start(*command: str, folder: Path = REPOSITORY, **variables: str) -> str:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run by the first command of the README, in three steps."""
+    """A run by the first command of the README, of twelve steps."""
     assert blocks(README)[0] == "./run_train.sh\n"
     folder = tmp_path_factory.mktemp("docs") / "run"
     output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
@@ -67,6 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
 )
