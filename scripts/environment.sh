@@ -57,6 +57,10 @@ set_up() { # EXTRAS
     "$base" -c "$LOCK" >&2 2>/dev/null || true # some file systems have no locks
     if ! is_complete "$VENV/bin/python" "$1"; then # another start may have made it meanwhile
         say "setting up $VENV (minutes; later starts skip this)"
+        # A package that pip was interrupted in looks installed, so an unfinished set-up begins again.
+        if [ -e "$UNFINISHED" ] || ! is_recent "$VENV/bin/python"; then
+            rm -rf "$VENV/bin" "$VENV/lib" "$VENV/lib64" "$VENV/pyvenv.cfg"
+        fi
         touch "$UNFINISHED"
         if ! install "$base" "$1" >"$INSTALL_LOG" 2>&1 </dev/null; then
             tail -n 15 "$INSTALL_LOG" >&2
@@ -69,11 +73,8 @@ set_up() { # EXTRAS
 }
 
 install() { # BASE EXTRAS
-    local package pip=("$VENV/bin/python" -m pip)
-    if ! is_recent "$VENV/bin/python"; then # new, or the Python it was made with is gone
-        rm -rf "$VENV/bin" "$VENV/pyvenv.cfg"
-        "$1" -m venv --without-pip "$VENV" || return
-    fi
+    local pip=("$VENV/bin/python" -m pip)
+    [ -e "$VENV/bin/python" ] || "$1" -m venv --without-pip "$VENV" || return
     if ! "${pip[@]}" --version && ! "$VENV/bin/python" -m ensurepip; then # Debian without python3-venv
         pip=("$1" -m pip --python "$VENV/bin/python")
         if ! "${pip[@]}" --version; then
@@ -81,10 +82,6 @@ install() { # BASE EXTRAS
             return 1
         fi
     fi
-    # pip writes INSTALLER last. It would take a package that it was interrupted in for installed.
-    for package in "$VENV"/lib/python*/site-packages/*.dist-info; do
-        if [ ! -e "$package/INSTALLER" ]; then rm -rf "$package"; fi
-    done
     PIP_USER=0 "${pip[@]}" install --disable-pip-version-check --no-input \
         -c "$REPOSITORY/constraints.txt" -e "$REPOSITORY${2:+[$2]}"
 }

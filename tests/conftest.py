@@ -1,8 +1,10 @@
+import logging
 import os
 import random
 import re
 import shlex
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,21 +12,32 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.utils import STOP_SIGNALS
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
-settings.register_profile("deterministic", derandomize=True, deadline=None)
-settings.load_profile("deterministic")
-
-for number in (
-    STOP_SIGNALS
-):  # nohup and background jobs ignore some, and all that is started here would inherit it
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+from torchtitan_diloco.utils import STOP_SIGNALS, logger
 
 REPOSITORY = Path(__file__).parents[1]
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
+settings.register_profile("deterministic", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("deterministic")
+
+# Read when `datasets` or `transformers` is imported. Nothing is left in the home of the user.
+_home = tempfile.TemporaryDirectory()
+_modules = f"{_home.name}/modules"
+os.environ |= {"HF_HOME": _home.name, "HF_MODULES_CACHE": _modules, "HF_HUB_OFFLINE": "1"}
+
+# `nohup` and background jobs ignore some signals, and all that is started here would inherit it.
+for number in STOP_SIGNALS:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, usual)
+
+
+@pytest.fixture(autouse=True)
+def package_logging() -> Iterator[None]:
+    """Undo what a run in this process sets up: its handler holds the stdout of a test."""
+    yield
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 def page_commands(page: str, out: Path) -> list[list[str]]:
@@ -43,26 +56,17 @@ def processes() -> Iterator[ProcessPool]:
     pool.close()
 
 
-WORDS = [
-    "the",
-    "a",
-    "one",
-    "lake",
-    "bird",
-    "stone",
-    "sings",
-    "falls",
-    "rests",
-    "over",
-    "under",
-    "near",
-    "old",
-]
+SENTENCE = "the a one lake bird stone sings falls rests over under near old"
+WORDS = SENTENCE.split()
+
+
+def write_text(folder: Path) -> Path:
+    rng = random.Random(0)
+    path = folder / "text.txt"
+    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
+    return path
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    rng = random.Random(0)
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
-    return path
+    return write_text(tmp_path)

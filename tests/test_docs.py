@@ -1,13 +1,16 @@
 """Run every ```bash block of the README and of docs/, from the root of the repository.
 
-A training run that later commands need, because it names its folder, gets three steps, and so does
-the first one of the README; the settings of the others are checked. `./run_tests.sh` only starts
-pytest. `$OUT` is an empty folder. What cannot run here (a network, many nodes) is fenced as
-```text, what another test runs in its own process as ```shell.
+One training of twelve steps serves all pages. Of every other training the settings are checked, and
+the folder that it names gets a copy of that run. Commands of Python run in this process, which has
+imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder. What cannot
+run here (a network, many nodes) is fenced as ```text, what another test runs as ```shell.
 """
 
 import os
 import re
+import runpy
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,63 +18,27 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from torchtitan_diloco.config import from_command_line
 
-PROVED_ELSEWHERE = ("checkpoint.md",)
-"""Pages whose runs are those of tests/components/test_resume.py: their settings are checked."""
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+README = REPOSITORY / "README.md"
+PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHORT = (
-    "--training.steps 3 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
+    "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
     "--training.batch_size 2 --metrics.tensorboard false"
 )
+SHORT_PROBE = ["--training.sequence_length", "32", "--training.batch_size", "2"]
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
+def blocks(page: Path, language: str = "bash") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-def shortened(block: str, out: Path) -> str:
-    lines = []
-    for line in block.splitlines():
-        command = line.split(" #")[0].rstrip()
-        if "./run_tests.sh" in command:
-            line = f"{command} --version"
-        elif command == "./run_train.sh":
-            line = f"{command} {SHORT} --run.folder {out}/run"
-        elif "./run_train.sh" in command and "--run.folder" in command:
-            line = f"{command} {SHORT}"
-        elif "./run_train.sh" in command and "--help" not in command:
-            line = f"{command} --print-config"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def test_there_is_something_to_run() -> None:
-    assert blocks(REPOSITORY / "README.md")
-
-
-@pytest.mark.timeout(900)  # a page has several runs
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
-)
-def test_blocks_run_as_written(page: Path, tmp_path: Path) -> None:
-    """One after the other, as they follow on each other: they share a folder."""
-    (tmp_path / "out").mkdir()
-    for number, block in enumerate(blocks(page), start=1):
-        run_block(
-            f"{page.name}, block {number}", block, tmp_path / "out", tmp_path / f"block{number}"
-        )
-
-
-def run_block(name: str, block: str, out: Path, runs: Path) -> None:
-    script = "set -euo pipefail\n" + shortened(block, runs)
-    if name.startswith(PROVED_ELSEWHERE):
-        script = script.replace(SHORT, "--print-config")
+def start(*command: str, folder: Path = REPOSITORY, **variables: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    hub = {"HF_HOME": f"{out}/hub", "HF_MODULES_CACHE": f"{out}/hub/modules", "HF_HUB_OFFLINE": "1"}
     outcome = subprocess.run(
-        ["bash", "-c", script],
-        cwd=REPOSITORY,
-        env=os.environ | hub | {"OUT": str(out), "OMP_NUM_THREADS": "1", "PATH": path},
+        command,
+        cwd=folder,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PATH": path} | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,39 +46,91 @@ def run_block(name: str, block: str, out: Path, runs: Path) -> None:
         timeout=200,
         check=False,
     )
-    assert outcome.returncode == 0, f"{name}:\n{script}\n\n{outcome.stdout[-4000:]}"
+    assert outcome.returncode == 0, f"{shlex.join(command)}\n\n{outcome.stdout[-4000:]}"
+    return outcome.stdout
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run by the first command of the README, of twelve steps."""
+    assert blocks(README)[0] == "./run_train.sh\n"
+    folder = tmp_path_factory.mktemp("docs") / "run"
+    output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
+    for expected in (
+        "each fragment every 10 steps, applied 1 steps later",
+        "loss of the shared model",
+        "sent between workers",
+        "data parallelism would send",
+        "communication hidden",
+    ):
+        assert expected in output, output
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name
+)
+def test_blocks_run_as_written(
+    page: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, as they follow on each other: they share a folder."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for block in blocks(page):
+        expanded = os.path.expandvars(block)
+        program = re.fullmatch(r"python (.*) <<'END'\n(.*)END\n", block, re.S)
+        if program:
+            monkeypatch.setattr(sys, "argv", shlex.split(os.path.expandvars(program[1])))
+            exec(program[2], {})
+            continue
+        for line in expanded.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while "=" in words[0]:  # NPROC=4 ./run_train.sh
+                words.pop(0)
+            if words[0] == "./run_train.sh":
+                check_settings(words[1:], trained)
+            elif words[0] == "python":
+                run_module(words[1:], monkeypatch)
+            else:
+                assert words == ["./run_tests.sh"], f"{page.name}: {line}"
+                start(*words, "--version")
+
+
+def check_settings(arguments: list[str], trained: Path) -> None:
+    config = from_command_line(arguments)
+    if config is not None and config.run.folder:
+        shutil.copytree(trained, config.run.folder, dirs_exist_ok=True)
+
+
+def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, module, *more = arguments
+    assert flag == "-m"
+    more += SHORT_PROBE if "--probe" in more else []
+    monkeypatch.setattr(sys, "argv", [module, *more])
+    code: object = None
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    assert not code, shlex.join(arguments)
 
 
 def test_the_readmes_own_loop_runs_as_written(tmp_path: Path) -> None:
-    (block,) = re.findall(
-        r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S
-    )
-    (tmp_path / "own_loop.py").write_text(block)
-    start = re.search(r"start it with: (torchrun .*)", block)
-    assert start is not None
-    outcome = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *start.group(1).split()[1:]],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert "1.layers.0, 1.layers.2" in outcome.stdout
-    assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", outcome.stdout)
+    (program,) = blocks(README, "python")
+    (tmp_path / "own_loop.py").write_text(program)
+    command = re.search(r"start it with: torchrun (.*)", program)
+    assert command is not None
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *command[1].split()]
+    output = start(*torchrun, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
+    assert "1.layers.0, 1.layers.2" in output
+    assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", output)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_a_page_names_is_there(page: Path) -> None:
-    named = re.findall(
-        r"`((?:torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests)/[\w./-]*)`",
-        page.read_text(),
-    )
+    folders = "torchtitan_diloco|docs|train_configs|scripts|benchmarks|tests"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
     linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())
-    for path in named:
-        assert (REPOSITORY / path).exists(), f"{page.name} names {path}"
-    for path in linked:
-        assert (page.parent / path).exists(), f"{page.name} links to {path}"
+    for path in [*(REPOSITORY / name for name in named), *(page.parent / link for link in linked)]:
+        assert path.exists(), f"{page.name} names {path}"

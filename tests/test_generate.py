@@ -31,7 +31,7 @@ def tokens_from(decoder: Decoder, tokens: list[int], new: int = 20, **options: A
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(
     tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
     seed=st.integers(0, 2**63 - 1),
@@ -82,11 +82,11 @@ def test_draws_follow_the_models_probabilities(
     temperature: float, top_k: int, top_p: float, kept: list[int]
 ) -> None:
     logits, generator = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
-    drawn = torch.tensor([draw(logits, temperature, top_k, top_p, generator) for _ in range(4000)])
+    drawn = torch.tensor([draw(logits, temperature, top_k, top_p, generator) for _ in range(1500)])
     expected = torch.zeros(4)
     expected[kept] = (logits[kept] / temperature).softmax(0)
-    found = torch.bincount(drawn, minlength=4) / 4000
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
+    found = torch.bincount(drawn, minlength=4) / 1500
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
     assert set(drawn.tolist()) == set(kept)
 
 

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -108,14 +106,14 @@ def test_any_number_of_processes_gives_the_same_curve(
 
 
 def test_it_learns_and_the_seed_determines_the_run(text: Path) -> None:
-    chosen = settings(text, training__steps=60, optimizer__lr="1e-2", validation__every=0)
-    first, again, other = (
-        curve(train(chosen | {"run.folder": str(text.parent / name), "run.seed": seed}), LOSS)
-        for name, seed in (("first", "0"), ("again", "0"), ("other", "1"))
-    )
+    def losses(name: str, **changes: Any) -> list[float]:
+        changes |= {"training.steps": 60, "optimizer.lr": "1e-2", "validation.every": 0}
+        return curve(train(settings(text, run__folder=text.parent / name, **changes)), LOSS)
+
+    first = losses("first")
     assert first[-1] < 0.6 * first[0]
-    assert first == again
-    assert first != other
+    assert losses("again", training__stop_after=5) == first[:5]
+    assert losses("other", training__stop_after=5, run__seed=1) != first[:5]
 
 
 def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
@@ -308,36 +306,19 @@ def test_a_paused_run_warns_saves_and_says_how_it_goes_on(
     assert saved == ["step-00000003"]
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment,
-    )
+def test_a_signal_ends_the_run_after_a_whole_step(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Trainer.train_step
 
+    def train_step(self: Trainer, batches: Any) -> StepResult:
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, batches)
 
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step") and line.split()[1].startswith(f"{step}/"):
-            return
-
-
-def test_a_signal_ends_the_run_after_a_whole_step(text: Path) -> None:
-    chosen = settings(text, training__steps=1_000_000)
-    process = start(["torchtitan_diloco.train", *words(chosen)])
-    timer = threading.Timer(60, process.kill)
-    timer.start()
-    wait_for_step(process, 3)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
-    timer.cancel()
-    assert process.returncode == 0
-    assert "as asked by a signal" in output
+    with patch.object(Trainer, "train_step", train_step):
+        assert main(words(settings(text))) == 0
+    assert "stopped after step 3 of 8, as asked by a signal" in capsys.readouterr().out
 
 
 # --- workers that train on their own --------------------------------------------------------------
@@ -378,34 +359,9 @@ def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool)
     assert local[0] != pytest.approx(shared[0], rel=1e-3), "after step 2"
 
 
-def test_a_streaming_run_ends_with_a_summary(text: Path) -> None:
-    process = start(["torchtitan_diloco.launch", *words(streaming(text))])
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    for expected in (
-        "each fragment every 4 steps, applied 1 steps later",
-        "blocks.0",
-        "loss of the shared model",
-        "sent between workers",
-        "data parallelism would send",
-        "communication hidden",
-    ):
-        assert expected in output, expected
-    assert "Warning" not in errors
-
-
-@pytest.mark.parametrize(("kind", "sync_every"), [(signal.SIGKILL, 4), (signal.SIGSTOP, 1000)])
-def test_a_lost_worker_is_named_in_a_line(
-    text: Path, kind: signal.Signals, sync_every: int
-) -> None:
-    """With an exchange in flight and between two; without a launcher that ends the survivor."""
-    chosen = streaming(
-        text,
-        training__steps=100_000,
-        diloco__sync_every=sync_every,
-        validation__every=0,
-        diloco__link__timeout_seconds=4,
-    )
+def test_a_lost_worker_is_named_in_a_line(text: Path) -> None:
+    """With an exchange in flight, and without a launcher that ends the survivor."""
+    endless = {"training.steps": 100_000, "validation.every": 0, "diloco.link.timeout_seconds": 4}
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {
         "WORLD_SIZE": "2",
@@ -414,18 +370,25 @@ def test_a_lost_worker_is_named_in_a_line(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     survivor, victim = (
-        start(["torchtitan_diloco.train", *words(chosen)], RANK=rank, LOCAL_RANK=rank, **shared)
+        subprocess.Popen(
+            [sys.executable, "-m", "torchtitan_diloco.train", *words(streaming(text, **endless))],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONUNBUFFERED": "1"},
+        )
         for rank in ("0", "1")
     )
-    timer = threading.Timer(100, survivor.kill)
-    timer.start()
     try:
-        wait_for_step(survivor, 30)
-        victim.send_signal(kind)
+        assert survivor.stdout is not None
+        while not survivor.stdout.readline().startswith("step     30/"):
+            assert survivor.poll() is None
+        victim.kill()
         _, errors = survivor.communicate()
     finally:
-        timer.cancel()
-        victim.kill()
+        for process in (survivor, victim):
+            process.kill()
         victim.communicate()
     assert survivor.returncode == 3, errors
     (line,) = [line for line in errors.splitlines() if "error:" in line]

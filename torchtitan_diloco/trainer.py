@@ -183,7 +183,7 @@ class Trainer:
         return self.step == self.plan.total_steps
 
     def _next_lr(self) -> float:
-        """Return the learning rate of the step that begins; it follows the tokens of all islands."""
+        """Return the learning rate of this step. It follows the tokens of all islands."""
         step: float = self.step
         if self.island is not None:
             step = self.island.clock / self.plan.tokens_per_step + 1

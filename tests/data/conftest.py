@@ -1,5 +1,3 @@
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +15,6 @@ from torchtitan_diloco.data.shards import (
     write_index,
 )
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-
-# Read when `datasets` is imported, which no test has done yet.
-_hugging_face_home = tempfile.TemporaryDirectory()
-os.environ["HF_HOME"] = _hugging_face_home.name
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 MakeShards = Callable[..., Path]
 

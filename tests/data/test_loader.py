@@ -145,14 +145,6 @@ def test_corpus_shorter_than_a_sequence(make_shards: MakeShards) -> None:
     assert take(build(one), 3) == [[0, 0]] * 3
 
 
-def test_a_damaged_shard_is_an_error_also_from_a_reading_process(shards: TokenShards) -> None:
-    path = shards.folder / "train-00002.tokens"
-    content = path.read_bytes()
-    path.write_bytes(content[:140] + b"\xff\xff" + content[142:])
-    with pytest.raises(ValueError, match=r"train-00002\.tokens is damaged: the checksum of tokens"):
-        take(build(shards, processes=1), 50)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize(("batch_size", "sequences"), [(1, 1), (2, 7), (8, 1000)])
 def test_validation_counts_everything_once(

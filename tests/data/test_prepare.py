@@ -99,13 +99,13 @@ def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job) -> None:
 def test_threads_do_not_change_a_byte(job: Job) -> None:
     write_documents(job.source, documents=200)
     found = []
-    for threads in (1, 2, 7):
+    for threads in (1, 7):
         job.out = job.out.with_name(f"threads-{threads}")
         options = ("--shard-tokens", "50K", "--validation-fraction", 0.1, "--threads", threads)
         assert job.run(*options) == 0
         found.append(content(job.out))
     assert len(found[0]) > 10
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def start_preparing(source: Path, out: Path, *more: str) -> "subprocess.Popen[bytes]":
@@ -120,7 +120,7 @@ def test_killed_at_any_point_and_restarted_is_uninterrupted(job: Job, tmp_path: 
     write_documents(job.source, documents=330)
     assert start_preparing(job.source, tmp_path / "whole", *more).wait() == 0
     numbers, kills = random.Random(1), 0
-    for shards in (1, 4, 20, 45):
+    for shards in (1, 10, 30):
         process = start_preparing(job.source, job.out, *more)
         while process.poll() is None and len(list(job.out.glob("train-*"))) < shards:
             time.sleep(0.001)

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -226,16 +225,6 @@ def test_progress_bar_counts_the_bytes_of_the_files(texts: Path) -> None:
 
 
 # --- the standard library ---
-
-
-def test_standard_library_is_there_and_repeatable() -> None:
-    corpus = open_corpus("stdlib")
-    first = list(corpus.pieces())
-    assert sum(len(piece.text) for piece in first) > 3_000_000
-    assert first == list(corpus.pieces())
-    own = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
-    assert own[:5000] in "".join(piece.text for piece in first)
-    assert corpus.fingerprint == open_corpus("stdlib").fingerprint
 
 
 def test_standard_library_without_tests_and_packages(tmp_path: Path) -> None:

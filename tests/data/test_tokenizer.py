@@ -81,12 +81,6 @@ def test_damaged_rank_file_is_refused(tmp_path: Path, lines: list[bytes], messag
         build_tokenizer(str(tmp_path / "bad.tiktoken"))
 
 
-def test_missing_rank_file_names_the_command(tmp_path: Path) -> None:
-    message = r"(?s)none\.tiktoken\" is not a file.*data\.train_tokenizer --source TEXT"
-    with pytest.raises(ValueError, match=message):
-        build_tokenizer(str(tmp_path / "none.tiktoken"))
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes"), ("cl100k", "cl100k_base")]
 )

@@ -11,7 +11,6 @@ from torchtitan_diloco.data.prepare import main as prepare_main
 from torchtitan_diloco.data.text import Corpus, open_corpus
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, Tokenizer, build_tokenizer, format_ranks
 from torchtitan_diloco.data.train_tokenizer import (
-    byte_characters,
     learn_bpe,
     main,
     ranks_of,
@@ -67,16 +66,6 @@ def test_encodes_odd_text_exactly_as_it_was_learned(
 @given(st.text())
 def test_any_text_comes_back(ours: Tokenizer, text: str) -> None:
     assert ours.decode(ours.encode(text)) == text
-
-
-def test_byte_characters_are_those_of_byte_level_bpe() -> None:
-    from tokenizers import pre_tokenizers
-
-    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    text = "".join(map(chr, range(0x300)))
-    ((written, _),) = level.pre_tokenize_str(text)
-    assert written == "".join(byte_characters()[byte] for byte in text.encode())
 
 
 def test_two_learn_the_same(fox: Corpus) -> None:

@@ -7,12 +7,10 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.components.test_resume import run, tensors
-from tests.processes import ProcessPool
-from tests.test_trainer import records, settings
-from torchtitan_diloco.components.checkpoint_schema import checkpoint_path
-from torchtitan_diloco.diloco.state_dict import shared_parameter_name
+from tests.test_trainer import settings, train
+from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.weights import new_folder, read_weights
+from torchtitan_diloco.models import build_model
 
 INDEX = "model.safetensors.index.json"
 TENSORS = {
@@ -103,66 +101,22 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 # --- model.weights --------------------------------------------------------------------------------
 
-STREAMING = {
-    "diloco.method": "streaming",
-    "diloco.sync_every": 6,
-    "diloco.overlap.delay": 3,
-    "diloco.fragments.layers_per_fragment": 1,
-    "training.batch_size": 1,
-    "checkpoint.at_end": "true",
-}
 
-
-def shared_parameters(folder: Path, step: int) -> dict[str, Tensor]:
-    prefix = f"shared/{shared_parameter_name('')}"
-    found = tensors(checkpoint_path(folder, step)).items()
-    return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
-
-
-@pytest.fixture
-def trained(text: Path) -> dict[str, Tensor]:
-    """Write the shared parameters of a run to `weights/`."""
-    folder = text.parent / "first"
-    run(settings(text, **STREAMING, run__folder=folder, training__steps=4))
-    parameters = shared_parameters(folder, 4)
-    with new_folder(text.parent / "weights") as incomplete:
-        save_file(parameters, incomplete / "model.safetensors")
-    return parameters
-
-
-@pytest.mark.parametrize(("size", "workers"), [(1, 1), (4, 2)])
-def test_a_run_starts_from_given_weights(
-    text: Path, trained: dict[str, Tensor], processes: ProcessPool, size: int, workers: int
-) -> None:
-    folder = text.parent / "second"
-    changes = {
-        "run.folder": folder,
-        "diloco.workers": workers,
-        "model.weights": text.parent / "weights",
-        "optimizer.lr": 1e-9,
-        "training.steps": 1,
-    }
-    wanted = settings(text, **STREAMING | changes)
-    if size == 1:
-        run(wanted)
-    else:
-        processes.run(run, size, wanted)
-    started = shared_parameters(folder, 1)
-    for name, value in trained.items():
-        torch.testing.assert_close(started[name], value, rtol=0, atol=1e-7)
-    assert records(folder)[0]["train/tokens_global"] == 12 * 32  # a new run, from its first token
-
-
-def test_weights_that_do_not_fit_are_refused(
-    text: Path, tmp_path: Path, trained: dict[str, Tensor]
-) -> None:
-    weights = text.parent / "weights"
-    message = r'model.weights = ".*" does not fit .* blocks.0.feed_forward.up.weight is 48x32 there'
-    with pytest.raises(ValueError, match=message):
-        run(settings(text, model__weights=weights, model__feed_forward=64))
-    with pytest.raises(ValueError, match=r'model.weights = ".*nowhere cannot be read'):
-        run(settings(text, model__weights=text.parent / "nowhere"))
+def test_weights_that_do_not_fit_are_refused(text: Path, tmp_path: Path) -> None:
+    config, weights = load_config("debug", settings(text)), tmp_path / "weights"
+    model = build_model(config.model, 320, config.training.sequence_length).to_empty(device="cpu")
+    state = model.state_dict()
+    weights.mkdir()
+    save_file(state, weights / "model.safetensors")
     part = tmp_path / "part.safetensors"  # such as one file of several
-    save_file({name: trained[name] for name in list(trained)[:2]}, part)
-    with pytest.raises(ValueError, match=r"is absent there and \d+x32 in this run"):
-        run(settings(text, model__weights=part))
+    save_file({name: state[name] for name in list(state)[:2]}, part)
+    for changes, message in (
+        (
+            {"model.weights": weights, "model.feed_forward": 64},
+            r'model.weights = ".*" does not fit .* blocks.0.feed_forward.up.weight is 48x32 there',
+        ),
+        ({"model.weights": text.parent / "nowhere"}, r'model.weights = ".*nowhere cannot be read'),
+        ({"model.weights": part}, r"is absent there and \d+x32 in this run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(settings(text, **changes))

@@ -169,7 +169,8 @@ class TokenArray(ABC):
 
 
 class TokenShards(TokenArray):
-    """All tokens of one split of a folder. Checksums are compared when a block is first read."""
+    """All tokens of one split of a folder. A block is compared with its checksum when it is first
+    read: no token is used unchecked, and a start does not wait until a large corpus is read."""
 
     def __init__(
         self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
@@ -190,10 +191,14 @@ class TokenShards(TokenArray):
                 f'what {folder} was prepared with: "{settings["tokenizer"]}" ({made_with}); '
                 f"set data.tokenizer to that one, or prepare the corpus again in another folder"
             )
+        self._checked = []
+        """Blocks that were compared with their checksums, for each shard."""
         for shard in self._shards:
             path = self.folder / shard.file
             expected = shard.tokens * token_type(self._vocab_size).itemsize
-            expected += 4 * -(-expected // BLOCK_BYTES)
+            blocks = -(-expected // BLOCK_BYTES)
+            self._checked.append(np.zeros(blocks, dtype=np.bool_))
+            expected += 4 * blocks
             size = path.stat().st_size if path.exists() else 0
             if size != expected:
                 raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
@@ -208,46 +213,32 @@ class TokenShards(TokenArray):
             self._read_part(part, 0, shard.tokens)
 
     def _read_part(self, part: int, start: int, stop: int) -> Tokens:
-        shard = self._shards[part]
-        return _map_shard(self.folder / shard.file, shard, self._vocab_size).read(start, stop)
+        path, checked = self.folder / self._shards[part].file, self._checked[part]
+        tokens, checksums = _map_shard(path, self._shards[part], self._vocab_size)
+        size = BLOCK_BYTES // tokens.itemsize
+        first, last = start // size, (stop - 1) // size
+        for block in np.flatnonzero(~checked[first : last + 1]) + first:
+            content = tokens[block * size : (block + 1) * size]
+            if zlib.crc32(content.view(np.uint8).data) != checksums[block]:
+                end = block * size + len(content) - 1
+                how = f"the checksum of tokens {block * size} to {end} is wrong"
+                raise ValueError(_damaged(path, how))
+            if (most := content.max()) >= self._vocab_size:  # written by another program
+                raise ValueError(f"{path} has token {most} of a vocabulary of {self._vocab_size}")
+            checked[block] = True
+        return tokens[start:stop]
 
 
-class _MappedShard:
-    """Tokens of one shard, mapped. A block is compared with its checksum when it is first read: no
-    token is used unchecked, and a start does not wait until a large corpus is read."""
-
-    def __init__(self, path: Path, shard: Shard, vocab_size: int) -> None:
-        dtype = token_type(vocab_size)
-        content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        end = shard.tokens * dtype.itemsize
-        self._path, self._vocab_size = path, vocab_size
-        self._tokens: Tokens = content[:end].view(dtype)
-        self._checksums = content[end:].view("<u4")
-        if zlib.crc32(self._checksums.data) != shard.checksum:
-            raise ValueError(_damaged(path, f"{INDEX_NAME} lists other checksums"))
-        self._block_tokens = BLOCK_BYTES // dtype.itemsize
-        self._checked = np.zeros(len(self._checksums), dtype=np.bool_)
-
-    def read(self, start: int, stop: int) -> Tokens:
-        for block in range(start // self._block_tokens, (stop - 1) // self._block_tokens + 1):
-            if not self._checked[block]:
-                self._check(block)
-        return self._tokens[start:stop]
-
-    def _check(self, block: int) -> None:
-        first = block * self._block_tokens
-        tokens = self._tokens[first : first + self._block_tokens]
-        if zlib.crc32(tokens.view(np.uint8).data) != self._checksums[block]:
-            last = first + len(tokens) - 1
-            how = f"the checksum of tokens {first} to {last} is wrong"
-            raise ValueError(_damaged(self._path, how))
-        if (most := tokens.max()) >= self._vocab_size:  # written by another program
-            raise ValueError(f"{self._path} has token {most} of a vocabulary of {self._vocab_size}")
-        self._checked[block] = True
-
-
-# Each map holds a file descriptor, of which a process often has 1024.
-_map_shard = functools.lru_cache(maxsize=256)(_MappedShard)
+@functools.lru_cache(maxsize=256)  # each map holds a file descriptor, and a process often has 1024
+def _map_shard(path: Path, shard: Shard, vocab_size: int) -> tuple[Tokens, npt.NDArray[np.uint32]]:
+    """Return the tokens of a shard and the checksums of their blocks, as maps of the file."""
+    content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    dtype = token_type(vocab_size)
+    end = shard.tokens * dtype.itemsize
+    checksums = content[end:].view("<u4")
+    if zlib.crc32(checksums.data) != shard.checksum:
+        raise ValueError(_damaged(path, f"{INDEX_NAME} lists other checksums"))
+    return content[:end].view(dtype), checksums
 
 
 def _damaged(path: Path, how: str) -> str:

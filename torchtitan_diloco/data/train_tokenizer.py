@@ -34,19 +34,28 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> 
 
 def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
     """Return a `tokenizers.Tokenizer` with so many tokens, 256 of them the bytes."""
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ValueError(
-            f"learning a tokenizer needs the package tokenizers: {install_command('tokenizer')}"
-        ) from error
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    alphabet = sorted(byte_level.alphabet())
+    tokenizer = byte_level_bpe(SPLIT_PATTERN)
+    from tokenizers import trainers
+
+    alphabet = sorted(byte_characters())
     trainer = trainers.BpeTrainer(vocab_size=tokens, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def byte_level_bpe(pattern: str, **model: Any) -> Any:
+    """Return a `tokenizers.Tokenizer` that splits text by a pattern and merges bytes within."""
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise ValueError(
+            f"this needs the package tokenizers: {install_command('tokenizer')}"
+        ) from error
+    tokenizer = Tokenizer(models.BPE(**model))
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

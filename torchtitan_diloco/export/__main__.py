@@ -4,7 +4,6 @@ python -m torchtitan_diloco.export outputs/RUN --format hf
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -69,27 +68,20 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
         model=replace(config.model, weights=""),
         checkpoint=replace(config.checkpoint, resume="auto"),
     )
-    info = {
-        "tokenizer": tokenizer.name,
-        "file": RANKS_NAME if tokenizer.name.endswith(".tiktoken") else None,
-        "vocab_size": tokenizer.vocab_size,
-        "fingerprint": tokenizer.fingerprint,
-        "end_of_document": tokenizer.end_of_document,
-    }
     metadata = {
         "format": "pt",  # transformers refuses a file that does not name its framework
         "producer": f"torchtitan_diloco {__version__}",
         "step": str(saved.step),
         "weights": saved.weights,
+        "tokenizer": f"{tokenizer.name} {tokenizer.fingerprint}",
     }
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
     with new_folder(folder) as incomplete:
-        if info["file"]:
+        if tokenizer.name.endswith(".tiktoken"):
             shutil.copyfile(Path(tokenizer.name).expanduser(), incomplete / RANKS_NAME)
             ranks = str((folder / RANKS_NAME).absolute())
             config = replace(config, data=replace(config.data, tokenizer=ranks))
         (incomplete / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        (incomplete / "tokenizer-info.json").write_text(json.dumps(info, indent=2) + "\n")
         save_file(tensors, incomplete / WEIGHTS_NAME, metadata)
 
 

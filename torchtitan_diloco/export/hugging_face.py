@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer
-from torchtitan_diloco.data.train_tokenizer import byte_characters
+from torchtitan_diloco.data.train_tokenizer import byte_characters, byte_level_bpe
 from torchtitan_diloco.export.weights import new_folder
 from torchtitan_diloco.models import LanguageModel
 from torchtitan_diloco.models.chinchilla.model import Decoder
@@ -24,9 +24,12 @@ def save_hugging_face(
 ) -> None:
     """Write a folder that `from_pretrained(folder, trust_remote_code=True)` loads."""
     assert tokenizer.vocab_size <= model.vocab_size
+    try:
+        from transformers import GenerationConfig
+    except ImportError as error:
+        command = install_command("export")
+        raise ValueError(f"--format hf needs the package transformers: {command}") from error
     converted_tokenizer = _fast_tokenizer(convert_tokenizer(tokenizer), model.sequence_length)
-    from transformers import GenerationConfig
-
     converted = CONVERSIONS[model.config.name](model).to(dtype)
     special = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
@@ -93,28 +96,11 @@ def _fast_tokenizer(converted: Any, max_length: int) -> Any:
 
 def convert_tokenizer(tokenizer: Tokenizer) -> Any:
     """Return the `tokenizers.Tokenizer` that gives the same ids for every text."""
-    try:
-        from transformers.convert_slow_tokenizer import TikTokenConverter
-    except ImportError as error:
-        raise ValueError(
-            f"--format hf needs the package transformers: {install_command('export')}"
-        ) from error
-
-    class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers is not type-checked
-        def extract_vocab_merges_from_model(
-            self, _: object
-        ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-            """Return the vocabulary and merges from memory instead of from a rank file."""
-            return vocabulary_and_merges(tokenizer)
-
+    vocabulary, merges = vocabulary_and_merges(tokenizer)
+    pattern = oniguruma_pattern(tokenizer.split_pattern)
+    converted = byte_level_bpe(pattern, vocab=vocabulary, merges=merges, ignore_merges=True)
     special = tokenizer.special_tokens()
-    names = sorted(special, key=special.__getitem__)
-    # The argument was renamed in transformers 5; each version ignores the other name.
-    converted = Converter(
-        pattern=oniguruma_pattern(tokenizer.split_pattern),
-        extra_special_tokens=names,
-        additional_special_tokens=names,
-    ).converted()
+    converted.add_special_tokens(sorted(special, key=special.__getitem__))
     converted.encode_special_tokens = True
     check_same_ids(tokenizer, converted)
     return converted
@@ -154,8 +140,8 @@ def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
     texts = [*tokenizer.special_tokens()]
     for _ in range(100):
         texts.append(b"".join(draw.choices(tokens, k=40)).decode(errors="replace"))
-        letter, other = chr(draw.randrange(0xD800)), chr(draw.randrange(0xE000, 0x110000))
-        texts.append("".join(draw.choices([letter, other, *common], k=40)))
+        letters = chr(draw.randrange(0xD800)), chr(draw.randrange(0xE000, 0x110000))
+        texts.append("".join(draw.choices([*letters, *common], k=40)))
     for text in texts:
         ids = tokenizer.encode(text).tolist()
         other_ids = converted.encode(text, add_special_tokens=False).ids

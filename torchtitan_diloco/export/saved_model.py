@@ -72,7 +72,14 @@ def _open(path: Path, manifest: Manifest, weights: str) -> SavedModel:
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
     model = build_model(config.model, rows, config.training.sequence_length)
     model.to_empty(device="cpu").requires_grad_(False).eval()
-    _load(model, path, manifest, weights)
+    # Without an outer loop all workers have the same parameters.
+    folder = worker_folder(0) if weights == SHARED and not manifest.outer else weights
+    check_files(path, manifest, [file for file in manifest.files if file.startswith(f"{folder}/")])
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
+        tensors[saved_name] = parameter.detach()
+    TensorFolder(path, manifest, folder).fill(tensors)
     return SavedModel(config, model, tokenizer, manifest.step, path, weights)
 
 
@@ -94,20 +101,6 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         steps = ", ".join(map(str, found))
         raise ValueError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
     return found[max(found) if step is None else step]
-
-
-def _load(model: LanguageModel, path: Path, manifest: Manifest, weights: str) -> None:
-    """Read the parameters from their folder of a checkpoint."""
-    folder = weights
-    if weights == SHARED and not manifest.outer:  # without an outer loop all workers have the same
-        folder = worker_folder(0)
-    files = [name for name in sorted(manifest.files) if name.startswith(f"{folder}/")]
-    check_files(path, manifest, files)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        saved_name = shared_parameter_name(name) if folder == SHARED else MODEL + name
-        tensors[saved_name] = parameter.detach()
-    TensorFolder(path, manifest, folder).fill(tensors)
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -25,45 +25,29 @@ def parallelize(
     FSDP2 shards over `mesh`: 1-d (fsdp), or 2-d (worker, fsdp) for data parallelism over workers;
     None for a single process.
     """
-    if activation_checkpoint.mode != "none":
-        apply_activation_checkpoint(model, activation_checkpoint)
-    if compile.enable:
-        apply_compile(model)
-    if mesh is not None:
-        apply_fsdp(model, mesh, parallel, compute_dtype)
-
-
-def apply_activation_checkpoint(model: LanguageModel, config: ActivationCheckpoint) -> None:
-    """Recompute the activations of every block, or of every nth, in the backward pass."""
-    every = 1 if config.mode == "full" else config.every
+    mode, every = activation_checkpoint.mode, activation_checkpoint.every
     for index, block in enumerate(model.blocks):
-        if index % every == 0:
-            forward = partial(checkpoint, block.forward, use_reentrant=False)
-            block.forward = forward
+        if mode == "full" or (mode == "every_nth" and index % every == 0):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if compile.enable:
+            # The blocks are alike, so one compilation serves all. Only `forward` is compiled, so
+            # that FSDP's hooks stay outside and parameters keep their names.
+            block.forward = torch.compile(block.forward, fullgraph=True)
+    if mesh is not None:
+        shard(model, mesh, parallel.reshard_after_forward, compute_dtype)
 
 
-def apply_compile(model: LanguageModel) -> None:
-    """Compile block by block: the blocks are alike, so one compilation serves all. Only `forward`
-    is compiled, so that FSDP's hooks stay outside and parameters keep their names."""
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
-
-
-def apply_fsdp(
-    model: LanguageModel, mesh: DeviceMesh, parallel: Parallel, compute_dtype: torch.dtype
-) -> None:
+def shard(model: LanguageModel, mesh: DeviceMesh, reshard: str, dtype: torch.dtype) -> None:
     """Shard every block, then the rest of the model."""
-    several_ranks = mesh.size(-1) > 1
-    choices = {"always": True, "never": False, "auto": several_ranks}
-    reshard = choices[parallel.reshard_after_forward]
+    free_blocks = {"always": True, "never": False, "auto": mesh.size(-1) > 1}[reshard]
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
+        param_dtype=dtype,
         reduce_dtype=torch.float32,
         # Hidden states leave the embedding in the compute dtype, and rotary angles must stay fp32.
         cast_forward_inputs=False,
     )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free_blocks)
     # The root holds embedding, final norm and tied head. The backward pass needs them first.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 

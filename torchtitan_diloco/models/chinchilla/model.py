@@ -109,28 +109,18 @@ class Decoder(LanguageModel):
             self.positions = nn.Embedding(sequence_length, self.shape.width)
         self.blocks = nn.ModuleList(Block(self.shape, config) for _ in range(self.shape.layers))
         self.norm = build_norm(config.norm, self.shape.width)
-        self._rotary: Rotary | None = None
 
     def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
-        rotary = self._rotary_for(tokens)
+        rotary = None
+        if self.positions is None:
+            length, head_dim = tokens.shape[1], self.shape.head_dim
+            rotary = rotary_table(length, head_dim, self.config.rotary_base, tokens.device)
         for block in self.blocks:
             x = block(x, rotary)
         return head(self.norm(x), self.embedding.weight)
-
-    def _rotary_for(self, tokens: Tensor) -> Rotary | None:
-        """Return the table of angles, which is kept from one forward pass to the next."""
-        if self.config.positions != "rotary":
-            return None
-        length, device = tokens.shape[1], tokens.device
-        cos, sin = self._rotary or (torch.empty(0), torch.empty(0))
-        if len(cos) < length or cos.device != device:
-            with torch.inference_mode(False):
-                base = self.config.rotary_base
-                cos, sin = self._rotary = rotary_table(length, self.shape.head_dim, base, device)
-        return cos[:length], sin[:length]
 
     def initial_std(self, name: str, parameter: Tensor) -> float:
         if name.startswith(("embedding", "positions")):
