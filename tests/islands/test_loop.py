@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, leader
+from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.records import Chunk
 from torchtitan_diloco.islands.server import local_server
 
 need_server()
@@ -163,6 +165,29 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
             with pytest.raises(IslandFencedError, match="was taken by b/"):
                 stopped.finish()
             assert same(first.finish().shared, again.finish().shared)
+
+
+def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow link, parts may take longer than islands wait for a heartbeat."""
+    first = Island(server, "a", steps=100, grace=0.2, step_seconds=0.05)
+    second = Island(server, "b", steps=100, grace=0.2, step_seconds=0.05)
+    third = Island(server, "c", steps=100)
+    fetch, delays = Connection.fetch, [3.0]
+
+    def slow(connection: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
+        if connection._name.startswith("b/") and third.is_alive() and delays:
+            time.sleep(delays.pop())
+        return fetch(connection, chunks, bulk)
+
+    monkeypatch.setattr(Connection, "fetch", slow)
+    with started(first, second):
+        second.wait_for_step(10)
+        third.start()  # it waits for a slot
+        assert same(first.finish().shared, second.finish().shared)
+        with pytest.raises(ValueError, match="has ended"):
+            third.finish()
 
 
 def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:

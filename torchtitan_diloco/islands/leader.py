@@ -21,6 +21,7 @@ from torchtitan_diloco.islands.connection import (
 )
 from torchtitan_diloco.islands.copies import Advance, Copies, Save
 from torchtitan_diloco.islands.joining import (
+    TICK,
     Inbox,
     Joining,
     Saved,
@@ -315,6 +316,12 @@ class Leader:
         copy, known = self._copies.fragments[close.fragment], self._known[close.fragment]
         if entry is None or close.version != copy.newest + 1:
             return
+        while not self._parts.are_fetched(close.parts, TICK):
+            # It may take long over a slow link: hear the others, and be heard.
+            self._inbox.receive(0.0)
+            with self.changed:
+                self._members.tick(time.monotonic())
+            self._beat()
         payloads = [self._parts.payload(number) for number in close.parts]
         self.received[close.fragment, close.version] = sum(
             payload.numel()

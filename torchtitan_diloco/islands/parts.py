@@ -1,7 +1,7 @@
 """Payloads of parts: those of this island to be stored, and those of all to be fetched."""
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 import msgspec
@@ -50,6 +50,10 @@ class Parts:
         if part.incarnation == self._incarnation:
             own = self._own.get((part.fragment, part.number))
         self._payloads[sequence] = self._thread.submit(partial(self._get, sequence, part, own))
+
+    def are_fetched(self, sequences: Collection[int], seconds: float) -> bool:
+        """Wait for these parts, not longer than this, and return whether all have been fetched."""
+        return not wait([self._payloads[one] for one in sequences], seconds).not_done
 
     def payload(self, sequence: int) -> Tensor:
         """Return the payload of a part that an entry has taken."""
