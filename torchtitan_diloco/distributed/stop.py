@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from torch.distributed import ReduceOp
 
-from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco import DiLoCoConfig, WorkerLostError
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import STOP_SIGNALS, WORKER_LOST, logger
@@ -24,6 +24,20 @@ ASK_EVERY = 2
 
 HANGING_SECONDS = 12.0
 """Seconds from a signal until a rank that is silent ends the run. Launchers wait longer."""
+
+
+STEPS_APART = 6
+"""Steps by which workers that train on their own may run apart before they wait for an answer."""
+
+
+def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
+    """Return the steps between a question to the other ranks and reading their answer.
+
+    Workers that train on their own should not wait for each other.
+    """
+    if diloco.method == "none" or world.workers == 1:
+        return 1
+    return max(STEPS_APART, diloco.overlap.delay)
 
 
 class Requests(NamedTuple):

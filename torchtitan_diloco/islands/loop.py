@@ -32,7 +32,7 @@ from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
-from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Send, decide
+from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Seat, Send, decide
 from torchtitan_diloco.islands.fingerprints import fingerprints
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.joining import Saved
@@ -41,18 +41,6 @@ from torchtitan_diloco.islands.ranks import Ranks, collect, share
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.utils import logger
-
-
-class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """The place of an island in the run."""
-
-    slot: int
-    slots: int
-    block: int
-    position: int
-    clock: int
-    versions: list[int]
-    """Of the fragments, with which the island begins."""
 
 
 class IslandDiLoCo(StreamingDiLoCo):
