@@ -44,7 +44,7 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.islands.rules import Island, Timing
 from torchtitan_diloco.utils import logger
 
-BEAT, RETRY = 0.5, 0.5
+BEAT = RETRY = 0.5
 """Seconds between heartbeats, and between attempts to append a record."""
 EXPIRY = 5.0
 """Seconds of silence after which an island counts as gone."""
