@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.components.checkpoint import Checkpointer, changed_settings, restore
+from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -27,7 +27,8 @@ from torchtitan_diloco.components.optimizer import (
     set_lr,
 )
 from torchtitan_diloco.components.profiling import build_profiler
-from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
+from torchtitan_diloco.components.resume import changed_settings, find_start, restore
+from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_end,
@@ -113,6 +114,7 @@ class Trainer:
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(self._checkpointer(folder)) as checkpointer,
+            checkpointer.saving_alone(stop, lambda: self._manifest(telemetry)),
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():

@@ -17,7 +17,7 @@ from tests.components.test_checkpoint_schema import Touch
 from tests.conftest import WORDS
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
-from torchtitan_diloco.components.checkpoint import changed_settings
+from torchtitan_diloco.components.resume import changed_settings
 from torchtitan_diloco.components.checkpoint_schema import (
     TensorFolder,
     complete_checkpoints,

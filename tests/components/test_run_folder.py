@@ -25,7 +25,8 @@ from torchtitan_diloco.components.checkpoint_schema import (
     complete_checkpoints,
     read_manifest,
 )
-from torchtitan_diloco.components.run_folder import find_start, lock_run_folder
+from torchtitan_diloco.components.resume import find_start
+from torchtitan_diloco.components.run_folder import lock_run_folder
 from torchtitan_diloco.distributed.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -53,7 +54,7 @@ TENSORS = f"{SHARED}/__0_0.distcp"
     [
         (TENSORS, cut_off, r"/shared/__0_0.distcp has [\d,]+ bytes instead of [\d,]+"),
         (TENSORS, flip_a_bit, "/shared/__0_0.distcp has other content"),
-        (TENSORS, Path.unlink, "/shared/__0_0.distcp cannot be read"),
+        (TENSORS, Path.unlink, "/shared/__0_0.distcp is missing"),
         (f"{SHARED}/{METADATA}", flip_a_bit, "/shared/.metadata has other content"),
         (MANIFEST, Path.unlink, " has no manifest.json"),
         (MANIFEST, flip_a_bit, "/manifest.json cannot be used"),

@@ -9,18 +9,21 @@ The folder has its name only once it is complete. Folders of tensors are in the 
 `torch.distributed.checkpoint` (DCP). Whatever a checkpoint holds, reading it runs no code of it.
 """
 
+import errno
 import json
 import os
 import pickle
 import re
 import shutil
+import time
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -31,9 +34,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW
 
+Result = TypeVar("Result")
 VERSION = 3
 MANIFEST, METADATA, SHARED = "manifest.json", ".metadata", "shared"
 INCOMPLETE, DAMAGED = ".incomplete", ".damaged"
+RETRY_AFTER_SECONDS = (0.2, 1.0, 3.0)
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of the tensors in a worker's folder; all other names there are the outer loop's."""
 
@@ -89,6 +94,10 @@ class Manifest:
 
 class DamagedError(ValueError):
     """A file of the checkpoint is missing, or has other content than was saved."""
+
+
+class UnreadableError(ValueError):
+    """A file could not be read, which does not prove that it is damaged."""
 
 
 def _crc(values: dict[str, Any]) -> int:
@@ -154,8 +163,11 @@ def is_checkpoint(path: Path) -> bool:
 def begin(path: Path) -> None:
     """Create an empty folder beside `path` to write into.
 
-    Folders that earlier saves have not completed are deleted: they may be what fills the disk.
+    A checkpoint that exists is never replaced. Folders that earlier saves have not completed are
+    deleted: they may be what fills the disk.
     """
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "a checkpoint of this step exists", str(path))
     for left in path.parent.glob(f"step-*{INCOMPLETE}"):
         shutil.rmtree(left, ignore_errors=True)
     incomplete(path).mkdir(parents=True)
@@ -174,12 +186,8 @@ def complete(path: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(written)
-    replaced = path.with_name(f"{path.name}-replaced{INCOMPLETE}")
-    if path.exists():  # saved before by a run that was later resumed from an earlier checkpoint
-        path.rename(replaced)
     written.rename(path)
     _sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def prune(run: Path, newest: Path, *, keep_latest: int, keep_every: int) -> None:
@@ -217,16 +225,38 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
+def read_patiently(read: Callable[[], Result]) -> Result:
+    """Return what `read` returns. Errors of a disk may pass: it is called four times."""
+    for pause in RETRY_AFTER_SECONDS:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(pause)
+    try:
+        return read()
+    except OSError as error:
+        raise UnreadableError(
+            f"{error.filename} cannot be read ({error.strerror}), which does not prove that it is "
+            "damaged: start again when the disk answers, or set checkpoint.resume to another "
+            "checkpoint"
+        ) from None
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
+    file = path / MANIFEST
     try:
-        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        values = json.loads(read_patiently(lambda: file.read_text(encoding="utf-8")))
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
             raise ValueError("its CRC-32 differs")
     except FileNotFoundError:
         raise DamagedError(f"{path} has no {MANIFEST}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
+    except UnreadableError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{file} cannot be used ({error})") from None
     if values.get("version") != VERSION:
         raise ValueError(
             f"{path} was saved in version {values.get('version')} of the schema, and this program "
@@ -236,7 +266,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return msgspec.convert(values, Manifest)
     except msgspec.ValidationError as error:
-        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
+        raise DamagedError(f"{file} cannot be used ({error})") from None
 
 
 def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:
@@ -255,13 +285,13 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         size, crc = manifest.files[name]
         file = path / name
         try:
-            found = file.stat().st_size
-            if found != size:
-                raise DamagedError(f"{file} has {found:,} bytes instead of {size:,}")
-            if fingerprint(file)[1] != crc:
-                raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
-        except OSError as error:
-            raise DamagedError(f"{file} cannot be read ({error.strerror})") from None
+            found = read_patiently(partial(fingerprint, file))
+        except FileNotFoundError:
+            raise DamagedError(f"{file} is missing") from None
+        if found[0] != size:
+            raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != crc:
+            raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
 
 
 # --- reading tensors ------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_diloco.utils import SILENCE_SECONDS
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -20,30 +22,32 @@ class Pace:
 
     beat: float = 1.0
     """Between two heartbeats."""
-    silence: float = 10.0
-    """Without a heartbeat, or without a step that others wait for, until it is reported."""
+    silence: float = SILENCE_SECONDS
     again: float = 30.0
     """Between two reports of the same silence."""
     settle: float = 0.5
     """From the first sign of a loss until it is named: others may know an earlier cause."""
 
 
-BEAT, LOST, GOODBYE = range(3)
-"""Kinds of messages. After its goodbye a rank sends nothing more to this peer."""
+BEAT, LOST, HANGS, GOODBYE = range(4)
+"""Kinds of messages: LOST is told of dead ranks, HANGS of ranks that were given up on a stop
+request. After its goodbye a rank sends nothing more to this peer."""
 MESSAGE_BYTES = 256
-_NUMBERS = struct.Struct("<BIIIdd")
+_NUMBERS = struct.Struct("<BIIIddd")
 
 
 class Message(NamedTuple):
     kind: int = BEAT
     lost: int = 0
-    """Rank that is lost, if that is the kind; `text` says why."""
+    """Rank that the message is about; `text` says why it is lost."""
     step: int = 0
     """Steps of the sender."""
     exchanges: int = 0
     """Exchanges that the sender has completed."""
     idle: float = 0.0
     """See OwnClock."""
+    gap: float = 0.0
+    """`OwnClock.last_gap` of the sender."""
     stopped: float = 0.0
     """Longest time since the message before in which the sender's process did not run."""
     text: str = ""
