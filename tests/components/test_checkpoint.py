@@ -11,12 +11,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.components.test_resume import STEPS, chosen, last, run
 from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
     RunState,
-    complete_checkpoints,
     read_manifest,
-    step_of,
 )
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import WorkerLostError

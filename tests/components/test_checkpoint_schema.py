@@ -17,23 +17,25 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
+    begin,
+    checkpoint_path,
+    complete,
+    complete_checkpoints,
+    incomplete,
+    prune,
+    set_aside,
+    step_of,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
     METADATA,
     SHARED,
     Manifest,
     RunState,
     TensorFolder,
-    begin,
-    checkpoint_path,
-    complete,
-    complete_checkpoints,
     fingerprint,
-    incomplete,
-    prune,
     read_manifest,
-    set_aside,
-    step_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

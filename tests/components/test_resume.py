@@ -17,14 +17,13 @@ from tests.components.test_checkpoint_schema import Touch
 from tests.conftest import WORDS
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
-from torchtitan_diloco.components.resume import changed_settings
+from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
 from torchtitan_diloco.components.checkpoint_schema import (
     TensorFolder,
-    complete_checkpoints,
     fingerprint,
     read_manifest,
-    step_of,
 )
+from torchtitan_diloco.components.resume import changed_settings
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.train import set_determinism

@@ -16,13 +16,15 @@ from tests.components.test_resume import FP32, STEPS, chosen, last, run
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records
 from torchtitan_diloco.components import run_folder
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
-    METADATA,
-    SHARED,
     begin,
     checkpoint_path,
     complete_checkpoints,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
+    METADATA,
+    SHARED,
     read_manifest,
 )
 from torchtitan_diloco.components.resume import find_start

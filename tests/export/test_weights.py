@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.components.test_resume import run, tensors
 from tests.processes import ProcessPool
 from tests.test_trainer import records, settings
-from torchtitan_diloco.components.checkpoint_schema import checkpoint_path
+from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export.weights import new_folder, read_weights
 

@@ -21,18 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from torchtitan_diloco.components.checkpoint_folders import (
+    begin,
+    checkpoint_path,
+    complete,
+    incomplete,
+    prune,
+)
 from torchtitan_diloco.components.checkpoint_schema import (
     METADATA,
     SHARED,
     Manifest,
-    begin,
     cause_in_dcp,
-    checkpoint_path,
-    complete,
     fingerprint,
-    incomplete,
     inner_tensors,
-    prune,
     random_states,
     worker_folder,
 )
@@ -286,7 +288,7 @@ class Checkpointer:
                 f"{incomplete(path) / absent[0]} was written by another node and is not here: "
                 "run.folder must be a folder that all nodes share"
             )
-        complete(path, manifest)
+        complete(path, manifest.to_json())
         keep_latest, keep_every = self._config.keep_latest, self._config.keep_every
         try:
             prune(self._run, path, keep_latest=keep_latest, keep_every=keep_every)

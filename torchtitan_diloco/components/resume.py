@@ -8,8 +8,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
+    complete_checkpoints,
+    is_checkpoint,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
     SHARED,
     DamagedError,
@@ -17,9 +21,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     RunState,
     TensorFolder,
     check_files,
-    complete_checkpoints,
     inner_tensors,
-    is_checkpoint,
     random_states,
     read_manifest,
     worker_folder,

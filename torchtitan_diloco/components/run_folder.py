@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from torchtitan_diloco.components.checkpoint_schema import set_aside
+from torchtitan_diloco.components.checkpoint_folders import set_aside
 from torchtitan_diloco.components.resume import Start, find_candidates
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.distributed.collectives import on_first_rank
