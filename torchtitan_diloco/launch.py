@@ -102,8 +102,6 @@ class _Run:
         self._shutdown_seconds = shutdown_seconds
         self._signals: list[tuple[float, signal.Signals]] = []
         """Time and number of each signal received."""
-        self._signalled: set[int] = set()
-        """Ranks that were asked to stop."""
 
     def wait(self, module: str, arguments: list[str]) -> int:
         """Run `module.main(arguments)` in all ranks to its end, and return the exit code."""
@@ -178,11 +176,12 @@ class _Run:
         return failures
 
     def _wait_for_ranks(self, ranks: Mapping[int, "subprocess.Popen[bytes]"]) -> dict[int, int]:
-        """Wait until all ranks have ended. Return the exit codes of those that failed, in order.
+        """Return the exit codes of the ranks that failed, in order, once all have ended.
 
-        After a failure the others are asked to stop, and killed if they do not.
+        After a failure the others are asked to stop, and have some time for it.
         """
         running, failures, failed_at = dict(ranks), dict[int, int](), math.inf
+        asked: set[int] = set()
         while running:
             time.sleep(POLL_SECONDS)
             for rank, process in ranks.items():
@@ -193,17 +192,16 @@ class _Run:
                         failed_at = min(failed_at, time.monotonic())
             pids = {process.pid for process in running.values()}
             if self._signals:
-                self._check_signals()
+                self._check_signals(announce=not asked)
             if self._signals or failures:
-                for pid in pids - self._signalled:
+                for pid in pids - asked:
                     _send(os.kill, pid, signal.SIGTERM)
-                self._signalled |= pids
+                asked |= pids
             if time.monotonic() - failed_at > KILL_SECONDS:
-                for pid in pids:
-                    _send(os.killpg, pid, signal.SIGKILL)
+                break
         return failures
 
-    def _check_signals(self) -> None:
+    def _check_signals(self, *, announce: bool) -> None:
         """Raise if ranks that were asked to stop have to be killed."""
         (first_at, first), (last_at, last) = self._signals[0], self._signals[-1]
         if last_at - first_at > SAME_SIGNAL_SECONDS:
@@ -211,7 +209,7 @@ class _Run:
         if time.monotonic() - first_at > self._shutdown_seconds:
             seconds = f"{self._shutdown_seconds:g} s"
             raise StoppedError(f"still training {seconds} after {first.name}; killed")
-        if not self._signalled:
+        if announce:
             _say(f"{first.name}: training stops after this step; a second signal kills it")
 
     def _poll(self, condition: Callable[[], bool], seconds: float) -> bool:

@@ -114,7 +114,7 @@ def test_a_worker_killed_between_exchanges_is_named_by_all(processes: ProcessPoo
 
 
 def _leaves_because_of_another(_: int) -> str:
-    """Only worker 1 gives up worker 2, which is alive; it leaves at once, and worker 0 hears why."""
+    """Only worker 1 gives up worker 2, which is alive. It leaves, and worker 0 hears why."""
     world = join(3)
     liveness = watch()
     dist.barrier(group=world.control)
