@@ -172,6 +172,20 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
     assert "ended after its step 15, and this one is at 16; call step() equally often" in more
 
 
+def test_a_step_that_is_left_out_is_found_at_the_next() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    outer = StreamingDiLoCo(model, None, config(), optimizer=optimizer)
+    for calls in (3, 1, 0, 1):  # any number before the first call; none where a step is skipped
+        for _ in range(calls):
+            optimizer.step()
+        outer.step()
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(ValueError, match="made 2 steps since the last call"):
+        outer.step()
+
+
 # --- silence --------------------------------------------------------------------------------------
 
 
@@ -247,7 +261,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(processes: ProcessPool
 
 
 def test_a_message_is_what_was_packed_also_if_its_text_is_too_long() -> None:
-    message = Message(1, 2, 3, 4, 5.5, 6.25, "é" * 300)
+    message = Message(1, 2, 3, 4, 5.5, 7.5, 6.25, "é" * 300)
     unpacked = Message.unpack(message.pack())
     assert unpacked[:-1] == message[:-1]
     assert message.text.startswith(unpacked.text.rstrip("\N{REPLACEMENT CHARACTER}"))
