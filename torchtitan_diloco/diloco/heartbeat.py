@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.utils import SILENCE_SECONDS
@@ -61,6 +62,34 @@ class Message(NamedTuple):
         data = packed.numpy().tobytes()
         text = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
         return Message._make((*_NUMBERS.unpack_from(data), text))
+
+
+@dataclass
+class Peer:
+    rank: int
+    worker: int
+    name: str
+    heard_at: float
+    """When its last message came, on this rank's clock."""
+    last: Message = field(default_factory=Message)
+    failure: str = ""
+    """Why the connection to it failed."""
+    ended: bool = False
+    """It has said goodbye ..."""
+    answered: bool = False
+    """... and this rank has, to it."""
+    sent: int = 0
+    heard: int = 0
+    """Heartbeats. The next is sent when the one before was answered, so few are under way."""
+    sent_at: float = 0.0
+    works: "deque[dist.Work]" = field(default_factory=lambda: deque(maxlen=4))
+    """Gloo drops a message whose work is dropped before it has left."""
+    quiet_since: float = math.nan
+    """Since when it has been silent or has held up this rank; NaN while all is well."""
+    quiet_why: str = ""
+    stopped: float = 0.0
+    """Longest time in which its process did not run, since all was well."""
+    reported_at: float = -math.inf
 
 
 class OwnClock:

@@ -10,14 +10,12 @@ import atexit
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +29,7 @@ from torchtitan_diloco.diloco.heartbeat import (
     Message,
     OwnClock,
     Pace,
+    Peer,
 )
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.utils import cause_of, logger
@@ -40,41 +39,6 @@ FOREVER = timedelta(days=3650)
 LAST_SECONDS = 1.0
 """Seconds that a rank which leaves waits for the others' goodbyes."""
 NO_SIGN = "no sign of life from its process or its link"
-
-
-class Completion(Protocol):
-    """A future of concurrent.futures or of torch."""
-
-    def done(self) -> bool: ...
-    def add_done_callback(self, callback: Callable[..., None], /) -> None: ...
-
-
-@dataclass
-class Peer:
-    rank: int
-    worker: int
-    name: str
-    heard_at: float
-    """When its last message came, on this rank's clock."""
-    last: Message = field(default_factory=Message)
-    failure: str = ""
-    """Why the connection to it failed."""
-    ended: bool = False
-    """It has said goodbye ..."""
-    answered: bool = False
-    """... and this rank has, to it."""
-    sent: int = 0
-    heard: int = 0
-    """Heartbeats. The next is sent when the one before was answered, so few are under way."""
-    sent_at: float = 0.0
-    works: "deque[dist.Work]" = field(default_factory=lambda: deque(maxlen=4))
-    """Gloo drops a message whose work is dropped before it has left."""
-    quiet_since: float = math.nan
-    """Since when it has been silent or has held up this rank; NaN while all is well."""
-    quiet_why: str = ""
-    stopped: float = 0.0
-    """Longest time in which its process did not run, since all was well."""
-    reported_at: float = -math.inf
 
 
 class Liveness:
@@ -172,7 +136,9 @@ class Liveness:
             reasons = filter(None, [first.reason, where])
             raise WorkerLostError(first.workers, "; ".join(reasons)) from error
 
-    def wait_for(self, result: Completion, exchange: int = 0) -> None:
+    def wait_for(
+        self, result: "Future[Any] | torch.futures.Future[Any]", exchange: int = 0
+    ) -> None:
         """Wait until a future is done, or raise WorkerLostError."""
 
         def left() -> list[Peer]:

@@ -81,8 +81,7 @@ class StreamingDiLoCo:
         self.fragments = build_fragments(model, config.fragments)
         self.fragment_names = tuple(fragment.name for fragment in self.fragments)
         self.schedule = Schedule(config.sync_every, len(self.fragments), config.overlap.delay)
-        self.workers = 1 if group is None else group.size()
-        self.worker = 0 if group is None else group.rank()
+        self.workers, self.worker = (1, 0) if group is None else (group.size(), group.rank())
         self.step_count = 0
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
@@ -111,11 +110,9 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
-        self._meter = Meter()
-        self._advancing = threading.Lock()
+        self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
         startup.limit_threads(self._background, wire.threads)
-        # Also runs when this object is dropped, and when Python exits.
         parts = self._background, self._exchanger, self._liveness, liveness is None
         self._finalizer = weakref.finalize(self, _close, *parts)
 
