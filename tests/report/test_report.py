@@ -285,6 +285,16 @@ def test_damaged_lines_are_left_out(streaming: Path) -> None:
     assert run.last_step == 600
 
 
+def test_why_workers_were_left_out_is_said(tmp_path: Path) -> None:
+    rounds = round_records(100)
+    for record in rounds[:2]:
+        record["workers"][1]["left_out"] = ["outlier"]
+    rounds[2]["workers"][0]["left_out"] = 3  # damaged
+    page = markdown([opened(write_run(tmp_path / "run", step_records(100) + rounds))])
+    assert "worker 1 was left out of 2 recorded round(s), outlier." in page
+    assert "worker 0 was left out" not in page
+
+
 def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     bad = '</pre><script>alert("1")</script>\x01'
     rounds = round_records(100)
