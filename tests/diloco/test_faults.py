@@ -73,7 +73,7 @@ def test_a_worker_that_dies_is_named_by_the_others(
 
 def _silent(_: int) -> str:
     world = join(2, timeout=TIMEOUT)
-    return train(world, {13: lambda _: time.sleep(3 * TIMEOUT)} if world.worker == 1 else {})
+    return train(world, {13: lambda _: time.sleep(2 * TIMEOUT)} if world.worker == 1 else {})
 
 
 def test_a_worker_that_is_silent_beyond_the_timeout_is_named(processes: ProcessPool) -> None:

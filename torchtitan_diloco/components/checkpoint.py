@@ -193,14 +193,16 @@ class Checkpointer:
         state = self._outer.state_without_others(mesh)
         if state is None or path.exists():
             return
-        logger.warning(
-            f"worker {self._world.worker} saves step {manifest.step} alone: rounds in flight are "
-            "given up, and the other workers of a resumed run start from the shared parameters"
-        )
         outer = Future[SavedState]()
         outer.set_result(state)
         group = None if mesh is None else mesh.get_group()
         writers = _Writers(group, self._world.rank_in_worker == 0, worker=0)
+        if writers.is_first:
+            logger.warning(
+                f"worker {self._world.worker} saves step {manifest.step} alone: rounds in flight "
+                "are given up, and the other workers of a resumed run start from the shared "
+                "parameters"
+            )
         self._write(replace(manifest, workers=1), self._copy_inner(), outer, writers)
 
     def close(self) -> None:
