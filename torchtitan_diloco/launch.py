@@ -15,6 +15,7 @@ import importlib
 import ipaddress
 import math
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -272,12 +273,16 @@ def connect(node: Node, stores: "list[TCPStore]") -> bool:
     Each start has its own. A node that starts again may find the one before still open, because the
     others have not noticed yet that the run has crashed.
     """
+    place = node.host, node.port
+    try:  # TCPStore would print a page for each failure
+        socket.create_connection(place, timeout=1.0).close()
+    except OSError:
+        return False
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with contextlib.suppress(RuntimeError):  # it may close at any time
-        second = timedelta(seconds=1)
-        place = node.host, node.port
-        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=second)
+        patience = timedelta(seconds=10)
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
         if store.add(f"{node.run_id}/node {node.rank}", 1) == 1:
             stores.append(store)
     return bool(stores)

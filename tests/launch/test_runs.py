@@ -52,7 +52,7 @@ def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
         assert run.wait() == 1
     meeting = f"RDZV_ENDPOINT={variables['RDZV_ENDPOINT']} within 2 s"
     assert f"error: node 1 of 2 did not meet the others at {meeting}" in run.output
-    assert "Traceback" not in run.output
+    assert len(run.output.splitlines()) == 2, run.output
 
 
 def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "stop_signal", "code"),
-    [(1, signal.SIGINT, 130), (1, signal.SIGHUP, 129), (2, signal.SIGINT, 130)],
+    [(1, signal.SIGHUP, 129), (2, signal.SIGINT, 130)],
 )
 def test_a_stop_signal_lets_every_rank_finish(
     tmp_path: Path, workers: int, stop_signal: signal.Signals, code: int
