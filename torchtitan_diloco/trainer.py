@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.components.checkpoint import Checkpointer, changed_settings, restore
+from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -27,7 +27,8 @@ from torchtitan_diloco.components.optimizer import (
 )
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.records import Summary
-from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
+from torchtitan_diloco.components.resume import changed_settings, find_start, restore
+from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_early_end,
@@ -80,8 +81,7 @@ class Trainer:
 
         self.resumed = self._resumed_state()
         self.step, self.lr = self.resumed.step, 0.0
-        skipped_in_a_row = self.resumed.skipped_in_a_row
-        self.skips = SkippedSteps(config.training.max_skipped_steps, skipped_in_a_row)
+        self.skips = SkippedSteps(config.training.max_skipped_steps, self.resumed.skipped_in_a_row)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
@@ -106,6 +106,7 @@ class Trainer:
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, folder, *self.parts)) as checkpointer,
+            checkpointer.saving_alone(stop, lambda: self._manifest(telemetry)),
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():

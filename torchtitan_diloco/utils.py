@@ -28,6 +28,21 @@ USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
+# Seconds of several parts, which must fit each other.
+SILENCE_SECONDS = 10.0
+"""Without a heartbeat, or without a step that others wait for, until it is reported."""
+HANGING_SECONDS = SILENCE_SECONDS + 2.0
+"""From a stop request until ranks that are silent are given up."""
+SAVE_AFTER_ERROR_SECONDS = 20.0
+"""For a save under way when a run ends with an error."""
+SAVE_AFTER_LOSS_SECONDS = 2.0
+"""The same if ranks are lost: the save has failed by then, or it waits for them."""
+KILL_SECONDS = 5.0 + 2.0 * SAVE_AFTER_LOSS_SECONDS
+"""From the failure of a rank until the launcher kills the others, which find that it is lost."""
+SHUTDOWN_SECONDS = 120.0
+"""From a signal to the launcher until it kills all ranks: a few steps and a save fit into it."""
+SAME_SIGNAL_SECONDS = 0.5
+"""Service managers signal a process and then its group: twice, but meant once."""
 OPEN_FILES_SHARE = 0.8
 """Share of the possible open files that is worth a warning."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"

@@ -1,7 +1,6 @@
 """First rank of an island: it reads the log, keeps the shared copies up to date, and decides.
 
-`join` takes a slot and catches up. From then on a thread handles what comes in, in order. The
-training thread asks what is due at the boundary of a step (see loop.py).
+`join` takes a slot. From then on a thread handles what comes in, in order.
 """
 
 import threading
@@ -104,8 +103,8 @@ class Leader:
         facts = self.replay(saved)
         slot = self._take_slot(facts)
         while not self.state.begun:
-            there = ", ".join(name_of(owner) for owner in self.state.owners().values())
-            self._report(f"waiting until {facts.begin} islands are there; here are {there}")
+            here = ", ".join(map(name_of, self.state.owners().values()))
+            self._report(f"waiting until {facts.begin} islands are there; here are {here}")
             self._work()
         now = time.monotonic()
         self.island = Island(self.state, self._members, slot, self._timing, now=now)
