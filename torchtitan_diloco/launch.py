@@ -10,7 +10,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import contextlib
-import ctypes
 import importlib
 import ipaddress
 import math
@@ -44,6 +43,7 @@ from torchtitan_diloco.utils import (
     USER_ERROR,
     WORKER_LOST,
     available_cores,
+    end_with_parent,
     raise_open_files_limit,
     run_and_exit,
 )
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 RUN_RANK = "from torchtitan_diloco import launch; launch.run_rank()"
-PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.05
 LAST_NODE_SECONDS = 10.0
 """From the end of the first node's ranks until its store closes, if other nodes still train."""
@@ -327,8 +326,7 @@ def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:
 def run_rank() -> None:
     """Run one training process. On Linux it ends when the launcher does."""
     launcher, module, *arguments = sys.argv[1:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != int(launcher):  # it ended before prctl
         sys.exit(1)
     run_and_exit(importlib.import_module(module).main, arguments)

@@ -1,5 +1,6 @@
 """Small tools: logging, hardware, durations, fingerprints. Importing them does not import torch."""
 
+import ctypes
 import gc
 import hashlib
 import json
@@ -47,6 +48,7 @@ OPEN_FILES_SHARE = 0.8
 """Share of the possible open files that is worth a warning."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
 """Environment variable: a file of the launcher, in which training writes the folder of the run."""
+PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
 IGNORE_INDEX = -100
@@ -133,6 +135,12 @@ def peak_memory_bytes(device: "torch.device") -> int:
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let this process get a signal when its parent has ended, however it did. Only on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def available_cores() -> int:

@@ -43,11 +43,10 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.islands.rules import Island, Timing
 from torchtitan_diloco.utils import logger
 
-BEAT = RETRY = 0.5
-"""Seconds between heartbeats, and between attempts to append a record."""
+BEAT, RETRY, REPORT = 0.5, 0.5, 10.0
+"""Seconds between heartbeats, attempts to append a record, and lines about waiting."""
 EXPIRY = 5.0
 """Seconds of silence after which an island counts as gone."""
-REPORT_SECONDS = 10.0
 
 
 class Leader:
@@ -131,7 +130,7 @@ class Leader:
             self._work()
 
     def _report(self, line: str) -> None:
-        if time.monotonic() - self._reported > REPORT_SECONDS:
+        if time.monotonic() - self._reported > REPORT:
             self._reported = time.monotonic()
             logger.info(line)
 
