@@ -37,6 +37,7 @@ class IslandRun:
             total_tokens=plan.total_steps * plan.tokens_per_step,
             optimizer=optimizer,
             ranks=world.control,
+            liveness=world.liveness,
             seed=config.run.seed,
             samples_per_step=samples,
             facts={key: str(value) for key, value in facts.items()},

@@ -298,3 +298,6 @@ def test_the_own_clock_does_not_count_what_it_waited(monkeypatch: pytest.MonkeyP
         assert clock.beat() == 12.0
     assert clock.longest_gap() == 12.0
     assert clock.stopped_since(now) == 0.0
+    alone = OwnClock(every=1.0)
+    now += 100.0  # nobody beats where there is nobody to watch
+    assert alone.longest_gap() == 0.0

@@ -101,7 +101,7 @@ class OwnClock:
 
     def __init__(self, every: float) -> None:
         self._every, self._lock = every, threading.Lock()
-        self._beaten = time.perf_counter()
+        self._beaten = math.nan  # nobody beats if there is nobody to watch
         self._stops = deque[tuple[float, float]](maxlen=64)
         """Ends and lengths of the times when the process did not run."""
         self._ticked = self._waiting_since = math.nan
