@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from benchmarks import core
-from torchtitan_diloco.components.checkpoint import Checkpointer, restore
+from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
     RunState,
-    checkpoint_path,
     read_manifest,
 )
 from torchtitan_diloco.components.optimizer import build_optimizer
-from torchtitan_diloco.components.run_folder import find_start
+from torchtitan_diloco.components.resume import find_start, restore
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World

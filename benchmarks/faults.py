@@ -291,10 +291,14 @@ def interrupted(folder: Path) -> Outcome:
         time.sleep(2)
         started = time.monotonic()
         os.kill(job.programs[0].pid, signal.SIGINT)
+        saved = job.seconds_until("checkpoint of step")
         (code,) = job.wait()
         seconds = time.monotonic() - started
-    said = job.line("hangs")
-    return Outcome(f"exit code {code}; {said[:90]}", seconds, promised=seconds < 60 and bool(said))
+    found = re.search(r"saves step (\d+) alone", job.log())
+    lost = max(0, job.step - int(found[1])) if found else None
+    happened = f"exit code {code} after {seconds:.0f} s; {job.line('hangs')[:90]}"
+    fine = saved is not None and saved <= 20 and bool(job.line("hangs"))
+    return Outcome(happened, saved, lost, promised=fine)
 
 
 @case("Ctrl-C 0.05 to 5 s after the start")

@@ -18,7 +18,7 @@ import msgspec
 from benchmarks import core
 from benchmarks.network import Network
 from torchtitan_diloco.components.records import Conditions, Summary, from_record
-from torchtitan_diloco.trainer import STEPS_APART
+from torchtitan_diloco.distributed.stop import STEPS_APART
 from torchtitan_diloco.utils import read_json_lines
 
 MODEL = {

@@ -1,7 +1,7 @@
 """Start a run: `python -m torchtitan_diloco.launch [--config NAME_OR_PATH] [--section.key value]`.
 
-The training processes are children of the launcher, several of them under torchrun. That runs in a
-thread, so that the main thread can handle signals even while torchrun waits for other nodes.
+The training processes are children of the launcher, with the environment variables of torchrun. It
+meets the launchers of other nodes in a store on the first one, through which ranks find each other.
 """
 
 import signal
@@ -10,15 +10,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import contextlib
-import ctypes
 import importlib
 import ipaddress
-import logging
+import math
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -37,9 +36,14 @@ from torchtitan_diloco.placement import (
 from torchtitan_diloco.restarts import NotRestartedError, Restarts
 from torchtitan_diloco.utils import (
     FOLDER_NOTE,
+    KILL_SECONDS,
+    SAME_SIGNAL_SECONDS,
+    SHUTDOWN_SECONDS,
     STOP_SIGNALS,
     USER_ERROR,
+    WORKER_LOST,
     available_cores,
+    end_with_parent,
     raise_open_files_limit,
     run_and_exit,
 )
@@ -48,10 +52,14 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-SAME_SIGNAL_SECONDS = 0.5
-"""`timeout` and service managers signal a process and then its group: twice, but meant once."""
 RUN_RANK = "from torchtitan_diloco import launch; launch.run_rank()"
-PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.05
+LAST_NODE_SECONDS = 10.0
+"""From the end of the first node's ranks until its store closes, if other nodes still train."""
+
+
+class StoppedError(Exception):
+    """Signals have ended the run. The message says how."""
 
 
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
@@ -70,7 +78,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
             gpus=0 if config.run.device == "cpu" else count_gpus(),
             nproc=whole_number(os.environ, "NPROC"),
         )
-        grace_seconds = whole_number(os.environ, "SHUTDOWN_SECONDS", minimum=0)
+        shutdown = whole_number(os.environ, "SHUTDOWN_SECONDS", minimum=0)
         threads = whole_number(os.environ, "OMP_NUM_THREADS")
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,7 +92,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, available_cores() // processes))
         if node.is_local:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    run = _Run(node, processes, config, 120 if grace_seconds is None else grace_seconds)
+    run = _Run(node, processes, config, SHUTDOWN_SECONDS if shutdown is None else shutdown)
     return run.wait(module, arguments)
 
 
@@ -104,215 +112,206 @@ def run_local_islands(config: Config, arguments: list[str]) -> int:
 class _Run:
     """The training processes of this machine, started again after a crash."""
 
-    def __init__(self, node: Node, processes: int, config: Config, grace_seconds: float) -> None:
+    def __init__(self, node: Node, processes: int, config: Config, shutdown_seconds: float) -> None:
         self._node, self._processes, self._config = node, processes, config
-        self._grace_seconds = grace_seconds
-        self._exit_code = 1
+        self._shutdown_seconds = shutdown_seconds
         self._signals: list[tuple[float, signal.Signals]] = []
         """Time and number of each signal received."""
-        self._signalled: set[int] = set()
-        """Processes that the first signal was passed on to."""
 
     def wait(self, module: str, arguments: list[str]) -> int:
         """Run `module.main(arguments)` in all ranks to its end, and return the exit code."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._on_signal)
-        finished = True
+        code = 1
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            self._folder = Path(folder)
-            thread = threading.Thread(target=self._train, args=(module, arguments), daemon=True)
-            thread.start()
-            while thread.is_alive() and finished:
-                thread.join(0.1)
-                finished = not self._signals or self._pass_on()
-        if not finished:
-            os._exit(128 + self._signals[0][1])  # the thread may be deep inside torch
-        return 128 + self._signals[0][1] if self._signals else self._exit_code
+            try:
+                code = self._train([module, *arguments], Path(folder, "run"))
+            except (StoppedError, LaunchError) as error:
+                _say(f"{'' if isinstance(error, StoppedError) else 'error: '}{error}")
+        return 128 + self._signals[0][1] if self._signals else code
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signals.append((time.monotonic(), signal.Signals(number)))
 
-    def _ranks(self) -> set[int]:
-        """Return the process ids of the ranks of this machine."""
-        return {int(file.name) for file in self._folder.iterdir() if file.name.isdecimal()}
-
-    def _pass_on(self) -> bool:
-        """Pass the first signal on to the ranks. Kill them and return False if it is too late."""
-        ranks = self._ranks()
-        (first_at, first), (last_at, last) = self._signals[0], self._signals[-1]
-        if not ranks:
-            reason = f"stopped by {first.name}; no training was running"
-        elif last_at - first_at > SAME_SIGNAL_SECONDS:
-            reason = f"killed, as {last.name} came again"
-        elif time.monotonic() - first_at > self._grace_seconds:
-            reason = f"still training {self._grace_seconds:g} s after {first.name}; killed"
-        else:
-            if not self._signalled:
-                _say(f"{first.name}: training stops after this step; a second signal kills it")
-            _send(os.kill, ranks - self._signalled, first)
-            self._signalled |= ranks
-            return True
-        _send(os.killpg, ranks, signal.SIGKILL)  # each leads a group: its data processes too
-        _say(reason)
-        return False
-
-    def _train(self, module: str, arguments: list[str]) -> None:
+    def _train(self, program: list[str], note: Path) -> int:
         """Run the ranks, and again after each crash that `run.restarts` covers."""
-        note = self._folder / "run"
         os.environ[FOLDER_NOTE] = str(note)
-        limit, failures = self._config.run.restarts, dict[int, int]()
+        limit = self._config.run.restarts
         restarts, resume = Restarts(limit, self._config.checkpoint, note), list[str]()
-        while True:
-            try:
-                failures = self._run_ranks([module, *arguments, *resume])
-            except LaunchError as error:
-                _say(f"error: {error}")
-                break
-            if not failures:
-                self._exit_code = 0
-                break
-            self._exit_code, reason, advice = describe_failures(failures)
+        while failures := self._run_ranks([*program, *resume]):
+            code, reason = describe_failures(failures)
             if self._signals:
-                received = {signal.SIGTERM, *(number for _, number in self._signals)}
-                stopped = {code for number in received for code in (-number, 128 + number)}
-                if not stopped.issuperset(failures.values()):
-                    _say(f"error: {reason}{advice}{restarts.last_saved()}")
+                if not {-signal.SIGTERM, 128 + signal.SIGTERM}.issuperset(failures.values()):
+                    _say(f"error: {reason}{restarts.last_saved()}")
                 break
-            if self._exit_code == USER_ERROR:  # a rank has said what is wrong
+            if code == USER_ERROR:  # a rank has said what is wrong
                 break
             if not limit:
-                _say(f"error: {reason}{advice}")
+                _say(f"error: {reason}")
                 break
             try:
                 resume = restarts.after_crash(reason)
             except NotRestartedError as error:
-                _say(f"error: {reason}{advice}; not started again, because {error}")
+                _say(f"error: {reason}; not started again, because {error}")
                 break
-            _say(f"error: {reason}{advice}\n{restarts.announcement()}")
-            time.sleep(restarts.pause_seconds)
+            _say(f"error: {reason}\n{restarts.announcement()}")
+            self._poll(lambda: False, restarts.pause_seconds)
         if restarts.reasons:
             _say(restarts.summary())
+        return code if failures else 0
 
     def _run_ranks(self, program: list[str]) -> dict[int, int]:
         """Run the ranks of this machine once. Return the exit codes of those that failed."""
-        command = ["-u", "-c", RUN_RANK, str(os.getpid()), str(self._folder), *program]
+        store, environment, node = None, dict(os.environ), self._node
+        if self._processes > 1 or node.count > 1:
+            store = self._meet()
+            environment |= {
+                "WORLD_SIZE": str(node.count * self._processes),
+                "MASTER_ADDR": node.host,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to it as the others do
+            }
+        command = [sys.executable, "-u", "-c", RUN_RANK, str(os.getpid()), *program]
+        ranks: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            if self._processes > 1 or self._node.count > 1:
-                return self._torchrun(command)
-            code = subprocess.Popen([sys.executable, *command], start_new_session=True).wait()
-            return {0: code} if code else {}
+            for local in range(self._processes):
+                rank = node.rank * self._processes + local
+                if store is not None:
+                    environment |= {"RANK": str(rank), "LOCAL_RANK": str(local)}
+                ranks[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
+            failures = self._wait_for_ranks(ranks)
         finally:
-            ranks = self._ranks()
-            _send(os.killpg, ranks, signal.SIGKILL)  # data processes, which hold the run's lock
-            for pid in ranks:
-                (self._folder / str(pid)).unlink()
+            for process in ranks.values():  # and the data processes, which hold the run's lock
+                _send(os.killpg, process.pid, signal.SIGKILL)
+                process.wait()
+        if store is not None and not failures and not self._signals:
+            with contextlib.suppress(RuntimeError):  # the first node has ended
+                self._wait_for_nodes(store, "ended", LAST_NODE_SECONDS)
+        return failures
 
-    def _torchrun(self, command: list[str]) -> dict[int, int]:
-        # Imported here, because it takes seconds.
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    def _wait_for_ranks(self, ranks: Mapping[int, "subprocess.Popen[bytes]"]) -> dict[int, int]:
+        """Return the exit codes of the ranks that failed, in order, once all have ended.
 
-        if "LOGLEVEL" not in os.environ:  # torchrun's log repeats what is printed below
-            logger = logging.getLogger("torch.distributed.elastic")
-            logger.addHandler(logging.NullHandler())
-            logger.propagate = False
+        After a failure the others are asked to stop, and have some time for it.
+        """
+        running, failures, failed_at = dict(ranks), dict[int, int](), math.inf
+        asked: set[int] = set()
+        while running:
+            time.sleep(POLL_SECONDS)
+            for rank, process in ranks.items():
+                if rank in running and process.poll() is not None:
+                    del running[rank]
+                    if process.returncode:
+                        failures[rank] = process.returncode
+                        failed_at = min(failed_at, time.monotonic())
+            pids = {process.pid for process in running.values()}
+            if self._signals:
+                self._check_signals(announce=not asked)
+            if self._signals or failures:
+                for pid in pids - asked:
+                    _send(os.kill, pid, signal.SIGTERM)
+                asked |= pids
+            if time.monotonic() - failed_at > KILL_SECONDS:
+                break
+        return failures
+
+    def _check_signals(self, *, announce: bool) -> None:
+        """Raise if ranks that were asked to stop have to be killed."""
+        (first_at, first), (last_at, last) = self._signals[0], self._signals[-1]
+        if last_at - first_at > SAME_SIGNAL_SECONDS:
+            raise StoppedError(f"killed, as {last.name} came again")
+        if time.monotonic() - first_at > self._shutdown_seconds:
+            seconds = f"{self._shutdown_seconds:g} s"
+            raise StoppedError(f"still training {seconds} after {first.name}; killed")
+        if announce:
+            _say(f"{first.name}: training stops after this step; a second signal kills it")
+
+    def _poll(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition while nothing trains, and return whether it became true."""
+        deadline = time.monotonic() + seconds
+        while not (met := condition()) and time.monotonic() < deadline:
+            if self._signals:
+                name = self._signals[0][1].name
+                raise StoppedError(f"stopped by {name}; no training was running")
+            time.sleep(POLL_SECONDS)
+        return met
+
+    # --- several nodes ----------------------------------------------------------------------------
+
+    def _meet(self) -> "TCPStore":
+        """Return the store through which ranks find each other, once all nodes are connected."""
         node, timeout = self._node, self._config.distributed.init_timeout_seconds
-        # torchrun replaces ${...} in arguments; $$ is a plain dollar.
-        escaped = [argument.replace("$", "$$") for argument in command]
+        stores: list[TCPStore] = []
+        reason = "not all have come"
         try:
-            store = _open_store(node, timeout)
-            config = LaunchConfig(
-                min_nodes=node.count,
-                max_nodes=node.count,
-                nproc_per_node=self._processes,
-                run_id=node.run_id,
-                rdzv_backend="static",
-                rdzv_endpoint=f"{node.endpoint.rpartition(':')[0]}:{store.port}",
-                rdzv_configs={"rank": node.rank, "timeout": timeout},
-                local_addr="127.0.0.1" if node.is_local else None,  # the host name may not resolve
-                max_restarts=0,
-                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to this console
-            )
-            elastic_launch(config, sys.executable)(*escaped)
-        except ChildFailedError as error:
-            return {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except (RuntimeError, ValueError, TimeoutError, OSError, RendezvousError) as error:
-            reason = "torchrun could not start the processes"
-            if node.count > 1:
-                reason = (
-                    f"node {node.rank} of {node.count} did not meet the others at RDZV_ENDPOINT="
-                    f"{node.endpoint} within {timeout} s; start all nodes, and check the address, "
-                    "that its port is free on the first node, and that no firewall closes it"
-                )
-            cause = error.__cause__ or error
-            text = next(iter(str(cause).splitlines()), type(cause).__name__)
-            raise LaunchError(f"{reason} ({text})") from None
-        return {}
+            if node.rank == 0:
+                stores.append(open_store(node))
+            else:
+                name = f"node {node.rank} of {node.count}"
+                _say(f"{name}: waiting for the first node at {node.endpoint}")
+                self._poll(lambda: connect(node, stores), timeout)
+            if stores and self._wait_for_nodes(stores[0], "come", timeout):
+                return stores[0]
+        except (RuntimeError, OSError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LaunchError(
+            f"node {node.rank} of {node.count} did not meet the others at RDZV_ENDPOINT="
+            f"{node.endpoint} within {timeout} s; start all nodes, and check the address, that its "
+            f"port is free on the first node, and that no firewall closes it ({reason})"
+        )
+
+    def _wait_for_nodes(self, store: "TCPStore", what: str, seconds: float) -> bool:
+        """Count this node in the store, and return whether all nodes were counted in time."""
+        key, count = f"{self._node.run_id}/{what}", self._node.count
+        store.add(key, 1)
+        return self._poll(lambda: bool(store.add(key, 0) >= count), seconds)
 
 
-def _open_store(node: Node, timeout: int) -> "TCPStore":
-    """Open the store in which the nodes meet on the first node; connect to it on the others.
-
-    torchrun would listen on all interfaces, but uses a store that this process has on the port.
-    """
+def open_store(node: Node) -> "TCPStore":
+    """Open the store of the first node. On one address: by itself it listens on all interfaces."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    if node.rank > 0:
-        _say(f"node {node.rank} of {node.count}: waiting for the first node at {node.endpoint}")
-        return _next_store(node, timeout)
     listener = node.listen()
     address, port = listener.getsockname()[:2]
     if ipaddress.ip_address(address).is_unspecified:
         _say(f"port {port} is open on all interfaces, as {node.host} is no address of this machine")
     return TCPStore(
-        node.host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        node.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _next_store(node: Node, timeout: int) -> "TCPStore":
-    """Connect to a store of the first node that this node has not been in.
+def connect(node: Node, stores: "list[TCPStore]") -> bool:
+    """Connect to a store of the first node that this node has not been in, and append it.
 
     Each start has its own. A node that starts again may find the one before still open, because the
     others have not noticed yet that the run has crashed.
     """
+    place = node.host, node.port
+    try:  # TCPStore would print a page for each failure
+        socket.create_connection(place, timeout=1.0).close()
+    except OSError:
+        return False
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    deadline = time.monotonic() + timeout
-    while True:
-        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        try:
-            store = TCPStore(
-                node.host, node.port, is_master=False, wait_for_workers=False, timeout=left
-            )
-            if store.add(f"node {node.rank}", 1) == 1:
-                return store
-            del store
-        except RuntimeError:  # it may close at any time
-            if time.monotonic() > deadline:
-                raise
-        if time.monotonic() > deadline:
-            raise TimeoutError("the first node still has the processes of an earlier start")
-        time.sleep(1)
+    with contextlib.suppress(RuntimeError):  # it may close at any time
+        patience = timedelta(seconds=10)
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
+        if store.add(f"{node.run_id}/node {node.rank}", 1) == 1:
+            stores.append(store)
+    return bool(stores)
 
 
-def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str, str]:
-    """Return the exit code of the run, which ranks failed by themselves and how, and advice.
+def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:
+    """Return the exit code of the run, and which ranks failed by themselves and how.
 
-    `exit_codes` are those of all failed ranks, in order. torchrun ends the others with SIGTERM.
+    Ranks that were asked to stop, or found that another one is lost, did not: unless all did.
     """
-    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    failed = {rank: code for rank, code in exit_codes.items() if code not in ended} or exit_codes
-    first = next(iter(failed.values()))
+    consequences = (-signal.SIGTERM, 128 + signal.SIGTERM, WORKER_LOST)
+    causes = {rank: code for rank, code in exit_codes.items() if code not in consequences}
+    causes = causes or dict(exit_codes)
     parts = []
-    for rank, code in sorted(failed.items()):
+    for rank, code in causes.items():
         if code == -signal.SIGKILL:
             ending = "was killed by SIGKILL (often by the system, when memory runs out)"
         elif code < 0:
@@ -320,31 +319,22 @@ def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str, str]:
         else:
             ending = f"failed with exit code {code}"
         parts.append(f"rank {rank} {ending}")
-    has_message = any(code > 0 for code in failed.values())
-    advice = "; the message of the first to fail is above" if has_message else ""
-    return first if first > 0 else 128 - first, ", ".join(parts), advice
+    first = next(iter(causes.values()))
+    return first if first > 0 else 128 - first, ", ".join(parts)
 
 
 def run_rank() -> None:
-    """Run one training process, as torchrun starts it. It ends when the launcher does.
-
-    A file in `folder`, named by the process id, tells the launcher where to send signals.
-    """
-    launcher, folder, module, *arguments = sys.argv[1:]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback before training handles it
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Run one training process. On Linux it ends when the launcher does."""
+    launcher, module, *arguments = sys.argv[1:]
+    end_with_parent()
     if os.getppid() != int(launcher):  # it ended before prctl
         sys.exit(1)
-    Path(folder, str(os.getpid())).touch()
     run_and_exit(importlib.import_module(module).main, arguments)
 
 
-def _send(kill: Callable[[int, int], None], ranks: set[int], number: signal.Signals) -> None:
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, number)
+def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        kill(pid, number)
 
 
 def _say(text: str) -> None:

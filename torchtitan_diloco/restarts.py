@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
 from torchtitan_diloco.config.schema import Checkpoint
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 60.0
@@ -33,8 +34,6 @@ class Restarts:
             raise NotRestartedError("it saves no checkpoints while it trains")
         if not (folder := self._folder()):
             raise NotRestartedError("it had not begun to train")
-        from torchtitan_diloco.components.checkpoint_schema import step_of  # imports torch
-
         latest = _latest_checkpoint(folder)
         if latest is None and self._config.resume not in ("auto", "strict"):
             raise NotRestartedError("it had saved no checkpoint")
@@ -80,7 +79,5 @@ class Restarts:
 
 
 def _latest_checkpoint(folder: str) -> Path | None:
-    from torchtitan_diloco.components.checkpoint_schema import complete_checkpoints  # imports torch
-
     found = complete_checkpoints(Path(folder)) if folder else []
     return found[-1] if found else None

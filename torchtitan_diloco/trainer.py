@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.components.checkpoint import Checkpointer, changed_settings, restore
+from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -28,7 +27,8 @@ from torchtitan_diloco.components.optimizer import (
 )
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.records import Summary
-from torchtitan_diloco.components.run_folder import claim_run_folder, find_start
+from torchtitan_diloco.components.resume import changed_settings, find_start, restore
+from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_early_end,
@@ -43,22 +43,20 @@ from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
-from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import assert_agreement
-from torchtitan_diloco.distributed.stop import StopRequest
+from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
 from torchtitan_diloco.export.weights import load_initial_weights
-from torchtitan_diloco.islands import IslandDiLoCo
+from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.prediction import predict_observed
 from torchtitan_diloco.utils import GarbageControl, clock, logger
 
-STEPS_APART = 6
-"""Steps by which workers that train on their own may run apart before they wait for an answer."""
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings in which the processes of a run may differ."""
 
@@ -68,7 +66,8 @@ class Trainer:
         self.config, self.world = config, world
         self.ranks = config.workers * world.ranks_per_worker
         """Ranks of all workers, also of those on other islands."""
-        self.island: IslandDiLoCo | None = None
+        self.island: IslandRun | None = None
+        self.lag = answer_lag(world, config.diloco)
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         tokenizer = self.tokenizer = open_tokenizer(config.data)
         if self.start.manifest is not None:
@@ -82,11 +81,12 @@ class Trainer:
 
         self.resumed = self._resumed_state()
         self.step, self.lr = self.resumed.step, 0.0
-        skipped_in_a_row = self.resumed.skipped_in_a_row
-        self.skips = SkippedSteps(config.training.max_skipped_steps, skipped_in_a_row)
+        self.skips = SkippedSteps(config.training.max_skipped_steps, self.resumed.skipped_in_a_row)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
+        self.parts = world, self.model, self.optimizer, self.outer
+        """What a checkpoint contains."""
         self.validator = self._build_validator()
 
     # --- the run ----------------------------------------------------------------------------------
@@ -102,10 +102,11 @@ class Trainer:
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
             lock,
-            StopRequest(self.world, self._lag) as stop,
+            StopRequest(self.world, self.lag) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(self._checkpointer(folder)) as checkpointer,
+            closing(Checkpointer(config.checkpoint, folder, *self.parts)) as checkpointer,
+            checkpointer.saving_alone(stop, lambda: self._manifest(telemetry)),
         ):
             batches = telemetry.timed(self.loader)
             if self._validation_missed():
@@ -178,43 +179,33 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the run has had its tokens. Islands count them together."""
-        if self.island is not None:
-            return self.island.finished
-        return self.step == self.plan.total_steps
+        done = self.step == self.plan.total_steps
+        return done if self.island is None else self.island.outer.finished
 
     def _next_lr(self) -> float:
-        """Return the learning rate of this step. It follows the tokens of all islands."""
-        step: float = self.step
-        if self.island is not None:
-            step = self.island.clock / self.plan.tokens_per_step + 1
+        step = self.step if self.island is None else self.island.step
         factor = lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
         return self.config.optimizer.lr * factor
 
     def _tokens_of_step(self) -> float:
-        """Return the weight of this worker's step: larger for one with more tokens of its own."""
-        shares, tokens = self.worker_shards.shares, self.plan.tokens_per_step
-        if self.island is None:
-            return tokens * shares[self.world.worker]
-        return round(tokens / self.config.workers * shares[self.island.seat.slot] * len(shares))
+        """Return the weight of this worker's step."""
+        if self.island is not None:
+            return self.island.tokens_of_step(self.worker_shards)
+        return self.plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
 
     def _begin(self) -> None:
         """Join the other islands, if there are any, and read samples from where the run is."""
         world, config, parts = self.world, self.config, self.worker_shards.parts
-        rank, ranks, start, stream = world.rank, world.size, self.resumed.position, None
+        start, stream = self.resumed.position, None
         if self.island is not None:
-            self.island.join()
-            seat, start = self.island.seat, self.island.seat.position
-            if len(parts) > 1:
-                parts = parts[seat.slot : seat.slot + 1]
-            else:
-                stream = Stream(seat.slot, seat.slots, seat.block)
+            parts, start, stream = self.island.join(parts)
         self.loader = TrainLoader(
             parts,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
             accumulation=self.plan.accumulation,
-            rank=rank,
-            ranks=ranks,
+            rank=world.rank,
+            ranks=world.size,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
@@ -224,30 +215,9 @@ class Trainer:
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
-        return Telemetry(
-            self.config.metrics,
-            self.world,
-            folder,
-            self.plan,
-            self.outer,
-            self.resumed,
-            flops_per_token=self.model.flops_per_token(self.config.training.sequence_length),
-            lag=self._lag,
-        )
-
-    def _checkpointer(self, folder: Path) -> Checkpointer:
-        parts = self.world, self.model, self.optimizer, self.outer
-        return Checkpointer(self.config.checkpoint, folder, *parts)
-
-    @property
-    def _lag(self) -> int:
-        """Steps between a question to the other ranks and reading their answer.
-
-        Workers that train on their own should not wait for each other.
-        """
-        if self.config.diloco.method == "none" or self.world.workers == 1:
-            return 1
-        return max(STEPS_APART, self.config.diloco.overlap.delay)
+        flops = self.model.flops_per_token(self.config.training.sequence_length)
+        parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed
+        return Telemetry(*parts, flops_per_token=flops, lag=self.lag)
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records
@@ -298,9 +268,8 @@ class Trainer:
         manifest = self.start.manifest
         if manifest is None:
             return
-        parts = self.world, self.model, self.optimizer, self.outer
         path, new_workers = Path(self.start.checkpoint), self.config.checkpoint.new_workers
-        notes = restore(path, manifest, new_workers, *parts)
+        notes = restore(path, manifest, new_workers, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
@@ -357,7 +326,7 @@ class Trainer:
             start_tokens=0 if config.islands.join else self.resumed.tokens,
         )
         dtype = compute_dtype(config.parallel.compute_dtype, device)
-        mesh = self._fsdp_mesh()
+        mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(
             self.model,
             mesh,
@@ -371,40 +340,18 @@ class Trainer:
             load_initial_weights(self.model, config.model.weights)
         self.precision = autocast(dtype, device) if mesh is None else nullcontext()
 
-    def _fsdp_mesh(self) -> DeviceMesh | None:
-        """Return the ranks that average gradients: all with data parallelism, else a worker's."""
-        mesh = self.world.mesh
-        if mesh is None or (self.config.diloco.method == "none" and self.world.workers > 1):
-            return mesh
-        return mesh[FSDP] if self.world.ranks_per_worker > 1 else None
-
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
         if self.config.islands.join:
-            self.island = self._build_island()
-            return self.island
+            parts = self.world, self.model, self.optimizer
+            identity = self._data_identity() | {"tokenizer": self.tokenizer.fingerprint}
+            self.island = IslandRun(self.config, self.plan, *parts, identity)
+            return self.island.outer
         if config.method == "none":
             return DataParallel(self.model, self.world.workers, self.world.liveness)
         build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
         shards, liveness = self.world.shards, self.world.liveness
         return build(self.model, group, config, shard_group=shards, liveness=liveness)
-
-    def _build_island(self) -> IslandDiLoCo:
-        config, plan = self.config, self.plan
-        samples = plan.tokens_per_step // config.workers // config.training.sequence_length
-        identity = {**self._data_identity(), **flat_settings(config.model, "model.")}
-        return IslandDiLoCo(
-            self.model,
-            config.islands,
-            config.diloco,
-            total_tokens=plan.total_steps * plan.tokens_per_step,
-            optimizer=self.optimizer,
-            ranks=self.world.control,
-            seed=config.run.seed,
-            samples_per_step=samples,
-            facts={key: str(value) for key, value in identity.items()}
-            | {"tokenizer": self.tokenizer.fingerprint},
-        )
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

@@ -1,5 +1,6 @@
 """Small tools: logging, hardware, durations, fingerprints. Importing them does not import torch."""
 
+import ctypes
 import gc
 import hashlib
 import json
@@ -28,10 +29,26 @@ USER_ERROR = 2
 """Exit code of a mistake in the configuration or the data."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
+# Seconds of several parts, which must fit each other.
+SILENCE_SECONDS = 10.0
+"""Without a heartbeat, or without a step that others wait for, until it is reported."""
+HANGING_SECONDS = SILENCE_SECONDS + 2.0
+"""From a stop request until ranks that are silent are given up."""
+SAVE_AFTER_ERROR_SECONDS = 20.0
+"""For a save under way when a run ends with an error."""
+SAVE_AFTER_LOSS_SECONDS = 2.0
+"""The same if ranks are lost: the save has failed by then, or it waits for them."""
+KILL_SECONDS = 5.0 + 2.0 * SAVE_AFTER_LOSS_SECONDS
+"""From the failure of a rank until the launcher kills the others, which find that it is lost."""
+SHUTDOWN_SECONDS = 120.0
+"""From a signal to the launcher until it kills all ranks: a few steps and a save fit into it."""
+SAME_SIGNAL_SECONDS = 0.5
+"""Service managers signal a process and then its group: twice, but meant once."""
 OPEN_FILES_SHARE = 0.8
 """Share of the possible open files that is worth a warning."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
 """Environment variable: a file of the launcher, in which training writes the folder of the run."""
+PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
 IGNORE_INDEX = -100
@@ -118,6 +135,12 @@ def peak_memory_bytes(device: "torch.device") -> int:
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let this process get a signal when its parent has ended, however it did. Only on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def available_cores() -> int:

@@ -146,7 +146,46 @@ def draw_losses() -> None:
     plt.close("all")
 
 
+def draw_islands() -> None:
+    """Three islands and one log: one comes late, one is cut off for a while, one dies."""
+    axes = bare_axes(9.2, 3.6)
+    blue, orange, green = FRAGMENTS
+    rounds = [1.6, 3.6, 5.6, 7.6, 9.6]
+    lives = {  # rows, times in which the island trains, times in which it can reach the server
+        "amsterdam": (3.0, [(0, 11)], [(0, 11)]),
+        "berlin": (2.2, [(0, 11)], [(0, 4.2), (6.4, 11)]),
+        "chicago": (1.4, [(2.4, 6.9), (8.6, 11)], [(2.4, 6.9), (8.6, 11)]),
+    }
+    for name, (y, trains, reaches) in lives.items():
+        axes.text(-0.15, y + 0.2, name, ha="right", weight="bold")
+        for begin, end in trains:
+            bar(axes, begin, y, end - begin, TRAIN)
+        for at in rounds:
+            if any(begin + 0.7 < at < end for begin, end in reaches):
+                arrow = {"arrowstyle": "-|>", "color": blue, "lw": 1.2, "alpha": 0.7}
+                axes.annotate("", (at, 0.72), (at - 0.45, y), arrowprops=arrow)
+    axes.text(5.3, 2.44, "no connection: it trains on", ha="center", va="center", color=orange)
+    axes.text(6.9, 1.64, " killed", va="center", color=orange)
+    axes.text(8.65, 1.64, "again", va="center", color=green)
+    axes.text(2.45, 1.64, "joins", va="center", color=green)
+    axes.text(-0.15, 0.38, "log", ha="right", weight="bold")
+    axes.plot([0, 11], [0.42, 0.42], color=GREY, lw=1, zorder=0)
+    for number, at in enumerate(rounds, start=1):
+        bar(axes, at - 0.45, 0.2, 0.9, blue, f"round {number}")
+    axes.text(
+        5.5,
+        -0.2,
+        "parts of all islands that are there make the next shared copy; every "
+        "island replays them in this order",
+        ha="center",
+        color=INK,
+    )
+    axes.set(xlim=(-1.6, 11.2), ylim=(-0.35, 3.6), xticks=[])
+    save(axes, "islands")
+
+
 if __name__ == "__main__":
     draw_turns()
+    draw_islands()
     draw_exchange()
     draw_losses()

@@ -1,5 +1,7 @@
 """Saves: when they happen, what is kept, and what a failure leaves."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -9,18 +11,21 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from tests.components.test_resume import STEPS, chosen, last, run
+from tests.components.test_resume import FP4, STEPS, chosen, last, run
+from tests.processes import ProcessPool
 from torchtitan_diloco.components.checkpoint import Checkpointer
+from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
     RunState,
-    complete_checkpoints,
     read_manifest,
-    step_of,
 )
 from torchtitan_diloco.config.schema import Checkpoint
-from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco import WorkerLostError, liveness
+from torchtitan_diloco.diloco.heartbeat import Pace
+from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import DataParallel
+from torchtitan_diloco.distributed import stop
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.trainer import Trainer
 
@@ -89,6 +94,46 @@ def test_a_save_under_way_is_finished_although_the_run_fails(
     with pytest.raises(ValueError, match="no further"):
         run(chosen(text, tmp_path / "run"))
     assert saved_steps(tmp_path / "run") == [4]
+
+
+def _hangs(wanted: dict[str, str], hanging: int) -> str:
+    """Train; a rank stops for good in a step, the others get a signal, and one ends it at last."""
+    pace = Pace(beat=0.1, silence=1.0)
+    original = Trainer.train_step
+    pids: list[int] = []
+
+    def train_step(self: Trainer, batches: Any) -> Any:
+        if self.step == 9:
+            pids.extend(gather_objects(os.getpid(), self.world.control))
+            if self.world.rank == hanging:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(liveness, "Pace", lambda: pace)
+        patch.setattr(stop, "HANGING_SECONDS", 2.0)
+        patch.setattr(Trainer, "train_step", train_step)
+        with pytest.raises(WorkerLostError) as lost:
+            run(wanted)
+    if os.environ["RANK"] == "0":
+        os.kill(pids[hanging], signal.SIGKILL)
+    return str(lost.value)
+
+
+def test_a_worker_is_saved_although_another_hangs_at_a_stop_request(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    wanted = chosen(text, tmp_path, **FP4, **{"checkpoint.every": 0})
+    error, _ = processes.run(_hangs, 2, wanted, 1, dying={1})
+    assert "worker 1 left or did not answer" in error
+    (step,) = saved_steps(tmp_path)
+    manifest = read_manifest(last(tmp_path))
+    assert manifest.workers == 1
+    processes.run(run, 2, wanted)
+    assert saved_steps(tmp_path) == [step, STEPS]
+    position = read_manifest(last(tmp_path)).state.position
+    assert position - manifest.state.position == (STEPS - step) * 12
 
 
 MANIFEST = Manifest(RunState(step=1), workers=1, ranks_per_worker=1, data={}, config="")

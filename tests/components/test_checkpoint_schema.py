@@ -1,7 +1,9 @@
 """The folder of a checkpoint: listing, clean-up, and reading what somebody else has written."""
 
 import io
+import os
 import pickle
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,23 +19,25 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
+    begin,
+    checkpoint_path,
+    complete,
+    complete_checkpoints,
+    incomplete,
+    prune,
+    set_aside,
+    step_of,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
     METADATA,
     SHARED,
     Manifest,
     RunState,
     TensorFolder,
-    begin,
-    checkpoint_path,
-    complete,
-    complete_checkpoints,
     fingerprint,
-    incomplete,
-    prune,
     read_manifest,
-    set_aside,
-    step_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -47,7 +51,7 @@ def write_checkpoint(run: Path, step: int, tensors: dict[str, Tensor] | None = N
     writer = FileSystemWriter(incomplete(path) / SHARED)
     save(tensors or {"outer/weight": torch.arange(6.0)}, storage_writer=writer, no_dist=True)
     sign(incomplete(path), step)
-    complete(path, read_manifest(incomplete(path)))
+    complete(path, (incomplete(path) / MANIFEST).read_text())
     return path
 
 
@@ -81,6 +85,59 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> 
     prune(tmp_path, checkpoint_path(tmp_path, 3), keep_latest=2, keep_every=0)
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [2, 3, 4]
     assert all((tmp_path / "checkpoints" / name / MANIFEST).exists() for name in names)
+
+
+class StoppedError(BaseException):
+    """The process has ended here."""
+
+
+def save_and_stop(run: Path, step: int, after: int) -> bool:
+    """Save as a run does. Return whether it has ended before, after so many changes of the disk."""
+    changes = [(Path, "mkdir"), (Path, "open"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
+    left, path = iter(range(after)), checkpoint_path(run, step)
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def count_and_change(*given: Any, **more: Any) -> Any:
+            if next(left, None) is None:
+                raise StoppedError
+            return change(*given, **more)
+
+        return count_and_change
+
+    with pytest.MonkeyPatch.context() as patch, suppress(StoppedError):
+        for owner, name in changes:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        begin(path)
+        complete(path, "{}")
+        prune(run, path, keep_latest=1, keep_every=0)
+        return False
+    return True
+
+
+def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) -> None:
+    newest, after = [], 0
+    while True:
+        run = tmp_path / str(after)
+        save_and_stop(run, 1, 99)
+        stopped = save_and_stop(run, 2, after)
+        found = complete_checkpoints(run)
+        assert all((path / MANIFEST).exists() for path in found)
+        newest.append(step_of(found[-1]))
+        assert not save_and_stop(run, 3, 99), "the next one is not in its way"
+        assert [step_of(path) for path in complete_checkpoints(run)] == [3]
+        if not stopped:
+            break
+        after += 1
+    assert newest == sorted(newest)
+    assert len(newest) > 8
+
+
+def test_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path, 1) / MANIFEST
+    before = manifest.stat()
+    with pytest.raises(FileExistsError):
+        write_checkpoint(tmp_path, 1)
+    assert manifest.stat() == before
 
 
 # --- a checkpoint that wants to run code ----------------------------------------------------------

@@ -1,5 +1,6 @@
 """The folder of a run: what it starts from, one run at a time, a disk that all nodes share."""
 
+import errno
 import os
 import re
 import shutil
@@ -15,17 +16,20 @@ from tests.components.test_checkpoint_schema import write_checkpoint
 from tests.components.test_resume import FP32, STEPS, chosen, last, run
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records
-from torchtitan_diloco.components import run_folder
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components import checkpoint_schema, run_folder
+from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
-    METADATA,
-    SHARED,
     begin,
     checkpoint_path,
     complete_checkpoints,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
+    METADATA,
+    SHARED,
     read_manifest,
 )
-from torchtitan_diloco.components.run_folder import find_start, lock_run_folder
+from torchtitan_diloco.components.resume import find_start
+from torchtitan_diloco.components.run_folder import lock_run_folder
 from torchtitan_diloco.distributed.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -53,7 +57,7 @@ TENSORS = f"{SHARED}/__0_0.distcp"
     [
         (TENSORS, cut_off, r"/shared/__0_0.distcp has [\d,]+ bytes instead of [\d,]+"),
         (TENSORS, flip_a_bit, "/shared/__0_0.distcp has other content"),
-        (TENSORS, Path.unlink, "/shared/__0_0.distcp cannot be read"),
+        (TENSORS, Path.unlink, "/shared/__0_0.distcp is missing"),
         (f"{SHARED}/{METADATA}", flip_a_bit, "/shared/.metadata has other content"),
         (MANIFEST, Path.unlink, " has no manifest.json"),
         (MANIFEST, flip_a_bit, "/manifest.json cannot be used"),
@@ -76,6 +80,34 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
         with pytest.raises(ValueError, match=f'step-00000010{wrong}.* "auto"'):
             find_start(ALONE, resume, str(tmp_path))
     assert find_start(ALONE, str(checkpoint_path(tmp_path, 2)), str(tmp_path)).state.step == 2
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
+    """Let the first reads of a file fail, as on a network file system that is away."""
+    left, original = [times], Path.open
+
+    def open_(self: Path, *given: Any, **more: Any) -> Any:
+        if self.name == name and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return original(self, *given, **more)
+
+    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(checkpoint_schema, "RETRY_AFTER_SECONDS", (0.0,) * 3)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, METADATA])
+def test_what_cannot_be_read_is_tried_again_and_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+    fail_to_read(monkeypatch, name, times=3)
+    start = find_start(ALONE, "auto", str(tmp_path))
+    assert (start.state.step, start.damaged) == (2, {})
+    fail_to_read(monkeypatch, name, times=4)
+    with pytest.raises(ValueError, match=rf"0002.*{name} cannot be read .*not prove .* damaged"):
+        find_start(ALONE, "auto", str(tmp_path))
 
 
 def test_a_save_that_was_not_completed_is_no_checkpoint(tmp_path: Path) -> None:

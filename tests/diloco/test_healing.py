@@ -112,7 +112,7 @@ def _jump(chosen: DiLoCoConfig, factor: float, ranks: int) -> tuple[list[float],
     return [*losses, shared_loss(model, outer)], outer.rounds(), int(steps)
 
 
-@pytest.mark.parametrize(("factor", "ranks"), [(1e2, 1), (1e6, 1), (1e6, 2)])
+@pytest.mark.parametrize(("factor", "ranks"), [(1e2, 1), (1e6, 2)])
 def test_a_matrix_that_jumps_is_left_out_and_heals(
     processes: ProcessPool, factor: float, ranks: int
 ) -> None:

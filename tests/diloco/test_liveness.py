@@ -114,7 +114,7 @@ def test_a_worker_killed_between_exchanges_is_named_by_all(processes: ProcessPoo
 
 
 def _leaves_because_of_another(_: int) -> str:
-    """Only worker 1 gives up worker 2, which is alive; it leaves, and worker 0 hears why."""
+    """Only worker 1 gives up worker 2, which is alive. It leaves, and worker 0 hears why."""
     world = join(3)
     liveness = watch()
     dist.barrier(group=world.control)
@@ -142,7 +142,7 @@ def _ends(how: str) -> tuple[list[str], bool]:
     if world.worker == 1:
         {"close": liveness.close, "destroy": dist.destroy_process_group}[how]()
     time.sleep(2.0)
-    return lines.texts, liveness.is_lost
+    return [text for text in lines.texts if "left" in text], liveness.is_lost
 
 
 @pytest.mark.parametrize("how", ["close", "destroy"])
@@ -170,6 +170,20 @@ def test_a_worker_that_made_fewer_steps_is_named_when_it_ends(processes: Process
     assert fewer == "ended"
     assert "worker 1 left" in more
     assert "ended after its step 15, and this one is at 16; call step() equally often" in more
+
+
+def test_a_step_that_is_left_out_is_found_at_the_next() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    outer = StreamingDiLoCo(model, None, config(), optimizer=optimizer)
+    for calls in (3, 1, 0, 1):  # any number before the first call; none where a step is skipped
+        for _ in range(calls):
+            optimizer.step()
+        outer.step()
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(ValueError, match="made 2 steps since the last call"):
+        outer.step()
 
 
 # --- silence --------------------------------------------------------------------------------------
@@ -226,14 +240,17 @@ def _two_threads(_: int) -> str:
     chosen = replace(AVERAGE_EVERY_STEP, link=PATIENT)
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
     if world.worker == 1:
-        time.sleep(1.0)
+        dist.barrier(group=world.control)
         outer.step()
         return ""
     thread = threading.Thread(target=outer.step, name="first")
     thread.start()
-    time.sleep(0.3)  # it waits for worker 1 now
+    while outer.in_use.acquire(blocking=False):  # until it waits for worker 1
+        outer.in_use.release()
+        time.sleep(0.01)
     with pytest.raises(RuntimeError) as error:
         outer.step()
+    dist.barrier(group=world.control)
     thread.join()
     return str(error.value)
 
@@ -247,7 +264,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(processes: ProcessPool
 
 
 def test_a_message_is_what_was_packed_also_if_its_text_is_too_long() -> None:
-    message = Message(1, 2, 3, 4, 5.5, 6.25, "é" * 300)
+    message = Message(1, 2, 3, 4, 5.5, 7.5, 6.25, "é" * 300)
     unpacked = Message.unpack(message.pack())
     assert unpacked[:-1] == message[:-1]
     assert message.text.startswith(unpacked.text.rstrip("\N{REPLACEMENT CHARACTER}"))
@@ -281,3 +298,6 @@ def test_the_own_clock_does_not_count_what_it_waited(monkeypatch: pytest.MonkeyP
         assert clock.beat() == 12.0
     assert clock.longest_gap() == 12.0
     assert clock.stopped_since(now) == 0.0
+    alone = OwnClock(every=1.0)
+    now += 100.0  # nobody beats where there is nobody to watch
+    assert alone.longest_gap() == 0.0

@@ -13,7 +13,7 @@ from tests.conftest import write_text
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
 from torchtitan_diloco import generate, validate
-from torchtitan_diloco.components.checkpoint_schema import checkpoint_path
+from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.data.tokenizer import format_ranks
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name

@@ -1,5 +1,6 @@
 """An island of a simulation, and what is drawn or chosen for it."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State, checksums_before
+from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import (
     Chunk,
     Facts,
@@ -18,7 +20,7 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
 )
-from torchtitan_diloco.islands.rules import Island, Members, Timing
+from torchtitan_diloco.islands.rules import Island, Timing
 
 if TYPE_CHECKING:
     from tests.islands.simulation import World
@@ -278,10 +280,15 @@ class Process:
             self.react()
         elif self.incarnation in self.state.incarnations:
             self.finished = True
-        elif (free := self.members.free_slot(self.state, self.now)) is not None:
+        elif (free := self.free_slot()) is not None:
             slot, replaces = free
             who = {"slot": slot, "incarnation": self.incarnation}
             self.attempt(Take(run=RUN_ID, **who, replaces=replaces), slot, replaces)  # type: ignore[arg-type]
+
+    def free_slot(self) -> tuple[int, str | None] | None:
+        with suppress(ValueError):  # a start of the same island is running
+            return self.members.slot_to_take(self.state, self.incarnation, self.now)
+        return None
 
     # --- training ---------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """Tests of the decisions of one island, from what it knows of the others."""
 
+import pytest
+
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import Facts, Take, encode
-from torchtitan_diloco.islands.rules import Members
 
 EXPIRY = 4.0
 
@@ -38,7 +40,9 @@ def test_nobody_is_gone_in_the_first_expiry_time() -> None:
     assert members.is_gone("i1", 1004.0)
     assert not members.is_ready("i1", 1004.0, step_seconds=0.1)
     assert members.is_ready("i0", 1004.0, step_seconds=0.1)
-    assert members.free_slot(state, 1004.0) == (2, None), "a free slot before that of a dead island"
+    assert members.slot_to_take(state, "new/1", 1004.0) == (2, None), (
+        "a free one before a dead one's"
+    )
 
 
 def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_others() -> None:
@@ -72,4 +76,14 @@ def test_the_slot_of_a_dead_island_is_taken_when_none_is_free() -> None:
     state.read(4, "run", encode(take))
     members.connect(0.0)
     pass_time(members, 0.0, 5.0, "i0", "i2")
-    assert members.free_slot(state, 5.0) == (1, "i1")
+    assert members.slot_to_take(state, "new/1", 5.0) == (1, "i1")
+
+
+def test_an_island_takes_the_slot_of_its_earlier_start_and_no_other() -> None:
+    members, state = Members(EXPIRY), two_owners()
+    members.connect(0.0)
+    assert members.slot_to_take(state, "i1/again", 1.0) is None, "it may still be running"
+    pass_time(members, 0.0, 5.0, "i0")
+    assert members.slot_to_take(state, "i1/again", 5.0) == (1, "i1")
+    with pytest.raises(ValueError, match="i0 is running already"):
+        members.slot_to_take(state, "i0/again", 5.0)

@@ -9,7 +9,8 @@ import tomli
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
-from torchtitan_diloco.components.checkpoint_schema import complete_checkpoints, read_manifest
+from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints
+from torchtitan_diloco.components.checkpoint_schema import read_manifest
 
 need_server()
 

@@ -14,6 +14,7 @@ from tests.conftest import REPOSITORY
 START = """
 import os, sys
 from torchtitan_diloco import launch, restarts
+launch.KILL_SECONDS = 2.0
 restarts.FIRST_PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "0.1"))
 sys.exit(launch.main(sys.argv[1:], 'stand_in'))
 """

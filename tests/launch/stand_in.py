@@ -2,7 +2,7 @@
 
 `meet`: form a gloo group and print the sum of all ranks. `wait`: wait for a stop signal, finish a
 "step" and end. `hang`: sleep and ignore signals. `fail:RANK:CODE`, `kill:RANK`, `raise:RANK`: that
-rank ends badly while the others wait. `crashes:FOLDER:CODE:STEP-STEP-...`: train in that folder;
+rank ends badly while the others wait. `crash:FOLDER:CODE:STEP-STEP-...`: train in that folder;
 start number n saves a checkpoint of the n-th step (0: none), and then the last rank ends with that
 code, or by that signal if it is negative. A start beyond the last step finishes.
 """
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
                 signal.signal(number, signal.SIG_IGN)
             say("hanging")
             time.sleep(600)
-        elif name == "crashes":
+        elif name == "crash":
             return crash(
                 Path(values[0]), int(values[1]), [int(step) for step in values[2].split("-")]
             )
@@ -59,29 +59,33 @@ def fail(name: str, values: list[str]) -> int:
 
 
 def crash(folder: Path, code: int, steps: list[int]) -> int:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     Path(os.environ[FOLDER_NOTE]).write_text(str(folder))
     starts = folder / f"starts-{RANK}"
     number = len(starts.read_text()) if starts.exists() else 0
     starts.write_text("+" * (number + 1))
-    meet()
     if number == len(steps):
         return 0
-    if RANK == 0 and steps[number]:
-        saved = folder / f"checkpoints/step-{steps[number]}"
-        saved.mkdir(parents=True, exist_ok=True)
-        (saved / "manifest.json").touch()
-    crashed = folder / f"crashed-{number}"
+    saved, crashed = folder / f"saved-{number}", folder / f"crashed-{number}"
+    if RANK == 0:
+        if steps[number]:
+            checkpoint = folder / f"checkpoints/step-{steps[number]}"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / "manifest.json").touch()
+        saved.touch()
     if int(os.environ.get("WORLD_SIZE", "1")) > RANK + 1:
-        while not crashed.exists():
-            time.sleep(0.02)
-        time.sleep(2)  # a launcher of both ranks ends this one
-        return 3
-    time.sleep(0.5)  # until rank 0 has saved
+        wait_for_file(crashed)
+        return 3  # as a rank that has lost another one
+    wait_for_file(saved)
     crashed.touch()
     if code < 0:
         os.kill(os.getpid(), -code)
     return code
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
 
 
 def meet() -> None:

@@ -65,7 +65,7 @@ def test_another_start_is_resumed_from_its_own_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_crashed_run_goes_on(tmp_path: Path, workers: int) -> None:
     folder = tmp_path / "run"
-    does = f"crashes:{folder}:{-signal.SIGKILL}:0-100"
+    does = f"crash:{folder}:{-signal.SIGKILL}:0-100"
     with launcher(tmp_path / "console", does, workers=workers) as run:
         assert run.wait() == 0, run.output
     last = workers - 1
@@ -83,12 +83,12 @@ def test_a_crashed_run_goes_on(tmp_path: Path, workers: int) -> None:
 
 
 def test_a_run_that_makes_no_progress_ends(tmp_path: Path) -> None:
-    does = f"crashes:{tmp_path / 'run'}:3:5-5-5"
+    does = f"crash:{tmp_path / 'run'}:3:5-5-5"
     with launcher(tmp_path / "console", does, "--run.restarts", "1", workers=1) as run:
         assert run.wait() == 3
     assert run.output.count("started rank=0") == 2
     why = "because a restart from the checkpoint of step 5 brought no new checkpoint\n"
-    assert f"above; not started again, {why}" in run.output
+    assert f"exit code 3; not started again, {why}" in run.output
     assert run.output.endswith("started again once, after: rank 0 failed with exit code 3\n")
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_makes_no_progress_ends(tmp_path: Path) -> None:
 def test_mistakes_of_the_user_and_runs_without_restarts_end(
     tmp_path: Path, code: int, limit: int
 ) -> None:
-    does = f"crashes:{tmp_path / 'run'}:{code}:5-5"
+    does = f"crash:{tmp_path / 'run'}:{code}:5-5"
     with launcher(tmp_path / "console", does, "--run.restarts", str(limit), workers=1) as run:
         assert run.wait() == code
     assert run.output.count("started rank=0") == 1
@@ -104,7 +104,7 @@ def test_mistakes_of_the_user_and_runs_without_restarts_end(
 
 
 def test_a_signal_ends_the_pause_before_a_restart(tmp_path: Path) -> None:
-    does = f"crashes:{tmp_path / 'run'}:3:5-5-5"
+    does = f"crash:{tmp_path / 'run'}:3:5-5-5"
     variables = {"PAUSE_SECONDS": "60"}
     with launcher(tmp_path / "console", does, workers=1, environment=variables) as run:
         run.wait_for("starting again")
@@ -115,7 +115,7 @@ def test_a_signal_ends_the_pause_before_a_restart(tmp_path: Path) -> None:
 
 def test_two_nodes_meet_again_after_a_crash(tmp_path: Path) -> None:
     common = two_nodes()
-    does = f"crashes:{tmp_path / 'run'}:3:100"
+    does = f"meet,crash:{tmp_path / 'run'}:7:100"
     with (
         launcher(tmp_path / "1", does, environment={**common, "NODE_RANK": "1"}) as one,
         launcher(tmp_path / "0", does, environment={**common, "NODE_RANK": "0"}) as zero,

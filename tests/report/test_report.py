@@ -309,6 +309,15 @@ def test_another_number_of_workers_after_a_resume(tmp_path: Path) -> None:
     html_page([run])
 
 
+def test_why_workers_were_left_out_is_said(tmp_path: Path) -> None:
+    rounds = round_records(100)
+    for record in rounds[:2]:
+        record.workers[1].left_out = ["outlier"]
+    page = markdown([opened(write_run(tmp_path / "run", [*step_records(100), *rounds]))])
+    assert "worker 1 was left out of 2 recorded round(s), outlier." in page
+    assert "worker 0 was left out" not in page
+
+
 def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     bad = '</pre><script>alert("1")</script>\x01'
     rounds = round_records(100)

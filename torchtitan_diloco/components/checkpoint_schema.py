@@ -5,22 +5,20 @@ RUN/checkpoints/step-00001000/manifest.json  `Manifest`
                               worker-0/ ...  each worker: its model, inner optimizer and random
                                              states, and `SavedState.own` of the outer loop
 
-The folder has its name only once it is complete. Folders of tensors are in the format of
+Folders of tensors are in the format of
 `torch.distributed.checkpoint` (DCP). Whatever a checkpoint holds, reading it runs no code of it.
 """
 
 import json
-import os
 import pickle
-import re
-import shutil
+import time
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -31,9 +29,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW
 
+from torchtitan_diloco.components.checkpoint_folders import MANIFEST
+
+Result = TypeVar("Result")
 VERSION = 3
-MANIFEST, METADATA, SHARED = "manifest.json", ".metadata", "shared"
-INCOMPLETE, DAMAGED = ".incomplete", ".damaged"
+METADATA, SHARED = ".metadata", "shared"
+RETRY_AFTER_SECONDS = (0.2, 1.0, 3.0)
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of the tensors in a worker's folder; all other names there are the outer loop's."""
 
@@ -91,6 +92,10 @@ class DamagedError(ValueError):
     """A file of the checkpoint is missing, or has other content than was saved."""
 
 
+class UnreadableError(ValueError):
+    """A file could not be read, which does not prove that it is damaged."""
+
+
 def _crc(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
@@ -125,84 +130,8 @@ def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
     return states
 
 
-# --- folders --------------------------------------------------------------------------------------
-
-
 def worker_folder(worker: int) -> str:
     return f"worker-{worker}"
-
-
-def checkpoint_path(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run whose save was completed, oldest first."""
-    found = (run / "checkpoints").glob("step-*")
-    return sorted((path for path in found if is_checkpoint(path)), key=step_of)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether this is the name of a complete checkpoint."""
-    return re.fullmatch(r"step-\d+", path.name) is not None
-
-
-def begin(path: Path) -> None:
-    """Create an empty folder beside `path` to write into.
-
-    Folders that earlier saves have not completed are deleted: they may be what fills the disk.
-    """
-    for left in path.parent.glob(f"step-*{INCOMPLETE}"):
-        shutil.rmtree(left, ignore_errors=True)
-    incomplete(path).mkdir(parents=True)
-
-
-def incomplete(path: Path) -> Path:
-    """Return the folder that a checkpoint is written to."""
-    return path.with_name(path.name + INCOMPLETE)
-
-
-def complete(path: Path, manifest: Manifest) -> None:
-    """Write the manifest and give the folder its name, which makes the checkpoint visible."""
-    written = incomplete(path)
-    with (written / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(written)
-    replaced = path.with_name(f"{path.name}-replaced{INCOMPLETE}")
-    if path.exists():  # saved before by a run that was later resumed from an earlier checkpoint
-        path.rename(replaced)
-    written.rename(path)
-    _sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def prune(run: Path, newest: Path, *, keep_latest: int, keep_every: int) -> None:
-    """Delete all checkpoints but the latest and those at steps to keep."""
-    known = [path for path in complete_checkpoints(run) if (path / MANIFEST).exists()]
-    for path in known[:-keep_latest]:
-        if path != newest and (not keep_every or step_of(path) % keep_every):
-            path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
-            shutil.rmtree(incomplete(path), ignore_errors=True)
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither found nor deleted, and return its path."""
-    names = (f"{path}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
-    return path.rename(next(name for name in names if not Path(name).exists()))
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -217,16 +146,38 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
+def read_patiently(read: Callable[[], Result]) -> Result:
+    """Return what `read` returns. Errors of a disk may pass: it is called four times."""
+    for pause in RETRY_AFTER_SECONDS:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(pause)
+    try:
+        return read()
+    except OSError as error:
+        raise UnreadableError(
+            f"{error.filename} cannot be read ({error.strerror}), which does not prove that it is "
+            "damaged: start again when the disk answers, or set checkpoint.resume to another "
+            "checkpoint"
+        ) from None
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
+    file = path / MANIFEST
     try:
-        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        values = json.loads(read_patiently(lambda: file.read_text(encoding="utf-8")))
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
             raise ValueError("its CRC-32 differs")
     except FileNotFoundError:
         raise DamagedError(f"{path} has no {MANIFEST}") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
+    except UnreadableError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{file} cannot be used ({error})") from None
     if values.get("version") != VERSION:
         raise ValueError(
             f"{path} was saved in version {values.get('version')} of the schema, and this program "
@@ -236,7 +187,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return msgspec.convert(values, Manifest)
     except msgspec.ValidationError as error:
-        raise DamagedError(f"{path / MANIFEST} cannot be used ({error})") from None
+        raise DamagedError(f"{file} cannot be used ({error})") from None
 
 
 def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:
@@ -255,13 +206,13 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         size, crc = manifest.files[name]
         file = path / name
         try:
-            found = file.stat().st_size
-            if found != size:
-                raise DamagedError(f"{file} has {found:,} bytes instead of {size:,}")
-            if fingerprint(file)[1] != crc:
-                raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
-        except OSError as error:
-            raise DamagedError(f"{file} cannot be read ({error.strerror})") from None
+            found = read_patiently(partial(fingerprint, file))
+        except FileNotFoundError:
+            raise DamagedError(f"{file} is missing") from None
+        if found[0] != size:
+            raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != crc:
+            raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
 
 
 # --- reading tensors ------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""The folder of a run and the checkpoint it starts from.
-
-The folder is created, locked for one run, and visible to all nodes that write to it.
-"""
+"""The folder of a run: created, locked for one run, and visible to all nodes that write to it."""
 
 import fcntl
 import os
@@ -9,23 +6,13 @@ import secrets
 import socket
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from torchtitan_diloco.components.checkpoint_schema import (
-    MANIFEST,
-    DamagedError,
-    Manifest,
-    RunState,
-    check_files,
-    complete_checkpoints,
-    is_checkpoint,
-    read_manifest,
-    set_aside,
-)
+from torchtitan_diloco.components.checkpoint_folders import set_aside
+from torchtitan_diloco.components.resume import Start, find_candidates
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.distributed.collectives import on_first_rank
 from torchtitan_diloco.distributed.world import World
@@ -34,93 +21,6 @@ from torchtitan_diloco.utils import FOLDER_NOTE, logger
 LOCK = "run.lock"
 VISIBLE_WITHIN_SECONDS = 10.0
 """Some network file systems show a new file with a delay."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Run folder and checkpoint that a run starts from."""
-
-    folder: str = ""
-    """Folder of the run to continue; empty for a new run."""
-    checkpoint: str = ""
-    """Folder of the checkpoint; empty for a run from the beginning."""
-    manifest: Manifest | None = None
-    damaged: dict[str, str] = field(default_factory=dict)
-    """Newer checkpoints that are damaged, and what is wrong with them."""
-
-    @property
-    def state(self) -> RunState:
-        return RunState() if self.manifest is None else self.manifest.state
-
-
-def find_start(world: World, resume: str, run_folder: str) -> Start:
-    """Return what `checkpoint.resume` and `run.folder` mean, the same on every rank.
-
-    The ranks share the work of comparing checksums.
-    """
-    folder, candidates = on_first_rank(
-        world, tuple[str, list[str]], lambda: _candidates(resume, run_folder)
-    )
-    damaged: dict[str, str] = {}
-    for checkpoint in candidates:
-        manifest, wrong = _verify(world, Path(checkpoint))
-        if not wrong:
-            return Start(folder, checkpoint, manifest, damaged)
-        if resume != "auto":
-            raise ValueError(
-                f'{wrong}: set checkpoint.resume to another checkpoint, or to "auto", which takes '
-                "the newest one in run.folder that is not damaged"
-            )
-        damaged[checkpoint] = wrong
-    if damaged:
-        raise ValueError(
-            "all checkpoints of the run are damaged: "
-            + "; ".join(damaged.values())
-            + ". Start a new run in another run.folder, or remove them to start this one over"
-        )
-    return Start(folder)
-
-
-def _candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
-    """Return the folder of the run to continue and the checkpoints it may resume, newest first."""
-    own = Path(run_folder).expanduser() if run_folder else None
-    from_own = resume in ("auto", "strict")
-    if resume == "never" or (from_own and own is None):
-        return "", []
-    path = own if own is not None and from_own else Path(resume).expanduser()
-    if not from_own and ((path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path))):
-        return "", [str(path)]
-    if found := complete_checkpoints(path):
-        same = own is None or own.resolve() == path.resolve()
-        newest_first = [str(checkpoint) for checkpoint in reversed(found)]
-        return str(path) if same else "", newest_first
-    if from_own:
-        return str(path) if (path / "metrics.jsonl").exists() else "", []
-    raise ValueError(
-        f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
-        'complete one: give "auto", "strict", "never", or such a folder'
-    )
-
-
-def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest of a checkpoint and what is damaged, the same on every rank."""
-
-    def read() -> tuple[Manifest | None, str]:
-        try:
-            return read_manifest(path), ""
-        except DamagedError as error:
-            return None, str(error)
-
-    manifest, wrong = on_first_rank(world, tuple[Manifest | None, str], read)
-    if manifest is not None:
-        by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-        try:
-            check_files(path, manifest, by_size[world.rank :: world.size])
-        except DamagedError as error:
-            wrong = str(error)
-        answers = enumerate(gather_objects(wrong, world.control))
-        wrong = next((f"{text} (found by rank {rank})" for rank, text in answers if text), "")
-    return manifest, wrong
 
 
 def claim_run_folder(
@@ -212,7 +112,7 @@ def lock_run_folder(path: Path, token: str = "") -> TextIO:
 
 def _check_still_latest(resume: str, folder: str, start: Start) -> None:
     """Raise if the run that held the lock before has saved since this one looked."""
-    _, candidates = _candidates(resume, folder)
+    _, candidates = find_candidates(resume, folder)
     found = [one for one in candidates if one not in start.damaged]
     if found[:1] != [start.checkpoint] * bool(start.checkpoint):
         raise ValueError(

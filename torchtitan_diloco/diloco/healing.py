@@ -66,7 +66,11 @@ def log_left_out(headers: list[Header], limit: float) -> None:
                 )
 
 
-def log_healed(worker: int, fragments: list[int], step: int, so_far: int) -> None:
+def log_healed(
+    group: dist.ProcessGroup | None, worker: int, fragments: list[int], step: int, so_far: int
+) -> None:
+    if group is not None and group.rank() > 0:
+        return
     logger.warning(
         f"worker {worker}: fragments {fragments} are not finite after step {step}; they take the "
         f"shared parameters, and the inner optimizer starts afresh for them ({so_far} fragments "
@@ -104,6 +108,33 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
         reason = f"one of the ranks of worker {worker}: {cause_of(error)}"
         raise WorkerLostError([worker], reason) from error
     return total.item()
+
+
+class InnerSteps:
+    """Counts steps of the inner optimizer, to find that a call of the outer loop's was left out.
+
+    Other workers could not tell that from a slow worker: its exchanges come one step later.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._made: float = -math.inf
+        """Since the last call; any number before the first one is right."""
+        if optimizer is not None:
+            optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self._made += 1
+
+    def restart(self) -> None:
+        self._made = -math.inf
+
+    def check(self) -> None:
+        made, self._made = self._made, 0
+        if made > 1:
+            raise ValueError(
+                f"the inner optimizer has made {made} steps since the last call of "
+                "StreamingDiLoCo.step(): call it after every step, equally often on all workers"
+            )
 
 
 def values_of(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:

@@ -7,11 +7,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from torchtitan_diloco.utils import SILENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -20,30 +23,32 @@ class Pace:
 
     beat: float = 1.0
     """Between two heartbeats."""
-    silence: float = 10.0
-    """Without a heartbeat, or without a step that others wait for, until it is reported."""
+    silence: float = SILENCE_SECONDS
     again: float = 30.0
     """Between two reports of the same silence."""
     settle: float = 0.5
     """From the first sign of a loss until it is named: others may know an earlier cause."""
 
 
-BEAT, LOST, GOODBYE = range(3)
-"""Kinds of messages. After its goodbye a rank sends nothing more to this peer."""
+BEAT, LOST, HANGS, GOODBYE = range(4)
+"""Kinds of messages: LOST is told of dead ranks, HANGS of ranks that were given up on a stop
+request. After its goodbye a rank sends nothing more to this peer."""
 MESSAGE_BYTES = 256
-_NUMBERS = struct.Struct("<BIIIdd")
+_NUMBERS = struct.Struct("<BIIIddd")
 
 
 class Message(NamedTuple):
     kind: int = BEAT
     lost: int = 0
-    """Rank that is lost, if that is the kind; `text` says why."""
+    """Rank that the message is about; `text` says why it is lost."""
     step: int = 0
     """Steps of the sender."""
     exchanges: int = 0
     """Exchanges that the sender has completed."""
     idle: float = 0.0
     """See OwnClock."""
+    gap: float = 0.0
+    """`OwnClock.last_gap` of the sender."""
     stopped: float = 0.0
     """Longest time since the message before in which the sender's process did not run."""
     text: str = ""
@@ -59,6 +64,34 @@ class Message(NamedTuple):
         return Message._make((*_NUMBERS.unpack_from(data), text))
 
 
+@dataclass
+class Peer:
+    rank: int
+    worker: int
+    name: str
+    heard_at: float
+    """When its last message came, on this rank's clock."""
+    last: Message = field(default_factory=Message)
+    failure: str = ""
+    """Why the connection to it failed."""
+    ended: bool = False
+    """It has said goodbye ..."""
+    answered: bool = False
+    """... and this rank has, to it."""
+    sent: int = 0
+    heard: int = 0
+    """Heartbeats. The next is sent when the one before was answered, so few are under way."""
+    sent_at: float = 0.0
+    works: "deque[dist.Work]" = field(default_factory=lambda: deque(maxlen=4))
+    """Gloo drops a message whose work is dropped before it has left."""
+    quiet_since: float = math.nan
+    """Since when it has been silent or has held up this rank; NaN while all is well."""
+    quiet_why: str = ""
+    stopped: float = 0.0
+    """Longest time in which its process did not run, since all was well."""
+    reported_at: float = -math.inf
+
+
 class OwnClock:
     """Gaps between two steps of this rank in which it neither trained nor waited for others.
 
@@ -68,7 +101,7 @@ class OwnClock:
 
     def __init__(self, every: float) -> None:
         self._every, self._lock = every, threading.Lock()
-        self._beaten = time.perf_counter()
+        self._beaten = math.nan  # nobody beats if there is nobody to watch
         self._stops = deque[tuple[float, float]](maxlen=64)
         """Ends and lengths of the times when the process did not run."""
         self._ticked = self._waiting_since = math.nan

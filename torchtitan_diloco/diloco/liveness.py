@@ -10,14 +10,12 @@ import atexit
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,11 +23,13 @@ import torch.distributed as dist
 from torchtitan_diloco.diloco.heartbeat import (
     BEAT,
     GOODBYE,
+    HANGS,
     LOST,
     MESSAGE_BYTES,
     Message,
     OwnClock,
     Pace,
+    Peer,
 )
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.utils import cause_of, logger
@@ -39,34 +39,6 @@ FOREVER = timedelta(days=3650)
 LAST_SECONDS = 1.0
 """Seconds that a rank which leaves waits for the others' goodbyes."""
 NO_SIGN = "no sign of life from its process or its link"
-
-
-@dataclass
-class Peer:
-    rank: int
-    worker: int
-    name: str
-    heard_at: float
-    """When its last message came, on this rank's clock."""
-    last: Message = field(default_factory=Message)
-    failure: str = ""
-    """Why the connection to it failed."""
-    ended: bool = False
-    """It has said goodbye ..."""
-    answered: bool = False
-    """... and this rank has, to it."""
-    sent: int = 0
-    heard: int = 0
-    """Heartbeats. The next is sent when the one before was answered, so few are under way."""
-    sent_at: float = 0.0
-    works: "deque[dist.Work]" = field(default_factory=lambda: deque(maxlen=4))
-    """Gloo drops a message whose work is dropped before it has left."""
-    quiet_since: float = math.nan
-    """Since when it has been silent or has held up this rank; NaN while all is well."""
-    quiet_why: str = ""
-    stopped: float = 0.0
-    """Longest time in which its process did not run, since all was well."""
-    reported_at: float = -math.inf
 
 
 class Liveness:
@@ -107,6 +79,8 @@ class Liveness:
         """Ranks that others have lost, and why."""
         self._lost: dict[int, str] = {}
         """Ranks that were lost first, and why, once that is decided: at `_decided_at`."""
+        self.hanging: set[int] = set()
+        """Workers that were given up on a stop request, because a rank of theirs is silent."""
         self._decided_at = math.inf
         self._changed, self._closed = threading.Condition(), False
         tasks = [partial(self._listen, peer) for peer in self._peers]
@@ -149,8 +123,23 @@ class Liveness:
     def exchange_done(self) -> None:
         self._exchanges += 1
 
-    def wait(self, result: "Future[Result]", exchange: int = 0) -> Result:
-        """Return the result of the exchange of this number, or raise WorkerLostError."""
+    def wait(self, result: "Future[Result]", exchange: int = 0, where: str = "") -> Result:
+        """Return the result of the exchange of this number, or raise WorkerLostError.
+
+        `where` completes its reason, which is that of the first cause.
+        """
+        try:
+            self.wait_for(result, exchange)
+            return result.result()
+        except WorkerLostError as error:
+            first = self.first_cause(error)
+            reasons = filter(None, [first.reason, where])
+            raise WorkerLostError(first.workers, "; ".join(reasons)) from error
+
+    def wait_for(
+        self, result: "Future[Any] | torch.futures.Future[Any]", exchange: int = 0
+    ) -> None:
+        """Wait until a future is done, or raise WorkerLostError."""
 
         def left() -> list[Peer]:
             behind = [peer for peer in self._peers if peer.last.exchanges < exchange]
@@ -161,7 +150,18 @@ class Liveness:
             self._changed.wait_for(lambda: result.done() or self._lost or left())
             if not result.done():
                 raise self._loss() if self._lost else self._ended(left())
-        return result.result()
+
+    @property
+    def first_left(self) -> int | None:
+        """The first worker that was not given up, if others were."""
+        left = set(self._workers) - self.hanging
+        return min(left, default=None) if self.hanging else None
+
+    def wait_for_end(self, worker: int) -> None:
+        """Wait until the watched ranks of a worker have ended."""
+        peers = [peer for peer in self._peers if peer.worker == worker]
+        with self._changed:
+            self._changed.wait_for(lambda: all(one.ended or one.failure for one in peers))
 
     @property
     def is_lost(self) -> bool:
@@ -186,6 +186,14 @@ class Liveness:
                     self._tell(rank, reason)
                 return error
         return self._loss()
+
+    def give_up(self, ranks: Mapping[int, str]) -> None:
+        """Treat ranks that are silent as lost, and tell the others."""
+        with self._changed:
+            for rank, reason in ranks.items():
+                self._told[rank] = reason
+                self.hanging.add(self._workers[rank])
+                self._tell(rank, reason, HANGS)
 
     def lost_ranks(self) -> dict[int, str]:
         """Return the ranks that are lost, or else silent, and why, after a failure elsewhere."""
@@ -249,11 +257,10 @@ class Liveness:
 
     def _hear(self, peer: Peer, message: Message) -> None:
         peer.heard_at = time.perf_counter()
-        if message.kind == LOST:
-            lost, reason = message.lost, f"{message.text}; told by {peer.name}"
-            if lost == self._rank:
-                lost, reason = peer.rank, f"it gave up this worker: {message.text}"
-            self._told[lost] = reason
+        if message.kind in (LOST, HANGS):
+            self._told[message.lost] = f"{message.text}; told by {peer.name}"
+            if message.kind == HANGS:
+                self.hanging.add(self._workers[message.lost])
             self._begin_to_decide()
             return
         peer.last, peer.ended = message, message.kind == GOODBYE
@@ -263,11 +270,11 @@ class Liveness:
             self._send(peer, GOODBYE)
             self._changed.notify_all()
 
-    def _tell(self, lost: int, reason: str) -> None:
+    def _tell(self, lost: int, reason: str, kind: int = LOST) -> None:
         """Tell all other peers that a rank is lost."""
         for peer in self._peers:
             if peer.rank != lost:
-                self._send(peer, LOST, lost, reason)
+                self._send(peer, kind, lost, reason)
         self._begin_to_decide()
 
     def _begin_to_decide(self) -> None:
@@ -281,7 +288,8 @@ class Liveness:
         peer.answered = kind == GOODBYE
         idle = 0.0 if self.clock.waiting_for() else self.clock.idle()
         stopped, peer.sent_at = self.clock.stopped_since(peer.sent_at), time.perf_counter()
-        message = Message(kind, lost, self._steps, self._exchanges, idle, stopped, text)
+        gap = self.clock.last_gap
+        message = Message(kind, lost, self._steps, self._exchanges, idle, gap, stopped, text)
         with suppress(RuntimeError):  # the receive fails as well
             peer.works.append(self._group.send([message.pack()], peer.rank, 0))
 
@@ -332,6 +340,8 @@ class Liveness:
 
     def _report(self, peer: Peer, now: float) -> None:
         """Log when a peer is silent or holds up this rank, and when that has passed."""
+        if self._lost or peer.ended or peer.failure:
+            return
         if seconds := self._quiet(peer, now):
             if math.isnan(peer.quiet_since):
                 peer.quiet_since = now - seconds
@@ -358,14 +368,12 @@ class Liveness:
 
         It holds up this rank if this one waits for others and the peer makes no step and does not.
         """
-        if peer.ended or peer.failure or self._lost:
-            return 0.0
         silent, limit = now - peer.heard_at, self._pace.silence
         if silent >= limit:
             peer.quiet_why = NO_SIGN
             return silent
         held_up = min(self.clock.waiting_for(), peer.last.idle and peer.last.idle + silent)
-        if held_up < max(limit, 2 * self.clock.last_gap):
+        if held_up < max(limit, 2 * peer.last.gap):
             return 0.0
         peer.quiet_why = f"it is alive, but makes no step after its step {peer.last.step}"
         return held_up

@@ -127,6 +127,11 @@ InFlight = tuple[Round, "Future[None]"]
 """A round, and the completion of its exchange."""
 
 
+def is_complete(exchanged: "Future[None]") -> bool:
+    """Return whether an exchange has ended, and without an error."""
+    return exchanged.done() and exchanged.exception() is None
+
+
 def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Add up dictionaries of numbers, key by key."""
     added: dict[str, float] = {}

@@ -2,12 +2,14 @@
 
 import hashlib
 import secrets
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import describe, kernels_name
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
@@ -125,6 +127,15 @@ def pick_state_device(
             'diloco.link.backend = "nccl", or outer_state = "cpu"'
         )
     return torch.device("cpu") if host else device
+
+
+def limit_threads(background: BackgroundThread, count: int) -> None:
+    """Let torch use so many threads for the tasks of a background thread."""
+    # The first get_num_threads() of a thread resets its number; the last line restores ours.
+    threads = torch.get_num_threads()
+    background.submit(torch.get_num_threads).result()
+    background.submit(partial(torch.set_num_threads, count)).result()
+    torch.set_num_threads(threads)
 
 
 def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:

@@ -5,8 +5,8 @@ fragment in flight is saved with the shared copy that its exchange ends with, to
 its turn comes.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,11 +145,20 @@ class Snapshot:
 
     They keep their content until the next exchange of the fragment, which is queued behind the
     copy. Only the shared copy of a fragment in flight is copied at once: its apply may come first.
+    A fragment that is given up has an exchange that never ends: what it was to send is part of the
+    next delta, and its encoding error is forgotten.
     """
 
-    def __init__(self, state: OuterState, weight: float, in_flight: InFlight | None) -> None:
+    def __init__(
+        self,
+        state: OuterState,
+        weight: float,
+        in_flight: InFlight | None,
+        *,
+        given_up: bool = False,
+    ) -> None:
         self.state, self._weight, self._moment = state, weight, state.moment()
-        self._in_flight = in_flight
+        self._in_flight, self._given_up = in_flight, given_up
         self._counted = in_flight is None or in_flight[0].counted
         self.outer = state.outer if in_flight is None else state.outer.clone()
         self.next = None if in_flight is None else state.delta
@@ -161,9 +170,13 @@ class Snapshot:
         def host(buffer: Tensor | None) -> Any:
             return None if buffer is None else buffer.to("cpu", copy=True)
 
-        with torch.no_grad(), self.state.background(self._moment):
+        # The stream of a fragment that is given up waits for the others.
+        scope = nullcontext() if self._given_up else self.state.background(self._moment)
+        with torch.no_grad(), scope:
             self.outer, self.next, self.residual = map(host, (self.outer, self.next, self.residual))
             self.slots = list(map(host, self.slots))
+        if self._given_up and self.residual is not None:
+            self.residual.zero_()
         norms = list(self.state.norms.latest)
         facts = {"weight": self._weight, "rounds": self.state.rounds, "delta_norms": norms}
         if self._in_flight is None:
@@ -172,6 +185,27 @@ class Snapshot:
         exchanged.result()
         facts |= {name: getattr(round_, name) for name in ("sent_step", "participants", "flags")}
         return facts, {} if self._counted else round_.exchange_sums()
+
+
+def take_snapshots(
+    config: DiLoCoConfig,
+    facts: Facts,
+    states: Sequence[OuterState],
+    weights: Sequence[float],
+    in_flight: Mapping[int, InFlight],
+    given_up: Container[int],
+) -> tuple[list[Snapshot], Facts]:
+    """Return a snapshot of each fragment, and what is known so far of `SavedState.facts`."""
+    snapshots = [
+        Snapshot(state, weight, in_flight.get(index), given_up=index in given_up)
+        for index, (state, weight) in enumerate(zip(states, weights, strict=True))
+    ]
+    settings, layout = resume_settings(config), layout_of(states)
+    return snapshots, facts | {
+        "settings": settings,
+        "layout": layout,
+        "in_flight": list(in_flight),
+    }
 
 
 def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:

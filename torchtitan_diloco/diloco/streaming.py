@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,10 +41,10 @@ from torchtitan_diloco.diloco.fragments import (
 )
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import InFlight, Meter, Round
+from torchtitan_diloco.diloco.round import InFlight, Meter, Round, is_complete
 from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
-from torchtitan_diloco.diloco.state_dict import SavedState, Snapshot
-from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header, WorkerLostError
+from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
+from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
 
 
 class StreamingDiLoCo:
@@ -68,7 +68,8 @@ class StreamingDiLoCo:
             group: joins this rank with the same rank of the other workers. None or a group of one
                 is a single worker.
             optimizer: the inner one. Where this worker takes the shared parameters because its own
-                went wrong, the optimizer's state is dropped, too.
+                went wrong, the optimizer's state is dropped, too. Two of its steps without a call
+                of `step` between them are an error.
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
                 nothing else uses, in which they agree on the norm of a delta.
             liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
@@ -80,11 +81,11 @@ class StreamingDiLoCo:
         self.fragments = build_fragments(model, config.fragments)
         self.fragment_names = tuple(fragment.name for fragment in self.fragments)
         self.schedule = Schedule(config.sync_every, len(self.fragments), config.overlap.delay)
-        self.workers = 1 if group is None else group.size()
-        self.worker = 0 if group is None else group.rank()
+        self.workers, self.worker = (1, 0) if group is None else (group.size(), group.rank())
         self.step_count = 0
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
+        self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
         self._run = startup.agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
@@ -109,14 +110,9 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
-        self._meter = Meter()
+        self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
-        # The first get_num_threads() of a thread resets its number; the last line restores ours.
-        threads = torch.get_num_threads()
-        self._background.submit(torch.get_num_threads).result()
-        self._background.submit(partial(torch.set_num_threads, wire.threads)).result()
-        torch.set_num_threads(threads)
-        # Also runs when this object is dropped, and when Python exits.
+        startup.limit_threads(self._background, wire.threads)
         parts = self._background, self._exchanger, self._liveness, liveness is None
         self._finalizer = weakref.finalize(self, _close, *parts)
 
@@ -130,6 +126,7 @@ class StreamingDiLoCo:
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"the weight of a step is {weight}: give a number from 0 up")
+        self._inner_steps.check()
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         self._weights = [before + weight for before in self._weights]
@@ -155,7 +152,7 @@ class StreamingDiLoCo:
         """Raise if a worker is lost or an exchange has failed, also before its result is due."""
         self._liveness.check(f"seen by worker {self.worker} after its step {self.step_count}")
         for round_, exchanged in self._in_flight.values():
-            if exchanged.done() and exchanged.exception() is not None:
+            if exchanged.done() and not is_complete(exchanged):
                 self._wait(round_, exchanged)
 
     def close(self) -> None:
@@ -187,9 +184,10 @@ class StreamingDiLoCo:
         for index in fragments:
             if index not in self._in_flight:
                 continue  # applied by drain()
-            round_, exchanged = self._in_flight.pop(index)
+            round_, exchanged = self._in_flight[index]
             round_.applied_step, round_.asked = self.step_count, time.perf_counter()
             self._wait(round_, exchanged)
+            del self._in_flight[index]
             round_.fetched = time.perf_counter()
             measured = is_measured(round_.outer_round, self.config.measure_every)
             mixing = self._mixing(round_.flags, round_.participants)
@@ -220,8 +218,7 @@ class StreamingDiLoCo:
             for index in healed:
                 self._states[index].write_model()
                 self._start_afresh(index)
-            if group is None or group.rank() == 0:
-                healing.log_healed(self.worker, healed, self.step_count, self._healed)
+            healing.log_healed(group, self.worker, healed, self.step_count, self._healed)
         return healed
 
     def _start_afresh(self, index: int) -> None:
@@ -232,15 +229,12 @@ class StreamingDiLoCo:
         self._meter.healed()
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
-        try:
-            self._liveness.wait(exchanged, round_.number)
-        except WorkerLostError as error:
-            first, name = self._liveness.first_cause(error), self.fragment_names[round_.fragment]
-            raise WorkerLostError(
-                first.workers,
-                f"{first.reason}; seen by worker {self.worker} in the exchange of fragment "
-                f"{round_.fragment} ({name}), sent after step {round_.sent_step}",
-            ) from error
+        name = self.fragment_names[round_.fragment]
+        where = (
+            f"seen by worker {self.worker} in the exchange of fragment {round_.fragment} ({name}), "
+            f"sent after step {round_.sent_step}"
+        )
+        self._liveness.wait(exchanged, round_.number, where)
 
     # --- background thread ------------------------------------------------------------------------
 
@@ -257,22 +251,20 @@ class StreamingDiLoCo:
             if self._exchanger is not None:
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
                 where = self._seed, shard, header.fragment, header.outer_round
-                headers, round_.traffic = self._exchanger.average(
-                    state.delta,
-                    header,
-                    state.residual,
-                    (random_key(*where, self.worker), random_key(*where, "mean")),
-                    measured=measured,
-                )
-            self._liveness.exchange_done()
-            own = headers[self.worker]
-            round_.weight, round_.flags = own.weight, own.flags
-            round_.participants = sum(one.weight > 0 for one in headers)
-            if round_.participants:
-                round_.mean_square, round_.update_square = state.advance(measured=measured)
-            else:
-                state.keep()
-        round_.ready = time.perf_counter()
+                keys = random_key(*where, self.worker), random_key(*where, "mean")
+                mine = state.delta, header, state.residual, keys
+                headers, round_.traffic = self._exchanger.average(*mine, measured=measured)
+        self._liveness.exchange_done()
+        own = headers[self.worker]
+        round_.weight, round_.flags = own.weight, own.flags
+        round_.participants = sum(one.weight > 0 for one in headers)
+        with self._advancing:
+            with state.background():
+                if round_.participants:
+                    round_.mean_square, round_.update_square = state.advance(measured=measured)
+                else:
+                    state.keep()
+            round_.ready = time.perf_counter()
         round_.stopped = self._liveness.clock.stopped_since(round_.begun)
         healing.log_left_out(headers, self.config.delta_norm_limit)
 
@@ -311,18 +303,24 @@ class StreamingDiLoCo:
         `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs.
         """
         self.check()
-        snapshots = [
-            Snapshot(state, weight, self._in_flight.get(index))
-            for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
-        ]
-        facts = {
-            "step": self.step_count,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-            "in_flight": list(self._in_flight),
-            "healed": self._healed,
-        }
-        return self._background.submit(partial(saving.save, snapshots, facts, mesh))
+        return self._background.submit(partial(saving.save, *self._take_snapshots(), mesh))
+
+    @one_at_a_time
+    def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
+        """Return the state although workers are lost: rounds that have not ended are given up."""
+        drop_gathered(self._model)
+        with self._advancing:  # so that no round ends meanwhile
+            for index, (round_, exchanged) in list(self._in_flight.items()):
+                if not math.isnan(round_.ready) or is_complete(exchanged):
+                    exchanged.result()
+                    self._apply([index])
+            given_up, self._in_flight = self._in_flight, {}
+            return saving.save(*self._take_snapshots(given_up), mesh)
+
+    def _take_snapshots(self, given_up: Container[int] = ()) -> tuple[list[Snapshot], Facts]:
+        facts = {"step": self.step_count, "healed": self._healed}
+        parts = self._states, self._weights, self._in_flight
+        return saving.take_snapshots(self.config, facts, *parts, given_up)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
@@ -356,6 +354,7 @@ class StreamingDiLoCo:
 
     def _give_up_in_flight(self) -> None:
         """Wait for what is in flight, and for a save, and forget the results."""
+        self._inner_steps.restart()
         self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
 

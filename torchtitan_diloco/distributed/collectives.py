@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
+from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import cause_of, code_fingerprint, find_differences
 
@@ -72,7 +73,8 @@ class PendingReduction:
         """Wait for the reduced values and return them."""
         if self._work is not None:
             with naming_lost_ranks(self._world, self._where):
-                self._work.wait()
+                self._world.liveness.wait_for(self._work.get_future())
+                self._work.wait()  # raises its error
         values: list[float] = self._values.tolist()
         return values
 
@@ -83,10 +85,11 @@ class RanksLostError(RuntimeError):
 
 @contextmanager
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
-    """Wait for all ranks in the body; turn its failure into an error that names the lost ranks."""
+    """Turn a failure in the body, which waits for all ranks, into one that names the lost ranks."""
     try:
-        with world.liveness.clock.waiting():
-            yield
+        yield
+    except WorkerLostError as error:
+        raise WorkerLostError(error.workers, f"{error.reason}; seen {where}") from error
     except RuntimeError as error:
         if world.control is None:
             raise

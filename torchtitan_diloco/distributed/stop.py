@@ -12,18 +12,33 @@ from typing import NamedTuple, Self
 
 from torch.distributed import ReduceOp
 
-from torchtitan_diloco.diloco import WorkerLostError
+from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import STOP_SIGNALS, WORKER_LOST, logger
+from torchtitan_diloco.utils import (
+    HANGING_SECONDS,
+    SAME_SIGNAL_SECONDS,
+    STOP_SIGNALS,
+    WORKER_LOST,
+    logger,
+)
 
-SAME_REQUEST_SECONDS = 1.0
-"""Schedulers and launchers pass signals on, so that one request may arrive more than once."""
 ASK_EVERY = 2
 """Steps between two questions of workers that train on their own: each takes time on the links."""
 
-HANGING_SECONDS = 12.0
-"""Seconds from a signal until a rank that is silent ends the run. Launchers wait longer."""
+
+STEPS_APART = 6
+"""Steps by which workers that train on their own may run apart before they wait for an answer."""
+
+
+def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
+    """Return the steps between a question to the other ranks and reading their answer.
+
+    Workers that train on their own should not wait for each other.
+    """
+    if diloco.method == "none" or world.workers == 1:
+        return 1
+    return max(STEPS_APART, diloco.overlap.delay)
 
 
 class Requests(NamedTuple):
@@ -40,9 +55,10 @@ class StopRequest:
     waiting in a collective. So the ranks ask each other in the background and read the answer
     `lag` steps later. A second signal ends the process at once.
 
-    While a rank hangs there is no answer, and no checkpoint, as one holds the state of all workers.
-    A thread ends this process then: the training thread may wait inside torch, where it handles no
-    signal.
+    While a rank hangs there is no answer. A thread gives it up then, which ends the waits of the
+    training thread: the first worker that is left saves alone (`Checkpointer.saving_alone`), and
+    the others end after it. The thread ends this process if the training thread waits inside torch,
+    where it hears of nothing.
     """
 
     def __init__(self, world: World, lag: int = 1) -> None:
@@ -58,7 +74,8 @@ class StopRequest:
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
-        self._ended = threading.Event()
+        self._ended, self.loss_is_known = threading.Event(), threading.Event()
+        """The second is set by the training thread when it hears that a worker is lost."""
         if world.control is not None:
             read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
@@ -66,7 +83,7 @@ class StopRequest:
             threading.Thread(target=self._watch, args=(read_end,), daemon=True).start()
 
     def _watch(self, read_end: int) -> None:
-        """After a signal, end this process if another rank hangs."""
+        """After a signal, give up ranks that hang, and end with them."""
         with os.fdopen(read_end, "rb", buffering=0) as signals:
             number = signals.read(1)
             while number and number[0] not in self._previous:  # such as SIGCHLD
@@ -74,32 +91,42 @@ class StopRequest:
             wait, liveness = HANGING_SECONDS, self._world.liveness
             while number and not self._ended.wait(wait):
                 silent = liveness.silent_ranks()
-                if silent and not liveness.is_lost:  # a loss ends the run in the training thread
-                    self._leave(signal.Signals(number[0]).name, silent)
+                if silent and not liveness.is_lost:
+                    self._give_up(signal.Signals(number[0]).name, silent)
+                if liveness.hanging:  # any other loss ends the run in the training thread
+                    self._leave()
                 wait = 1.0
 
-    def _leave(self, name: str, hanging: Mapping[int, str]) -> None:
+    def _give_up(self, name: str, hanging: Mapping[int, str]) -> None:
         ranks = ", ".join(
             f"rank {rank} of worker {rank // self._world.ranks_per_worker} ({reason})"
             for rank, reason in hanging.items()
         )
         print(
             f"[rank {self._world.rank}] error: {ranks} hangs, so the run cannot stop after one "
-            f"common step on {name}: it ends here, and saves nothing more",
+            f"common step on {name}, and ends here",
             file=sys.stderr,
             flush=True,
         )
-        workers = sorted({rank // self._world.ranks_per_worker for rank in hanging})
-        self._world.liveness.first_cause(WorkerLostError(workers, ranks))  # tells the others
-        if not self._ended.wait(0.5):
-            os._exit(WORKER_LOST)
+        self._world.liveness.give_up(hanging)
+
+    def _leave(self) -> None:
+        """End this process unless the training thread, which may save, does it."""
+        liveness = self._world.liveness
+        if self.loss_is_known.wait(max(2.0, 2 * liveness.clock.last_gap)):
+            self._ended.wait()
+            return
+        saver = liveness.first_left
+        if saver not in (None, self._world.worker):
+            liveness.wait_for_end(saver)
+        os._exit(WORKER_LOST)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         now = time.monotonic()
         if self._received is None:
             self._received = now
-        elif now - self._received > SAME_REQUEST_SECONDS:
+        elif now - self._received > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -63,6 +63,12 @@ class World:
         """Return the process group of this rank along a dimension of the grid."""
         return None if self.mesh is None else self.mesh.get_group(dim)
 
+    def fsdp_mesh(self, *, all_workers: bool) -> DeviceMesh | None:
+        """Return the ranks that average gradients: those of all workers, or of this one."""
+        if self.mesh is None or (all_workers and self.workers > 1):
+            return self.mesh
+        return self.mesh[FSDP] if self.ranks_per_worker > 1 else None
+
 
 def split_world(size: int, workers: int, fsdp: int) -> int:
     """Return the number of ranks per worker."""

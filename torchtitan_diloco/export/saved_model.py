@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_diloco.components.checkpoint_schema import (
+from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
+    complete_checkpoints,
+    is_checkpoint,
+    step_of,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
     SHARED,
     DamagedError,
@@ -21,10 +26,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     TensorFolder,
     check_files,
     check_tokenizer,
-    complete_checkpoints,
-    is_checkpoint,
     read_manifest,
-    step_of,
     worker_folder,
 )
 from torchtitan_diloco.config import Config, parse_config

@@ -11,6 +11,18 @@ from torchtitan_diloco.islands.records import Part
 from torchtitan_diloco.islands.rules import Mode
 
 
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """The place of an island in the run."""
+
+    slot: int
+    slots: int
+    block: int
+    position: int
+    clock: int
+    versions: list[int]
+    """Of the fragments, with which the island begins."""
+
+
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """Take the delta of a fragment, for this part."""
 

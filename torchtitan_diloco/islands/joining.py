@@ -23,6 +23,7 @@ from torchtitan_diloco.islands.connection import (
 )
 from torchtitan_diloco.islands.copies import Copies, Declare, Load
 from torchtitan_diloco.islands.log import checksums_before
+from torchtitan_diloco.islands.members import Members, name_of
 from torchtitan_diloco.islands.parts import join_bytes
 from torchtitan_diloco.islands.records import (
     AnyRecord,
@@ -36,7 +37,6 @@ from torchtitan_diloco.islands.records import (
     encode,
     subject_of,
 )
-from torchtitan_diloco.islands.rules import Members
 from torchtitan_diloco.utils import find_differences, logger
 
 TICK = 0.1
@@ -256,11 +256,6 @@ class Joining:
     def _has(self, head: str) -> bool:
         closes = [one for one in self._records() if isinstance(one, Close)]
         return any(digest(encode(close)) == head for close in closes)
-
-
-def name_of(incarnation: str) -> str:
-    """Return the name of the island that this is a start of."""
-    return incarnation.partition("/")[0]
 
 
 def _flat(facts: Facts) -> dict[str, str]:

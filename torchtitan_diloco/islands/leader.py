@@ -1,7 +1,6 @@
 """First rank of an island: it reads the log, keeps the shared copies up to date, and decides.
 
-`join` takes a slot and catches up. From then on a thread handles what comes in, in order. The
-training thread asks what is due at the boundary of a step (see loop.py).
+`join` takes a slot. From then on a thread handles what comes in, in order.
 """
 
 import threading
@@ -27,9 +26,9 @@ from torchtitan_diloco.islands.joining import (
     Saved,
     Snapshot,
     SnapshotWanted,
-    name_of,
 )
 from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.members import IslandFencedError, Members, name_of
 from torchtitan_diloco.islands.parts import Parts, as_buffer
 from torchtitan_diloco.islands.records import (
     Close,
@@ -42,18 +41,13 @@ from torchtitan_diloco.islands.records import (
     encode,
     subject_of,
 )
-from torchtitan_diloco.islands.rules import Island, Members, Timing
+from torchtitan_diloco.islands.rules import Island, Timing
 from torchtitan_diloco.utils import logger
 
-BEAT, RETRY = 0.5, 0.5
-"""Seconds between heartbeats, and between attempts to append a record."""
+BEAT, RETRY, REPORT = 0.5, 0.5, 10.0
+"""Seconds between heartbeats, attempts to append a record, and lines about waiting."""
 EXPIRY = 5.0
 """Seconds of silence after which an island counts as gone."""
-REPORT_SECONDS = 10.0
-
-
-class IslandFencedError(RuntimeError):
-    """Another start of this island, or another island, has taken its slot."""
 
 
 class Leader:
@@ -109,8 +103,8 @@ class Leader:
         facts = self.replay(saved)
         slot = self._take_slot(facts)
         while not self.state.begun:
-            there = ", ".join(name_of(owner) for owner in self.state.owners().values())
-            self._report(f"waiting until {facts.begin} islands are there; here are {there}")
+            here = ", ".join(map(name_of, self.state.owners().values()))
+            self._report(f"waiting until {facts.begin} islands are there; here are {here}")
             self._work()
         now = time.monotonic()
         self.island = Island(self.state, self._members, slot, self._timing, now=now)
@@ -125,27 +119,19 @@ class Leader:
                     return slot
             if self.state.ended:
                 raise ValueError("the run has ended: there is nothing to join")
-            name = name_of(self.incarnation)
-            twins = [(slot, one) for slot, one in owners.items() if name_of(one) == name]
-            running = [one for _, one in twins if not self._members.is_gone(one, now)]
-            if running and not self._members.is_new(now):
-                raise ValueError(
-                    f"an island with the name {name} is running already: give this one another "
-                    "islands.name, or end the other one"
-                )
-            free = twins[0] if twins else self._members.free_slot(self.state, now)
-            if free is not None and not running:
-                slot, replaces = free
+            found = self._members.slot_to_take(self.state, self.incarnation, now)
+            if found is not None:
+                slot, replaces = found
                 take = Take(
                     run=facts.run, slot=slot, incarnation=self.incarnation, replaces=replaces
                 )
                 self._attempt(take, slot, replaces)
-            elif not running:
+            elif not self._members.is_new(now):
                 self._report(f"waiting for a free slot: all {facts.slots} have an owner")
             self._work()
 
     def _report(self, line: str) -> None:
-        if time.monotonic() - self._reported > REPORT_SECONDS:
+        if time.monotonic() - self._reported > REPORT:
             self._reported = time.monotonic()
             logger.info(line)
 

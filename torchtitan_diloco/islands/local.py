@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from torchtitan_diloco.islands.server import local_server
-from torchtitan_diloco.utils import STOP_SIGNALS
+from torchtitan_diloco.utils import STOP_SIGNALS, end_with_parent
 
 
 def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
@@ -31,6 +31,7 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
                     words,
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
+                    preexec_fn=end_with_parent,
                     process_group=0,  # a signal of the terminal reaches them once, from here
                 )
             )

@@ -23,6 +23,7 @@ from torchtitan_diloco.diloco.background import one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.schedule import is_measured
@@ -32,7 +33,7 @@ from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
-from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Send, decide
+from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Seat, Send, decide
 from torchtitan_diloco.islands.fingerprints import fingerprints
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.joining import Saved
@@ -41,18 +42,6 @@ from torchtitan_diloco.islands.ranks import Ranks, collect, share
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.utils import logger
-
-
-class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """The place of an island in the run."""
-
-    slot: int
-    slots: int
-    block: int
-    position: int
-    clock: int
-    versions: list[int]
-    """Of the fragments, with which the island begins."""
 
 
 class IslandDiLoCo(StreamingDiLoCo):
@@ -75,6 +64,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         total_tokens: int,
         optimizer: torch.optim.Optimizer | None = None,
         ranks: dist.ProcessGroup | None = None,
+        liveness: Liveness | None = None,
         seed: int = 0,
         samples_per_step: int = 1,
         facts: dict[str, str] | None = None,
@@ -84,6 +74,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         Args:
             total_tokens: weight of all steps of all islands together, at which the run ends.
             ranks: joins the ranks of this island on the CPU.
+            liveness: watches them.
             samples_per_step: samples of its slot that this island reads in a step.
             facts: what all islands must have equal beside the settings and the model, such as the
                 data.
@@ -92,7 +83,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         mistakes = list(islands_mistakes(islands, config, begin))
         if mistakes:
             raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
-        super().__init__(model, None, replace(config, workers=1), optimizer=optimizer, seed=seed)
+        own = replace(config, workers=1)
+        super().__init__(model, None, own, optimizer=optimizer, liveness=liveness, seed=seed)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
@@ -107,8 +99,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         """The latest part of each fragment, when it was sent, and whether it is stored."""
         self._payloads: dict[int, Tensor] = {}
         """Its payload: what this rank has encoded."""
-        self._durations: deque[float] = deque(maxlen=16)
-        self._boundary_at = math.nan
+        self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._over = self._stopped = False
         self._saved: Saved | None = None
 
@@ -147,7 +138,9 @@ class IslandDiLoCo(StreamingDiLoCo):
             slots=self.islands.slots,
             begin=self.islands.begin,
             total_tokens=self.total_tokens,
-            checksums=tuple(self._copies.run(Declare(fragment=one)) for one in self._indices),
+            checksums=tuple(
+                self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))
+            ),
             fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
         )
         return Leader(
@@ -165,17 +158,13 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     @property
     def clock(self) -> int:
-        """Tokens of the run so far, which the learning rate follows."""
+        """Tokens of the run so far."""
         return self._seat.clock
 
     @property
     def finished(self) -> bool:
         """Whether the run has had its tokens, or this island was asked to leave."""
         return self._stopped
-
-    @property
-    def _indices(self) -> range:
-        return range(len(self.fragments))
 
     def _take_versions(self, versions: list[int]) -> None:
         """Let the model hold these versions of the shared copies."""
@@ -223,6 +212,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         if weight != int(weight) or weight < 0:
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
         self.step_count += 1
+        self._liveness.step_done(self.step_count)
         now = time.perf_counter()
         if not math.isnan(self._boundary_at):
             self._durations.append(now - self._boundary_at)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal
 
 
@@ -51,75 +52,6 @@ class Mode(Enum):
     """theta += Theta_new - Theta_old + own decoded part: late. Only work since the send remains."""
     RESET = "reset"
     """theta = Theta_new: the own part was not finite."""
-
-
-@dataclass
-class Member:
-    """What another island last told, and when, by this island's clock."""
-
-    heard: float
-    moved: float
-    """When its step last changed."""
-    step: int
-    caught_up: bool
-
-
-class Members:
-    """What is heard of other islands: hints for waiting, never for what is valid.
-
-    After a connection, and after a pause of this process, nobody counts as gone for the first
-    `expiry` seconds: an outage takes all keys, and a paused process has heard of nobody.
-    """
-
-    def __init__(self, expiry: float) -> None:
-        self.expiry = expiry
-        self.connected = False
-        self._by_name: dict[str, Member] = {}
-        self._since = self._last_tick = 0.0
-
-    def connect(self, now: float) -> None:
-        self.connected, self._since, self._last_tick = True, now, now
-
-    def tick(self, now: float) -> None:
-        """Notice a pause. Call this more often than every half of `expiry`, and first of all."""
-        if now - self._last_tick > self.expiry / 2:
-            self._since = now
-        self._last_tick = now
-
-    def hear(self, incarnation: str, step: int, caught_up: bool, now: float) -> None:
-        known = self._by_name.get(incarnation)
-        moved = now if known is None or known.step != step else known.moved
-        self._by_name[incarnation] = Member(now, moved, step, caught_up)
-
-    def has_caught_up(self, incarnation: str) -> bool:
-        """Return whether it was heard, and has told that it had caught up with the log."""
-        member = self._by_name.get(incarnation)
-        return member is not None and member.caught_up
-
-    def is_new(self, now: float) -> bool:
-        return not self.connected or now - self._since < self.expiry
-
-    def is_gone(self, incarnation: str, now: float) -> bool:
-        """Return whether its slot may be taken."""
-        member = self._by_name.get(incarnation)
-        return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
-
-    def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
-        """Return whether a round waits for it. `step_seconds`: of this island's steps."""
-        if self.is_new(now):
-            return True
-        member = self._by_name.get(incarnation)
-        if member is None or self.is_gone(incarnation, now) or not member.caught_up:
-            return False
-        return now - member.moved < max(self.expiry, 3 * step_seconds)
-
-    def free_slot(self, state: State, now: float) -> tuple[int, str | None] | None:
-        """Return a slot that may be taken, and the owner that this replaces."""
-        owners = [(slot, found.owner) for slot, found in enumerate(state.slots)]
-        for slot, name in sorted(owners, key=lambda pair: pair[1] is not None):
-            if name is None or self.is_gone(name, now):
-                return slot, name
-        return None
 
 
 @dataclass

@@ -5,6 +5,7 @@ import json
 import re
 import secrets
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +23,7 @@ from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.events import Names
 from torchtitan_diloco.islands.join import RUN_PATTERN, Join
 from torchtitan_diloco.islands.session import Session, check_installed
-from torchtitan_diloco.utils import install_command, logger
+from torchtitan_diloco.utils import end_with_parent, install_command, logger
 
 ISLAND, ADMIN = "island", "admin"
 ISLAND_MAY = {
@@ -79,6 +81,7 @@ class Server:
             text=True,
             errors="replace",
             process_group=0,  # Ctrl-C is for this process, which stops the server
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         try:
             self._wait_until_ready()

@@ -214,7 +214,8 @@ def _assumptions(name: str, load: Workload, conditions: Conditions, origin: str)
         f"workers x {load.ranks} {'processes' if load.on_cpu else 'accelerators'}",
         "links": f"{quantity(conditions.bits_per_second, 'bit/s')} for the slowest worker, latency "
         f"{quantity(conditions.latency_seconds, 's')} one way",
-        "step": f"{' / '.join(steps)} of compute ({origin}), jitter {100 * conditions.jitter:g} %",
+        "step": f"{' / '.join(steps)} of compute ({origin}), jitter "
+        f"{100 * conditions.jitter:.3g} %",
         "coding": coding,
         "prediction": "extended model of docs/planning.md, steady state of a long run; --table "
         "prints the paper's model",

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -74,8 +74,21 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{run.name}: left out {run.unreadable} line(s) of metrics.jsonl, not readable."
         if not run.settings:
             yield f"{run.name} has no readable config.toml: its settings are unknown."
+        yield from _left_out(run)
     if not any(run.rounds for run in runs):
         yield "No exchange was recorded: there is no timeline, cosine or drift to show."
+
+
+def _left_out(run: Run) -> Iterator[str]:
+    """Yield how often each worker was left out of a mean, and why."""
+    counts = Counter(
+        (worker, reason)
+        for record in run.rounds
+        for worker, own in enumerate(record.workers)
+        for reason in own.left_out
+    )
+    for (worker, reason), times in sorted(counts.items()):
+        yield f"{run.name}: worker {worker} was left out of {times} recorded round(s), {reason}."
 
 
 def _facts(run: Run) -> dict[str, Cell]:

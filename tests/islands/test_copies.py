@@ -1,0 +1,165 @@
+"""Shards of islands with other numbers of ranks, and the arithmetic of replaying."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.conftest import REPOSITORY
+from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import Fragments
+from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
+from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.islands.copies import Advance, Copies, Declare, Encoder
+from torchtitan_diloco.islands.fingerprints import arithmetic
+from torchtitan_diloco.islands.layout import Layout, Place
+from torchtitan_diloco.islands.ranks import Ranks
+
+SHAPES = [(5, 3), (1,), (7,), (4, 2, 3), (2, 9)]
+
+
+def fragment_of(shapes: list[tuple[int, ...]]) -> Fragment:
+    parts = [Part(str(n), nn.Parameter(torch.zeros(shape))) for n, shape in enumerate(shapes)]
+    return Fragment(0, "all", tuple(parts))
+
+
+def shard(whole: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
+    values = torch.empty(layout.size(ranks, rank))
+    Place(layout, ranks, rank).scatter(whole, values)
+    return values
+
+
+@settings(max_examples=40)
+@given(
+    shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
+    ranks=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_shards_are_those_of_fsdp_and_their_checksums_add_up(
+    shapes: list[tuple[int, ...]], ranks: int, seed: int
+) -> None:
+    layout = Layout(fragment_of(shapes))
+    whole = torch.randn(layout.values, generator=torch.Generator().manual_seed(seed))
+    parameters, start = [], 0
+    for part in fragment_of(shapes).parts:
+        size = part.parameter.numel()
+        parameters.append(whole[start : start + size].view(part.parameter.shape))
+        start += size
+    total = 0
+    for rank in range(ranks):
+        values = shard(whole, layout, ranks, rank)
+        chunks = [one.chunk(ranks) for one in parameters]
+        mine = [one[rank].flatten() for one in chunks if rank < len(one)]
+        assert torch.equal(values, torch.cat([*mine, torch.empty(0)]))
+        total += Place(layout, ranks, rank).checksum(values)
+    assert total % 2**64 == Place(layout, 1, 0).checksum(whole)
+    changed = whole.clone()
+    changed.view(torch.int32)[seed % layout.values] ^= 1 << (seed % 32)
+    assert Place(layout, 1, 0).checksum(changed) != total % 2**64
+
+
+def copies_of(
+    model: nn.Module, config: DiLoCoConfig, ranks: int = 1, rank: int = 0
+) -> tuple[Copies, list[OuterState]]:
+    """Return the copies of one rank; those of others are not in this process."""
+    fragments = build_fragments(model, config.fragments)
+    states = [OuterState(one, config.outer_optimizer, torch.device("cpu")) for one in fragments]
+    alone = Ranks(None)
+    alone.size, alone.rank = ranks, rank
+    if ranks > 1:
+        for state in states:
+            size = Layout(state.fragment).size(ranks, rank)
+            cast("Any", state).values = size
+    return Copies(states, config, alone), states
+
+
+@settings(max_examples=25)
+@given(
+    senders=st.integers(1, 4),
+    readers=st.integers(1, 4),
+    codec=st.sampled_from(["fp4_e3m0", "fp32"]),
+)
+def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, codec: str) -> None:
+    config = DiLoCoConfig(
+        fragments=Fragments(layers_per_fragment=0),
+        quantization=Quantization(codec=codec),  # type: ignore[arg-type]
+    )
+    model = nn.Sequential(nn.Linear(40, 37), nn.Linear(37, 5))
+    layout = Layout(build_fragments(model, config.fragments)[0])
+    whole = torch.randn(layout.values, generator=torch.Generator().manual_seed(7))
+    encoder, decoder = Encoder(config, 0, 0), build_codec(config.quantization)
+    payloads, expected = [], torch.empty(layout.values)
+    for rank in range(senders):
+        payload = encoder.encode(shard(whole, layout, senders, rank), 0, 1, 0)
+        decoded = torch.empty(layout.size(senders, rank))
+        decoder.decode(payload, decoded)
+        for span in layout.spans(senders, rank):
+            expected[span.whole :][: span.size] = decoded[span.local :][: span.size]
+        payloads.append(payload)
+    for rank in range(readers):
+        copies, _ = copies_of(model, config, readers, rank)
+        values = torch.empty(layout.size(readers, rank))
+        copies.decode(0, torch.cat(payloads), senders, values)
+        assert torch.equal(values, shard(expected, layout, readers, rank))
+    assert copies.is_finite(0, torch.cat(payloads), senders)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+OPTIMIZERS = ["nesterov", "adam"]
+FORMATS = ["fp32", "fp4_e3m0", "int8"]
+
+
+def replayed() -> dict[str, list[str]]:
+    """Return the arithmetic's fingerprint, and checksums of a replay, for several settings."""
+    found = {}
+    for name in OPTIMIZERS:
+        for codec in FORMATS:
+            config = DiLoCoConfig(
+                fragments=Fragments(layers_per_fragment=0),
+                outer_optimizer=OuterOptimizer(name=name),  # type: ignore[arg-type]
+                quantization=Quantization(codec=codec),  # type: ignore[arg-type]
+            )
+            model = nn.Sequential(nn.Linear(100, 99))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(numbers(parameter.numel(), 1).view(parameter.shape))
+            copies, states = copies_of(model, config)
+            sums = [copies.run(Declare())]
+            encoder = Encoder(config, 0, 0)
+            for version in range(1, 5):
+                deltas = [numbers(states[0].values, 10 * version + one) * 0.01 for one in range(3)]
+                payload = torch.cat([encoder.encode(delta, 0, version, 0) for delta in deltas])
+                job = Advance(version=version, lr=0.7, weights=[3, 0, 4], ranks=[1, 1, 1])
+                sums.append(copies.run(job, payload))
+            found[f"{name} {codec}"] = [arithmetic(config, torch.device("cpu")), *sums]
+    return found
+
+
+def numbers(count: int, seed: int) -> Tensor:
+    """Return fixed numbers that no instruction set changes."""
+    whole = torch.arange(count, dtype=torch.int64) * (7919 + 2 * seed) % 100_003
+    return (whole - 50_000).to(torch.float32) / 65_536
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the variable is tested on Linux")
+def test_another_instruction_set_gives_the_same_bits_or_another_fingerprint() -> None:
+    program = (
+        "import json; from tests.islands.test_copies import replayed; print(json.dumps(replayed()))"
+    )
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(REPOSITORY)}
+    output = subprocess.check_output(
+        [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, text=True
+    )
+    plain, here = json.loads(output), replayed()
+    assert here.keys() == plain.keys()
+    for setting, (fingerprint, *sums) in here.items():
+        assert fingerprint != plain[setting][0] or sums == plain[setting][1:], setting

@@ -1,0 +1,86 @@
+"""The folders of checkpoints: RUN/checkpoints/step-00001000 and those that are not complete.
+
+A folder has its name only once it is complete. The launcher reads this too, without torch.
+"""
+
+import errno
+import os
+import re
+import shutil
+from itertools import count
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+INCOMPLETE, DAMAGED = ".incomplete", ".damaged"
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints of a run whose save was completed, oldest first."""
+    found = (run / "checkpoints").glob("step-*")
+    return sorted((path for path in found if is_checkpoint(path)), key=step_of)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether this is the name of a complete checkpoint."""
+    return re.fullmatch(r"step-\d+", path.name) is not None
+
+
+def begin(path: Path) -> None:
+    """Create an empty folder beside `path` to write into.
+
+    A checkpoint that exists is never replaced. Folders that earlier saves have not completed are
+    deleted: they may be what fills the disk.
+    """
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "a checkpoint of this step exists", str(path))
+    for left in path.parent.glob(f"step-*{INCOMPLETE}"):
+        shutil.rmtree(left, ignore_errors=True)
+    incomplete(path).mkdir(parents=True)
+
+
+def incomplete(path: Path) -> Path:
+    """Return the folder that a checkpoint is written to."""
+    return path.with_name(path.name + INCOMPLETE)
+
+
+def complete(path: Path, manifest: str) -> None:
+    """Write the manifest and give the folder its name, which makes the checkpoint visible."""
+    written = incomplete(path)
+    with (written / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(written)
+    written.rename(path)
+    _sync_folder(path.parent)
+
+
+def prune(run: Path, newest: Path, *, keep_latest: int, keep_every: int) -> None:
+    """Delete all checkpoints but the latest and those at steps to keep."""
+    known = [path for path in complete_checkpoints(run) if (path / MANIFEST).exists()]
+    for path in known[:-keep_latest]:
+        if path != newest and (not keep_every or step_of(path) % keep_every):
+            path.rename(incomplete(path))  # a folder that is half deleted is no checkpoint
+            shutil.rmtree(incomplete(path), ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither found nor deleted, and return its path."""
+    names = (f"{path}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    return path.rename(next(name for name in names if not Path(name).exists()))
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,242 @@
+"""The checkpoint that a run starts from, and loading it, on the same layout or another one."""
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from torchtitan_diloco.components.checkpoint_folders import (
+    MANIFEST,
+    complete_checkpoints,
+    is_checkpoint,
+)
+from torchtitan_diloco.components.checkpoint_schema import (
+    MODEL,
+    SHARED,
+    DamagedError,
+    Manifest,
+    RunState,
+    TensorFolder,
+    check_files,
+    inner_tensors,
+    random_states,
+    read_manifest,
+    worker_folder,
+)
+from torchtitan_diloco.config.loader import flatten
+from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.diloco.state_dict import (
+    SavedState,
+    facts_for_new_worker,
+    shared_parameter_name,
+)
+from torchtitan_diloco.distributed.collectives import on_first_rank
+from torchtitan_diloco.distributed.world import World
+
+
+@dataclass(frozen=True)
+class Start:
+    """Run folder and checkpoint that a run starts from."""
+
+    folder: str = ""
+    """Folder of the run to continue; empty for a new run."""
+    checkpoint: str = ""
+    """Folder of the checkpoint; empty for a run from the beginning."""
+    manifest: Manifest | None = None
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Newer checkpoints that are damaged, and what is wrong with them."""
+
+    @property
+    def state(self) -> RunState:
+        return RunState() if self.manifest is None else self.manifest.state
+
+
+def find_start(world: World, resume: str, run_folder: str) -> Start:
+    """Return what `checkpoint.resume` and `run.folder` mean, the same on every rank.
+
+    The ranks share the work of comparing checksums.
+    """
+    folder, candidates = on_first_rank(
+        world, tuple[str, list[str]], lambda: find_candidates(resume, run_folder)
+    )
+    damaged: dict[str, str] = {}
+    for checkpoint in candidates:
+        manifest, wrong = _verify(world, Path(checkpoint))
+        if not wrong:
+            return Start(folder, checkpoint, manifest, damaged)
+        if resume != "auto":
+            raise ValueError(
+                f'{wrong}: set checkpoint.resume to another checkpoint, or to "auto", which takes '
+                "the newest one in run.folder that is not damaged"
+            )
+        damaged[checkpoint] = wrong
+    if damaged:
+        raise ValueError(
+            "all checkpoints of the run are damaged: "
+            + "; ".join(damaged.values())
+            + ". Start a new run in another run.folder, or remove them to start this one over"
+        )
+    return Start(folder)
+
+
+def find_candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
+    """Return the folder of the run to continue and the checkpoints it may resume, newest first."""
+    own = Path(run_folder).expanduser() if run_folder else None
+    from_own = resume in ("auto", "strict")
+    if resume == "never" or (from_own and own is None):
+        return "", []
+    path = own if own is not None and from_own else Path(resume).expanduser()
+    if not from_own and ((path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path))):
+        return "", [str(path)]
+    if found := complete_checkpoints(path):
+        same = own is None or own.resolve() == path.resolve()
+        newest_first = [str(checkpoint) for checkpoint in reversed(found)]
+        return str(path) if same else "", newest_first
+    if from_own:
+        return str(path) if (path / "metrics.jsonl").exists() else "", []
+    raise ValueError(
+        f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
+        'complete one: give "auto", "strict", "never", or such a folder'
+    )
+
+
+def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
+    """Return the manifest of a checkpoint and what is damaged, the same on every rank.
+
+    What cannot be read raises on all ranks: it is not proven that it is damaged.
+    """
+
+    def read() -> tuple[Manifest | None, str]:
+        try:
+            return read_manifest(path), ""
+        except DamagedError as error:
+            return None, str(error)
+
+    manifest, wrong = on_first_rank(world, tuple[Manifest | None, str], read)
+    if manifest is not None:
+        by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
+        damaged = unreadable = ""
+        try:
+            check_files(path, manifest, by_size[world.rank :: world.size])
+        except DamagedError as error:
+            damaged = f"{error} (found by rank {world.rank})"
+        except ValueError as error:
+            unreadable = f"{error} (on rank {world.rank})"
+        answers = gather_objects([damaged, unreadable], world.control)
+        wrong, unreadable = (next(filter(None, texts), "") for texts in zip(*answers, strict=True))
+        if unreadable:
+            raise ValueError(unreadable)
+    return manifest, wrong
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+NO_OUTER_LOOP_SAVED = (
+    "the saved run had no outer loop: the shared parameters start as its model, outer momentum "
+    "from zero"
+)
+
+
+def restore(
+    path: Path,
+    manifest: Manifest,
+    new_workers: str,
+    world: World,
+    model: nn.Module,
+    optimizer: AdamW,
+    outer: OuterLoop,
+) -> list[str]:
+    """Load a checkpoint and return what could not be carried over, one line each.
+
+    `new_workers` is `checkpoint.new_workers`. Without an outer loop, which has no fragments, all
+    workers hold one model and resume from worker 0.
+    """
+    streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
+    worker = world.worker if streaming and streamed else 0
+    existed = worker < manifest.workers
+    own = TensorFolder(path, manifest, worker_folder(worker % manifest.workers))
+    _check_model(path, own, model)
+    if existed or new_workers == "copy":
+        same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
+        _load_inner(own, model, optimizer, world, parameters=existed, random=existed and same_ranks)
+    if not streamed:
+        outer.restart_from_model(manifest.step)
+        return [NO_OUTER_LOOP_SAVED] if streaming else []
+    shared = TensorFolder(path, manifest, SHARED)
+    if existed:
+        facts = manifest.outer[worker]
+    else:
+        facts = facts_for_new_worker(manifest.outer[0])
+        named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
+        # Frozen parameters are not shared: they stay what the workers have agreed on.
+        shared.fill({name: one.detach() for name, one in named if name in shared.tensors})
+    own_names = own.tensors if existed else ()
+    saved = SavedState.template(model, facts, shared.tensors, own_names, world.host_mesh)
+    shared.fill(saved.shared)
+    own.fill(saved.own)
+    notes = outer.load_state_dict(saved)
+    if not streaming or manifest.workers == world.workers:
+        return notes
+    change = f"{manifest.workers} workers are now {world.workers}"
+    if manifest.workers > world.workers:
+        end = f"what those from {world.workers} on had not sent yet is left behind"
+    else:
+        how = "as a copy" if new_workers == "copy" else "fresh"
+        end = f"the new ones start from the shared parameters, their inner optimizer {how}"
+    return [*notes, f"{change}: {end}"]
+
+
+def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
+    theirs = {
+        name.removeprefix(MODEL): tuple(known.size)
+        for name, known in saved.tensors.items()
+        if name.startswith(MODEL)
+    }
+    mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if differing:
+        name = differing[0]
+        there, here = theirs.get(name, "absent"), mine.get(name, "absent")
+        raise ValueError(
+            f"{path} is of another model: {name} is {there} there and {here} in this run, and "
+            f"{len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
+            "training.sequence_length as in the run's config.toml"
+        )
+
+
+def _load_inner(
+    saved: TensorFolder,
+    model: nn.Module,
+    optimizer: AdamW,
+    world: World,
+    *,
+    parameters: bool,
+    random: bool,
+) -> None:
+    """Load the state of the optimizer, and on request parameters and random states."""
+    tensors = inner_tensors(model, optimizer)
+    if not parameters:
+        tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
+    states = random_states(world.device, world.rank_in_worker) if random else {}
+    states = {name: state for name, state in states.items() if name in saved.tensors}
+    saved.fill(tensors | states)
+    for name, state in states.items():
+        set_state = torch.cuda.set_rng_state if "/cuda/" in name else torch.set_rng_state
+        set_state(state)
+
+
+NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
+
+
+def changed_settings(before: str, now: str) -> list[str]:
+    """Return the differences between the settings of two TOML texts, one line each."""
+    old, new = (dict(flatten(tomllib.loads(text))) for text in (before, now))
+    return [
+        f"{key} was {old.get(key, 'not set')}, is {new.get(key, 'not set')}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and not key.startswith(NOT_COMPARED)
+    ]
