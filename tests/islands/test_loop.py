@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, leader
+from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, joining, leader
 from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.records import Chunk
@@ -108,6 +108,37 @@ def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None
     assert 3 in {round_.participants for round_ in results[0].rounds}
 
 
+def test_a_joiner_asks_another_island_when_its_donor_dies(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
+    islands = [Island(server, name, steps=250, slots=3, grace=0.2) for name in ("a", "b", "c")]
+    dead: list[Island] = []
+
+    def die_first(island: Island, answer: Callable[[str, object], None]) -> None:
+        def die_or_answer(sender: str, message: object) -> None:
+            if not dead:
+                dead.append(island)
+                island.died.set()
+            elif island not in dead:
+                answer(sender, message)
+
+        found = island.outer._leader
+        assert found is not None
+        monkeypatch.setattr(found, "_answer", die_or_answer)
+
+    for island in islands:
+        island.step_seconds = 0.02
+    with started(*islands[:2]):
+        for island in islands[:2]:
+            wait_until(lambda one=island: one.step > 20, "the first rounds")
+            die_first(island, island.outer._leader._answer)
+        islands[2].start()
+        result = islands[2].finish()
+        (survivor,) = set(islands[:2]) - set(dead)
+        assert same(survivor.finish().shared, result.shared)
+
+
 def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
     first = Island(server, "a", steps=150, grace=0.2, step_seconds=0.02)
     second = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
@@ -174,7 +205,8 @@ def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
     first = Island(server, "a", steps=100, grace=0.2, step_seconds=0.05)
     second = Island(server, "b", steps=100, grace=0.2, step_seconds=0.05)
     third = Island(server, "c", steps=100)
-    fetch, delays = Connection.fetch, [3.0]
+    monkeypatch.setattr(leader, "EXPIRY", 2.0)
+    fetch, delays = Connection.fetch, [6.0]
 
     def slow(connection: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
         if connection._name.startswith("b/") and third.is_alive() and delays:

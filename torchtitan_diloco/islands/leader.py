@@ -214,8 +214,6 @@ class Leader:
         """Handle what has come in, or wait for a moment, and do what is due."""
         if self._closed.is_set():
             raise ClosedError("the island was closed")
-        with self.changed:
-            self._members.tick(time.monotonic())
         self._inbox.receive()
         self._read_records()
         while self._inbox.messages:
@@ -305,8 +303,6 @@ class Leader:
         while not self._parts.are_fetched(close.parts, TICK):
             # It may take long over a slow link: hear the others, and be heard.
             self._inbox.receive(0.0)
-            with self.changed:
-                self._members.tick(time.monotonic())
             self._beat()
         payloads = [self._parts.payload(number) for number in close.parts]
         self.received[close.fragment, close.version] = sum(
