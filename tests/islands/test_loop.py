@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, joining, leader
 from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.members import name_of
 from torchtitan_diloco.islands.records import Chunk
 from torchtitan_diloco.islands.server import local_server
 
@@ -112,31 +114,26 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
-    islands = [Island(server, name, steps=250, slots=3, grace=0.2) for name in ("a", "b", "c")]
-    dead: list[Island] = []
+    answer, dead = Leader._answer, list[str]()
 
-    def die_first(island: Island, answer: Callable[[str, object], None]) -> None:
-        def die_or_answer(sender: str, message: object) -> None:
-            if not dead:
-                dead.append(island)
-                island.died.set()
-            elif island not in dead:
-                answer(sender, message)
+    def die_first(asked: Leader, sender: str, message: object) -> None:
+        name = name_of(asked.incarnation)
+        if not dead:
+            dead.append(name)
+            islands[name].died.set()
+        if name not in dead:
+            answer(asked, sender, message)
 
-        found = island.outer._leader
-        assert found is not None
-        monkeypatch.setattr(found, "_answer", die_or_answer)
-
-    for island in islands:
+    monkeypatch.setattr(Leader, "_answer", die_first)
+    islands = {name: Island(server, name, steps=250, slots=3, grace=0.2) for name in "abc"}
+    for island in islands.values():
         island.step_seconds = 0.02
-    with started(*islands[:2]):
-        for island in islands[:2]:
-            wait_until(lambda one=island: one.step > 20, "the first rounds")
-            die_first(island, island.outer._leader._answer)
-        islands[2].start()
-        result = islands[2].finish()
-        (survivor,) = set(islands[:2]) - set(dead)
-        assert same(survivor.finish().shared, result.shared)
+    with started(islands["a"], islands["b"]):
+        islands["b"].wait_for_step(20)
+        islands["c"].start()
+        result = islands["c"].finish()
+        (survivor,) = {"a", "b"} - set(dead)
+        assert same(islands[survivor].finish().shared, result.shared)
 
 
 def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
@@ -201,7 +198,6 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
 def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a slow link, parts may take longer than islands wait for a heartbeat."""
     first = Island(server, "a", steps=100, grace=0.2, step_seconds=0.05)
     second = Island(server, "b", steps=100, grace=0.2, step_seconds=0.05)
     third = Island(server, "c", steps=100)
