@@ -134,8 +134,9 @@ class Trainer:
             self.outer.drain()
             checkpointer.wait()
             summary = self._summarise(telemetry)
+        early = not self.finished if self.island is None else self.island.close()
         garbage.close()
-        if not self.finished:
+        if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
         log_summary(summary)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")

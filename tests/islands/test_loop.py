@@ -34,8 +34,8 @@ def server(tmp_path: Path) -> Iterator[Join]:
 
 @pytest.fixture(autouse=True)
 def _soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an island count as gone after a second."""
-    monkeypatch.setattr(leader, "EXPIRY", 1.0)
+    """Let an island count as gone soon."""
+    monkeypatch.setattr(leader, "EXPIRY", 2.0)
 
 
 # --- lockstep -------------------------------------------------------------------------------------
@@ -159,6 +159,7 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
         frozen = stopped.outer._leader
         assert frozen is not None
         frozen._work = lambda: time.sleep(0.1)  # type: ignore[method-assign]
+        frozen._connection.beat = lambda _: None  # type: ignore[method-assign]
         with started(again):
             again.wait_for_step(10)
             del frozen._work
@@ -174,7 +175,7 @@ def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
     first = Island(server, "a", steps=100, grace=0.2, step_seconds=0.05)
     second = Island(server, "b", steps=100, grace=0.2, step_seconds=0.05)
     third = Island(server, "c", steps=100)
-    fetch, delays = Connection.fetch, [3.0]
+    fetch, delays = Connection.fetch, [5.0]
 
     def slow(connection: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
         if connection._name.startswith("b/") and third.is_alive() and delays:
@@ -202,6 +203,34 @@ def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
             first.wait_for_step(first.step + 20)
             found.start()
             assert same(first.finish().shared, second.finish().shared)
+
+
+def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:
+    first, second = (Island(server, name, steps=100, step_seconds=0.02) for name in ("a", "b"))
+    spare = Island(server, "c", steps=100)
+    with started(first, second):
+        first.wait_for_step(10)
+        with started(spare):
+            first.wait_for_step(80)
+            held = [len(copy.versions) for copy in spare.outer._copies.fragments]
+            assert max(held) <= 2
+            assert spare.outer._leader is not None
+            assert len(spare.outer._leader._parts._fetched) <= 10
+
+
+def test_an_island_leaves_without_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "AWAY", 0.5)
+    with running_server(tmp_path / "server") as found:
+        island = Island(found.join, "a", begin=1, slots=1, steps=1000, step_seconds=0.02)
+        with started(island):
+            island.wait_for_step(10)
+            assert found.process is not None
+            found.process.kill()
+            island.wait_for_step(island.step + 5)
+            island.stop.set()
+            island.finish(30)
 
 
 # --- the log is the run ---------------------------------------------------------------------------
