@@ -159,7 +159,7 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
         frozen = stopped.outer._leader
         assert frozen is not None
         frozen._work = lambda: time.sleep(0.1)  # type: ignore[method-assign]
-        frozen._connection.beat = lambda _: None  # type: ignore[method-assign]
+        frozen._connection.beat = lambda hint: None  # type: ignore[method-assign]
         with started(again):
             again.wait_for_step(10)
             del frozen._work
