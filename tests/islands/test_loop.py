@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, leader
+from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, joining, leader
 from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.records import Chunk
@@ -106,6 +106,37 @@ def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None
     assert results[2].outer.seat.slot == 2
     assert results[2].steps < results[0].steps
     assert 3 in {round_.participants for round_ in results[0].rounds}
+
+
+def test_a_joiner_asks_another_island_when_its_donor_dies(
+    server: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
+    islands = [Island(server, name, steps=250, slots=3, grace=0.2) for name in ("a", "b", "c")]
+    dead: list[Island] = []
+
+    def die_first(island: Island, answer: Callable[[str, object], None]) -> None:
+        def die_or_answer(sender: str, message: object) -> None:
+            if not dead:
+                dead.append(island)
+                island.died.set()
+            elif island not in dead:
+                answer(sender, message)
+
+        found = island.outer._leader
+        assert found is not None
+        monkeypatch.setattr(found, "_answer", die_or_answer)
+
+    for island in islands:
+        island.step_seconds = 0.02
+    with started(*islands[:2]):
+        for island in islands[:2]:
+            wait_until(lambda one=island: one.step > 20, "the first rounds")
+            die_first(island, island.outer._leader._answer)
+        islands[2].start()
+        result = islands[2].finish()
+        (survivor,) = set(islands[:2]) - set(dead)
+        assert same(survivor.finish().shared, result.shared)
 
 
 def test_an_island_that_died_returns_under_its_name(server: Join) -> None:

@@ -93,6 +93,7 @@ class Inbox:
 
     def receive(self, seconds: float = TICK) -> None:
         """Wait for an event, not longer than this, and handle all there are."""
+        self._members.tick(time.monotonic())
         with suppress(queue.Empty):
             event = self._connection.events.get(timeout=seconds)
             while True:
@@ -265,6 +266,8 @@ class Joining:
                 answer = message if mine and sender == donor else answer
             if isinstance(answer, Snapshot) and (not answer.version or self._has(answer.head)):
                 return answer
+            if answer is None and self._members.is_gone(donor, time.monotonic()):
+                break
         return None
 
     def _has(self, head: str) -> bool:

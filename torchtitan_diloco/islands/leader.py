@@ -213,8 +213,6 @@ class Leader:
         """Handle what has come in, or wait for a moment, and do what is due."""
         if self._closed.is_set():
             raise ClosedError("the island was closed")
-        with self.changed:
-            self._members.tick(time.monotonic())
         self._inbox.receive()
         self._read_records()
         while self._inbox.messages:
