@@ -165,18 +165,31 @@ def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
             assert same(first.finish().shared, again.finish().shared)
 
 
-def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
+@torch.no_grad()
+def _move(island: Island) -> None:
+    """Let a delta be as large as the number of its steps."""
+    island.optimizer.param_groups[0]["lr"] = 0.0
+    island.model.embedding.weight[0] += 0.01
+
+
+def test_a_server_that_is_away_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was trained in the meantime counts, although its delta is larger than usual."""
+    chosen = replace(FP4, delta_norm_limit=2.0)
     with running_server(tmp_path / "server") as found:
-        first = Island(found.join, "a", steps=120, grace=0.3, step_seconds=0.02)
-        second = Island(found.join, "b", steps=120, grace=0.3, step_seconds=0.02)
+        first = Island(found.join, "a", chosen, steps=120, grace=0.3, step_seconds=0.02)
+        second = Island(found.join, "b", chosen, steps=120, grace=0.3, step_seconds=0.02)
+        first.each_step = second.each_step = _move
         with started(first, second):
-            first.wait_for_step(20)
+            first.wait_for_step(50)  # five rounds, which make a usual norm
             assert found.process is not None
             found.process.kill()
             found.process.wait()
             first.wait_for_step(first.step + 20)
             found.start()
             assert same(first.finish().shared, second.finish().shared)
+    assert "has sent no delta" not in caplog.text
 
 
 # --- the log is the run ---------------------------------------------------------------------------

@@ -319,7 +319,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
-            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit)
+            turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
+            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
             payload = self._encoder.encode(delta, part.fragment, part.number, part.slot)
         self._payloads[part.fragment] = payload
         round_.traffic.encoded = time.perf_counter()
