@@ -85,8 +85,7 @@ class Trainer:
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
-        self.parts = world, self.model, self.optimizer, self.outer
-        """What a checkpoint contains."""
+        self.parts = world, self.model, self.optimizer, self.outer  # of a checkpoint
         self.validator = self._build_validator()
 
     # --- the run ----------------------------------------------------------------------------------

@@ -255,11 +255,9 @@ class Joining:
 
     def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
         """Return the answer once the log has been received up to the entry that it is of."""
-        asked_at, answer = time.monotonic(), None
-        while (now := time.monotonic()) < asked_at + SNAPSHOT_SECONDS:
+        until, answer = time.monotonic() + SNAPSHOT_SECONDS, None
+        while time.monotonic() < until:
             self._inbox.receive()
-            if self._members.is_gone(donor, now):
-                break
             while self._inbox.messages:
                 sender, message = self._inbox.messages.popleft()
                 mine = isinstance(message, Snapshot) and message.fragment == fragment

@@ -79,11 +79,10 @@ class IslandDiLoCo(StreamingDiLoCo):
                 data.
         """
         begin = islands.begin or config.workers
-        mistakes = list(islands_mistakes(islands, config, begin))
-        if mistakes:
-            raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
-        own = replace(config, workers=1)
-        super().__init__(model, None, own, optimizer=optimizer, liveness=liveness, seed=seed)
+        if mistakes := list(islands_mistakes(islands, config, begin)):
+            raise ValueError("\n".join(map(": ".join, mistakes)))
+        config = replace(config, workers=1)
+        super().__init__(model, None, config, optimizer=optimizer, liveness=liveness, seed=seed)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
@@ -97,9 +96,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._seat = Seat(0, 1, 1, 0, total_tokens, 0, [])
         self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
         """The latest part of each fragment, when it was sent, and whether it is stored."""
-        self._healed_since = set[int]()  # fragments that have taken the shared parameters
-        self._payloads: dict[int, Tensor] = {}
-        """Its payload: what this rank has encoded."""
+        self._healed_since = set[int]()
+        self._payloads: dict[int, Tensor] = {}  # what this rank has encoded of it
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._over = self._stopped = False
         self._saved: Saved | None = None
@@ -193,9 +191,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         while not self._over and (self._leader or self._follower):
             self._boundary()
             if not self._over and self._leader is not None:
-                with self._leader.changed:
-                    self._leader.check()
-                    self._leader.changed.wait(0.05)
+                self._leader.check()
+                time.sleep(0.05)
 
     def close(self) -> None:
         if self._leader is not None:
@@ -260,8 +257,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                     break
         self._stopped, self._over = decision.stopped, decision.over
         self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
-        counted = self._meter.exposed_seconds - counted
-        self._meter.waited(time.perf_counter() - started - counted)
+        counted -= self._meter.exposed_seconds  # by the rounds themselves
+        self._meter.waited(time.perf_counter() - started + counted)
 
     def _send_part(self, part: Part) -> None:
         state = self._states[part.fragment]
@@ -338,8 +335,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
-            steps = (part.end - part.start) / self._samples_per_step  # an outage makes them many
-            round_.flags = state.norms.judge(whole / steps**2, self.config.delta_norm_limit)
+            turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
+            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
             payload = self._encoder.encode(delta, part.fragment, part.number, part.slot)
         self._payloads[part.fragment] = payload
         round_.traffic.encoded = time.perf_counter()
@@ -398,6 +395,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         return notes
 
     def describe(self) -> list[str]:
-        lines = super().describe()
-        where = f"island {self.islands.name}: {self.islands.begin} begin together"
-        return [f"{'islands':<10} {where}, waits at least {self.islands.grace_seconds:g} s", *lines]
+        chosen = self.islands
+        line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
+        return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]
