@@ -51,10 +51,17 @@ class IslandRun:
             return parts[seat.slot : seat.slot + 1], seat.position, None
         return parts, seat.position, Stream(seat.slot, seat.slots, seat.block)
 
+    def close(self) -> bool:
+        """Disconnect. Return whether this island has left before the end of the run."""
+        left = self.outer.left
+        self.outer.close()
+        return left
+
     @property
     def step(self) -> float:
         """Step of the run that begins, by the tokens of all islands."""
-        return self.outer.clock / self._plan.tokens_per_step + 1
+        outer = self.outer
+        return outer.clock * self._plan.total_steps / outer.seat.total_tokens + 1
 
     def tokens_of_step(self, shards: WorkerShards) -> int:
         """Return the weight of a step: larger in a slot with more tokens of its own."""

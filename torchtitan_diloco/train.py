@@ -11,6 +11,7 @@ from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import join_world, leave_world
+from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import (
     USER_ERROR,
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
         Trainer(config, world).run()
     except ValueError as error:
         return _report(error)
-    except (WorkerLostError, RanksLostError) as error:
+    except (WorkerLostError, RanksLostError, IslandFailedError) as error:
         _print_error(error)
         return WORKER_LOST
     except (MemoryError, RuntimeError) as error:

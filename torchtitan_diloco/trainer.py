@@ -85,8 +85,7 @@ class Trainer:
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, self.plan.total_steps)
         self.outer = self._build_outer_loop()
-        self.parts = world, self.model, self.optimizer, self.outer
-        """What a checkpoint contains."""
+        self.parts = world, self.model, self.optimizer, self.outer  # of a checkpoint
         self.validator = self._build_validator()
 
     # --- the run ----------------------------------------------------------------------------------
@@ -134,8 +133,9 @@ class Trainer:
             self.outer.drain()
             checkpointer.wait()
             summary = self._summarise(telemetry)
+        early = not self.finished if self.island is None else self.island.close()
         garbage.close()
-        if not self.finished:
+        if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
         log_summary(summary)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")

@@ -49,6 +49,15 @@ def test_a_lasting_change_is_an_outlier_for_a_while_only() -> None:
     assert found[-1] == 0
 
 
+def test_a_delta_of_more_steps_may_be_larger() -> None:
+    history, early = DeltaNorms(), DeltaNorms()
+    assert {history.judge(1.0, LIMIT) for _ in range(FEWEST)} == {0}
+    assert history.judge(50.0**2, LIMIT, turns=30.0) == 0
+    assert history.judge(50.0**2, LIMIT, turns=3.0) == OUTLIER
+    assert {early.judge(0.05**2, LIMIT, turns=0.1) for _ in range(FEWEST)} == {0}
+    assert early.judge(1.0, LIMIT) == 0
+
+
 def header(flags: int = 0, weight: float = 2.0) -> Header:
     return Header(flags, 1, 0, 1, 1, weight, 0)
 

@@ -2,9 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,32 +10,17 @@ from torch import Tensor
 
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
-from tests.islands.servers import need_server, running_server
+from tests.islands.servers import need_server
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandDiLoCo, IslandFencedError, Islands, joining, leader
-from torchtitan_diloco.islands.connection import Bulk, Connection
+from torchtitan_diloco.islands import IslandDiLoCo, Islands
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.leader import Leader
-from torchtitan_diloco.islands.members import name_of
-from torchtitan_diloco.islands.records import Chunk
-from torchtitan_diloco.islands.server import local_server
 
 need_server()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Join]:
-    with local_server(tmp_path / "server") as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def _soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an island count as gone after a second."""
-    monkeypatch.setattr(leader, "EXPIRY", 1.0)
+pytestmark = pytest.mark.usefixtures("soon_gone")
 
 
 # --- lockstep -------------------------------------------------------------------------------------
@@ -78,220 +61,6 @@ def test_two_islands_have_the_bits_of_one_world(
     assert same(first.shared, second.shared)
     assert same(first.shared, one_world)
     assert all(round_.participants == 2 for round_ in first.rounds)
-
-
-# --- islands that come and go ---------------------------------------------------------------------
-
-
-def test_a_death_does_not_hold_up_the_other(server: Join) -> None:
-    first, second = (Island(server, name, steps=60, grace=0.2) for name in ("a", "b"))
-    first.step_seconds = second.step_seconds = 0.01
-    with started(first, second):
-        second.wait_for_step(20)
-        second.died.set()
-        result = first.finish()
-    assert result.rounds[-1].participants == 1
-    assert result.outer.clock >= 60 * 2 * TOKENS
-
-
-def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None:
-    first, second = (Island(server, name, steps=200, slots=3, grace=0.5) for name in ("a", "b"))
-    third = Island(server, "c", steps=200, slots=3, grace=0.5)
-    for island in (first, second, third):
-        island.step_seconds = 0.02
-    with started(first, second):
-        wait_until(lambda: first.outer._leader is not None and first.step > 20, "the first rounds")
-        third.start()
-        results = [island.finish() for island in (first, second, third)]
-    assert same(results[0].shared, results[1].shared)
-    assert same(results[0].shared, results[2].shared)
-    assert results[2].outer.seat.slot == 2
-    assert results[2].steps < results[0].steps
-    assert 3 in {round_.participants for round_ in results[0].rounds}
-
-
-def test_a_joiner_asks_another_island_when_its_donor_dies(
-    server: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
-    answer, dead = Leader._answer, list[str]()
-
-    def die_first(asked: Leader, sender: str, message: object) -> None:
-        name = name_of(asked.incarnation)
-        if not dead:
-            dead.append(name)
-            islands[name].died.set()
-        if name not in dead:
-            answer(asked, sender, message)
-
-    monkeypatch.setattr(Leader, "_answer", die_first)
-    islands = {name: Island(server, name, steps=250, slots=3, grace=0.2) for name in "abc"}
-    for island in islands.values():
-        island.step_seconds = 0.02
-    with started(islands["a"], islands["b"]):
-        islands["b"].wait_for_step(20)
-        islands["c"].start()
-        result = islands["c"].finish()
-        (survivor,) = {"a", "b"} - set(dead)
-        assert same(islands[survivor].finish().shared, result.shared)
-
-
-def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
-    first = Island(server, "a", steps=150, grace=0.2, step_seconds=0.02)
-    second = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
-    again = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
-    with started(first, second):
-        second.wait_for_step(30)
-        taken = second.outer.seat.slot
-        second.died.set()
-        second.join(20)
-        again.start()
-        results = [first.finish(), again.finish()]
-    assert same(results[0].shared, results[1].shared)
-    assert again.outer.seat.slot == taken
-    assert again.outer.seat.position > 0  # it does not read merged samples again
-
-
-def test_an_island_that_leaves_gives_its_slot_back(server: Join) -> None:
-    first = Island(server, "a", steps=80, grace=0.2, step_seconds=0.02)
-    second = Island(server, "b", steps=80, grace=0.2, step_seconds=0.02)
-    with started(first, second):
-        second.wait_for_step(20)
-        second.stop.set()
-        left = second.finish(20)
-        assert first.outer._leader is not None
-        state = first.outer._leader.state
-        wait_until(lambda: state.slots[second.outer.seat.slot].owner is None, "the slot")
-        ledger = state.slots[second.outer.seat.slot].ledgers[0]
-        assert ledger.taken_to <= 2 * left.steps
-        first.finish()
-
-
-def test_the_same_name_twice_is_refused_while_the_first_is_running(server: Join) -> None:
-    first = Island(server, "a", begin=1, slots=2, steps=400, step_seconds=0.02)
-    twin = Island(server, "a", begin=1, slots=2, steps=400)
-    with started(first):
-        first.wait_for_step(3)
-        with started(twin), pytest.raises(ValueError, match="a is running already"):
-            twin.finish()
-        assert first.failure is None
-
-
-def test_an_old_start_that_wakes_up_ends_without_harm(server: Join) -> None:
-    """It does not answer for longer than islands wait, as after SIGSTOP."""
-    first = Island(server, "a", steps=150, grace=0.2, step_seconds=0.02)
-    stopped = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
-    again = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
-    with started(first, stopped):
-        stopped.wait_for_step(20)
-        frozen = stopped.outer._leader
-        assert frozen is not None
-        frozen._work = lambda: time.sleep(0.1)  # type: ignore[method-assign]
-        with started(again):
-            again.wait_for_step(10)
-            del frozen._work
-            with pytest.raises(IslandFencedError, match="was taken by b/"):
-                stopped.finish()
-            assert same(first.finish().shared, again.finish().shared)
-
-
-def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
-    server: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Island(server, "a", steps=100, grace=0.2, step_seconds=0.05)
-    second = Island(server, "b", steps=100, grace=0.2, step_seconds=0.05)
-    third = Island(server, "c", steps=100)
-    monkeypatch.setattr(leader, "EXPIRY", 2.0)
-    fetch, delays = Connection.fetch, [6.0]
-
-    def slow(connection: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
-        if connection._name.startswith("b/") and third.is_alive() and delays:
-            time.sleep(delays.pop())
-        return fetch(connection, chunks, bulk)
-
-    monkeypatch.setattr(Connection, "fetch", slow)
-    with started(first, second):
-        second.wait_for_step(10)
-        third.start()  # it waits for a slot
-        assert same(first.finish().shared, second.finish().shared)
-        with pytest.raises(ValueError, match="has ended"):
-            third.finish()
-
-
-def test_a_server_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
-    with running_server(tmp_path / "server") as found:
-        first = Island(found.join, "a", steps=120, grace=0.3, step_seconds=0.02)
-        second = Island(found.join, "b", steps=120, grace=0.3, step_seconds=0.02)
-        with started(first, second):
-            first.wait_for_step(20)
-            assert found.process is not None
-            found.process.kill()
-            found.process.wait()
-            first.wait_for_step(first.step + 20)
-            found.start()
-            assert same(first.finish().shared, second.finish().shared)
-
-
-# --- the log is the run ---------------------------------------------------------------------------
-
-
-def replayed(server: Join, saved: SavedState | None = None) -> dict[str, Tensor]:
-    """Return the shared parameters that follow from the log, in a process that only reads it."""
-    outer = Island(server, "reader", steps=STEPS, saved=saved).outer
-    if saved is not None:
-        outer.load_state_dict(saved)
-    reader = outer._leader = outer.build_leader()
-    reader.replay(outer._saved)
-    outer._take_versions([copy.newest for copy in outer._copies.fragments])
-    outer.close()
-    return outer.global_state_dict()
-
-
-STEPS = 90
-
-
-def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> None:
-    """All islands die. One has a checkpoint, from which both go on; the log gives every version."""
-    saved: list[SavedState] = []
-
-    def save(island: Island) -> None:
-        if island.step == 30:
-            saved.append(island.outer.start_state_dict().result(20))
-
-    first = Island(server, "a", steps=STEPS, grace=0.2, step_seconds=0.01, each_step=save)
-    second = Island(server, "b", steps=STEPS, grace=0.2, step_seconds=0.01)
-    with started(first, second):
-        first.wait_for_step(45)
-    versions = [copy.newest for copy in first.outer._copies.fragments]
-    again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
-    other = Island(server, "b", steps=STEPS, grace=0.2)
-    with started(again):
-        wait_until(lambda: again.step > 3 or not again.is_alive(), "steps after the restart")
-        with started(other):
-            results = [again.finish(), other.finish()]
-    assert min(versions) > 0
-    assert same(results[0].shared, results[1].shared)
-    assert same(results[0].shared, replayed(server))
-    assert same(results[0].shared, replayed(server, saved[0]))
-
-
-def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
-    saved: list[SavedState] = []
-
-    def save(island: Island) -> None:
-        if island.step == 20:
-            saved.append(island.outer.start_state_dict().result(20))
-
-    for folder in ("one", "two"):
-        with running_server(tmp_path / folder, run="same") as found:
-            island = Island(found.join, "a", begin=1, slots=1, each_step=save)
-            island.saved = saved[0] if saved else None
-            with started(island):
-                if folder == "one":
-                    island.finish()
-                else:
-                    with pytest.raises(ValueError, match="truncated or made anew"):
-                        island.finish()
 
 
 # --- several ranks --------------------------------------------------------------------------------

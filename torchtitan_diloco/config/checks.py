@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.config import advice, diloco_mistakes, quantization_mistakes
-from torchtitan_diloco.islands.config import islands_mistakes
+from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
@@ -35,6 +35,10 @@ def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
     if config.islands.join or config.islands.local:
         yield from _islands_mistakes(config)
+    else:
+        for key, value in flat_settings(config.islands, "islands.").items():
+            if value != flat_settings(Islands(), "islands.")[key]:
+                yield key, "is only read with islands.join (or islands.local): give it, or neither"
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):

@@ -26,18 +26,21 @@ class DeltaNorms:
     def __init__(self, latest: Iterable[float] = ()) -> None:
         self.latest = deque(latest, maxlen=LATEST)
 
-    def judge(self, square: float, limit: float) -> int:
+    def judge(self, square: float, limit: float, turns: float = 1.0) -> int:
         """Return the flag of a delta with this squared norm, and remember the norm.
 
-        `limit` is that of DiLoCoConfig. Outliers are remembered as well: otherwise a lasting change
-        would be one for ever.
+        `limit` is that of DiLoCoConfig. `turns`: steps of the delta, in units of H. An island's are
+        more after an outage, and fewer where it sends early. Outliers are remembered as well:
+        otherwise a lasting change would be one for ever.
         """
         if not math.isfinite(square):
             return NOT_FINITE
-        norm = math.sqrt(square)
+        norm = math.sqrt(square) / max(1.0, turns)
         usual = statistics.median(self.latest) if len(self.latest) >= FEWEST else math.inf
         if norm:
-            self.latest.append(norm)
+            # With alpha, a delta of few steps also has a share of older ones: do not scale it up
+            # where it is judged.
+            self.latest.append(norm / min(1.0, turns))
         return OUTLIER if limit and norm > limit * usual else 0
 
 

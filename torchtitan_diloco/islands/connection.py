@@ -117,8 +117,10 @@ class Connection:
         first = self._loop.create_future()
         try:
             self._wait(self._submit(self._start(first)))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, ValueError):
+                raise ValueError(str(error)) from None  # a mistake of the user: no traceback
             raise
 
     def close(self) -> None:

@@ -36,12 +36,16 @@ class Advance(Job, frozen=True):
     weights: list[int]
     ranks: list[int]
     """Ranks of the island that has sent each part."""
+    only_newest: bool = False
+    """Drop the versions before: nobody will apply this one."""
 
 
 class Declare(Job, frozen=True):
     """Let what the outer state holds be this version, and return its checksum."""
 
     rounds: int = 0
+    fresh: bool = False
+    """The optimizer state is zero: what was loaded of it is of another run."""
 
 
 class Load(Declare, frozen=True):
@@ -90,7 +94,7 @@ class SharedCopy:
         return [self.versions[self.newest], *self.state.slots]
 
     def drop_before(self, version: int) -> None:
-        for old in [one for one in self.versions if one < version]:
+        for old in [one for one in list(self.versions) if one < version]:
             del self.versions[old]
 
 
@@ -153,6 +157,8 @@ class Copies:
                 for buffer, values in zip(copy.buffers(), whole, strict=True):
                     copy.place.scatter(values, buffer)
             if isinstance(job, Declare):
+                for slot in copy.state.slots if job.fresh else []:
+                    slot.zero_()
                 copy.declare(job.version, job.rounds)
             return self._checksum(copy)
 
@@ -221,8 +227,10 @@ class Copies:
                 update(before, mean, slots, step)
         else:
             new.copy_(theta)
-        copy.newest = job.version
         copy.versions[job.version] = new
+        copy.newest = job.version
+        if job.only_newest:
+            copy.drop_before(job.version)
 
     @torch.no_grad()
     def decode(self, fragment: int, payload: Tensor, ranks: int, values: Tensor) -> None:

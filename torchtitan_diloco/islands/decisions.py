@@ -18,6 +18,8 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     slots: int
     block: int
     position: int
+    total_tokens: int
+    """Length of the run, as its first island has set it."""
     clock: int
     versions: list[int]
     """Of the fragments, with which the island begins."""
@@ -101,5 +103,7 @@ def _due_apply(leader: Leader, fragment: int) -> Apply | None:
             number=0 if own is None else own.number,
             weight=0 if own is None else own.weight,
             participants=sum(weight > 0 for weight in entry.close.weights),
-            received=leader.received.pop((fragment, entry.close.version), 0),
+            received=sum(
+                chunk.size for part in entry.parts if part is not own for chunk in part.chunks
+            ),
         )

@@ -1,5 +1,6 @@
 """How an island begins: it reads the log, agrees on the facts, and gets the shared copies."""
 
+import math
 import queue
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from torchtitan_diloco.islands.connection import (
 )
 from torchtitan_diloco.islands.copies import Copies, Declare, Load
 from torchtitan_diloco.islands.log import checksums_before
-from torchtitan_diloco.islands.members import Members, name_of
+from torchtitan_diloco.islands.members import IslandFailedError, Members, name_of
 from torchtitan_diloco.islands.parts import join_bytes
 from torchtitan_diloco.islands.records import (
     AnyRecord,
@@ -37,13 +38,15 @@ from torchtitan_diloco.islands.records import (
     encode,
     subject_of,
 )
+from torchtitan_diloco.islands.restart import Saved
 from torchtitan_diloco.utils import find_differences, logger
 
 TICK = 0.1
 """Seconds between two looks at the clock."""
 ASK_AGAIN = 0.5
-SNAPSHOT_SECONDS = 30.0
-"""Seconds without an answer after which another island is asked for a snapshot."""
+SNAPSHOT_SECONDS = 3600.0
+"""Seconds without an answer after which another island is asked for a snapshot. One that is gone is
+not waited for."""
 HEAR_SECONDS = 3.0
 """Seconds in which every island that is alive has sent a heartbeat."""
 
@@ -62,18 +65,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 Message: TypeAlias = SnapshotWanted | Snapshot
-
-
-@dataclass
-class Saved:
-    """What a checkpoint knows of the log. Its copies are loaded already."""
-
-    run: str
-    sequence: int
-    digest: str
-    versions: list[int]
-    heads: list[str]
-    rounds: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -96,6 +87,7 @@ class Inbox:
         """This island was asked to leave the run."""
         self.last = -1
         """Number of records in the log when the connection was made last."""
+        self._away_since = math.inf
         self.received = 0
         """Number of the last record received."""
 
@@ -107,6 +99,10 @@ class Inbox:
             while True:
                 self._handle(event)
                 event = self._connection.events.get_nowait()
+
+    def seconds_away(self) -> float:
+        """Return for how long there has been no connection, at most 0 if there is one."""
+        return time.monotonic() - self._away_since
 
     def _handle(self, event: object) -> None:
         now = time.monotonic()
@@ -126,9 +122,11 @@ class Inbox:
                 if self.last >= 0:
                     logger.info("the server of the islands is there again")
                 self.last = last
+                self._away_since = math.inf
                 self._members.connect(now)
             case Disconnected(reason):
                 self._members.connected = False
+                self._away_since = min(self._away_since, now)
                 logger.warning(f"no connection to the server of the islands: {reason}")
 
 
@@ -142,6 +140,8 @@ class Joining:
         self._connection, self._inbox, self._members = connection, inbox, members
         self._copies, self._mine = copies, facts
         self.known = [Known() for _ in copies.fragments]
+        self._loaded = False
+        """Snapshots were loaded: version 0 is not there any more."""
 
     def read_facts(self, saved: Saved | None) -> Facts:
         """Return the facts of the run, written by this island if there are none."""
@@ -159,6 +159,11 @@ class Joining:
                 self._connection.append(subject_of(self._mine), raw)
                 asked_at = time.monotonic()
             self._inbox.receive()
+        if facts.total_tokens != self._mine.total_tokens:
+            logger.warning(
+                f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
+                f"{self._mine.total_tokens:,}, as the settings of this one do"
+            )
         differences = find_differences([_flat(facts), _flat(self._mine)], "side")
         if differences:
             raise ValueError(
@@ -181,14 +186,20 @@ class Joining:
             return saved.sequence, saved.digest
         records = self._records()
         begun = any(isinstance(record, Close) for record in records)
-        if (begun or not fits) and not self._take_snapshots(records) and not fits:
-            raise ValueError(
-                "the parameters of this island are others than those that the run began with, and "
-                "no island has answered with its own: start it with the same run.seed and "
-                "model.weights, or while another island is running"
-            )
-        for known, checksum in zip(self.known, facts.checksums, strict=True):
-            known.checksums.setdefault(0, checksum)
+        if begun or not fits:
+            if self._take_snapshots(records):
+                return None
+            if self._loaded:
+                raise IslandFailedError("the islands that gave their shared copies are gone")
+            if not fits:
+                raise ValueError(
+                    "the parameters of this island are others than those that the run began with, "
+                    "and no island has answered with its own: start it with the same run.seed and "
+                    "model.weights, or while another island is running"
+                )
+        for fragment, checksum in enumerate(facts.checksums):
+            self._copies.run(Declare(fragment=fragment, fresh=True))
+            self.known[fragment].checksums[0] = checksum
         return None
 
     def _first_facts(self) -> Facts | None:
@@ -237,6 +248,7 @@ class Joining:
         if content.numel() != self._copies.snapshot_bytes(fragment):
             logger.warning(f"the snapshot of island {name_of(donor)} has another size")
             return False
+        self._loaded = True
         job = Load(fragment=fragment, version=answer.version, rounds=answer.rounds)
         self._start_at(fragment, answer.version, answer.head, self._copies.run(job, content))
         return True
@@ -262,5 +274,5 @@ class Joining:
 
 
 def _flat(facts: Facts) -> dict[str, str]:
-    numbers = {name: str(getattr(facts, name)) for name in ("slots", "begin", "total_tokens")}
+    numbers = {name: str(getattr(facts, name)) for name in ("slots", "begin")}
     return dict(facts.fingerprints) | numbers

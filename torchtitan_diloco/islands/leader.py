@@ -14,11 +14,10 @@ from torch import Tensor
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import ClosedError, Connection, Hint, LogRecord
 from torchtitan_diloco.islands.copies import Advance, Copies, Save
+from torchtitan_diloco.islands.disputes import Disputes
 from torchtitan_diloco.islands.joining import (
-    TICK,
     Inbox,
     Joining,
-    Saved,
     Snapshot,
     SnapshotWanted,
 )
@@ -28,6 +27,7 @@ from torchtitan_diloco.islands.parts import Parts, as_buffer
 from torchtitan_diloco.islands.records import (
     Close,
     Facts,
+    Give,
     Part,
     Record,
     Take,
@@ -36,6 +36,7 @@ from torchtitan_diloco.islands.records import (
     encode,
     subject_of,
 )
+from torchtitan_diloco.islands.restart import Saved
 from torchtitan_diloco.islands.rules import Island, Timing
 from torchtitan_diloco.utils import logger
 
@@ -43,6 +44,8 @@ BEAT, RETRY, REPORT = 0.5, 0.5, 10.0
 """Seconds between heartbeats, attempts to append a record, and lines about waiting."""
 EXPIRY = 5.0
 """Seconds of silence after which an island counts as gone."""
+AWAY = 10.0
+"""Seconds without a connection after which an island that leaves does not wait for it."""
 
 
 class Leader:
@@ -66,27 +69,25 @@ class Leader:
         """Guards the state; it is notified after every change."""
         self.state = State(self._checksum)
         self.island: Island | None = None
-        self.received: dict[tuple[int, int], int] = {}
-        """Bytes of the others' parts in an entry, by fragment and version."""
+        self._left = False
+        """This island has given its slot back: nothing that follows concerns it."""
         self._parts = Parts(connection, copies, incarnation, self._on_checked)
         self._attempts: dict[tuple[object, ...], float] = {}
         """When each record was appended last."""
-        self._beaten = self._reported = 0.0
-        self._saves = 0
-        self._confirmed: dict[int, int] = {}
-        """Newest version of each fragment that another island has with the same bits."""
-        self._disputes: dict[int, tuple[int, float, str]] = {}
-        """Version with other bits, when this island gives up, and the reason, by fragment."""
+        self._reported = 0.0
+        self._disputes = Disputes(EXPIRY)
         self._failure: Exception | None = None
         self._giver = BackgroundThread("islands-snapshots")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name="islands-beat", daemon=True)
 
     # --- join -------------------------------------------------------------------------------------
 
     def replay(self, saved: Saved | None) -> Facts:
         """Connect, and read the log as it is. Return the facts of the run."""
         self._connection.start(after=0)
+        self._beats.start()
         facts = self._joining.read_facts(saved)
         self.state = State(self._checksum, self._joining.begin(facts, saved))
         self._read_records()
@@ -150,11 +151,13 @@ class Leader:
         """Return whether a stopped island has nothing more to do. The lock is held."""
         if any(sync.unapplied for sync in self.joined.syncs):
             return False
-        return self.state.ended or self._has_left()
-
-    def _has_left(self) -> bool:
-        island = self.island
-        return island is not None and island.leaving and self.state.slots[island.slot].owner is None
+        if self.joined.leaving and self._inbox.seconds_away() > AWAY:
+            logger.warning(
+                "left without a connection: the work since the last part is not sent, and its "
+                "samples are read again by the next owner of the slot"
+            )
+            return True
+        return self.state.ended or self._left
 
     @property
     def leaving(self) -> bool:
@@ -171,10 +174,6 @@ class Leader:
         self._parts.store(part, payload)
         self._on_checked()
         return payload.numel() if part.finite else 0
-
-    def save(self) -> None:
-        """Let the thread do the job Save on all ranks."""
-        self._saves += 1
 
     def to_save(self, versions: list[int]) -> Saved:
         """Return what a checkpoint with the newest copies needs to know of the log."""
@@ -213,30 +212,28 @@ class Leader:
         self._read_records()
         while self._inbox.messages:
             self._answer(*self._inbox.messages.popleft())
-        while self._saves:
-            self._saves -= 1
+        while not self._copies.saves.empty():
             self._copies.run(Save())
         with self.changed:
             self._members.tick(time.monotonic())
-            self._settle_disputes()
+            if self.island is not None:
+                self._disputes.settle(self.island)
             self._react()
-        self._beat()
 
     def _beat(self) -> None:
-        now, island = time.monotonic(), self.island
-        if now - self._beaten < BEAT:
-            return
-        self._beaten = now
-        self._connection.beat(
-            Hint(
-                self.incarnation,
-                island.step if island else 0,
-                island.tokens if island else 0,
-                island.step_seconds if island else 0.0,
-                caught_up=self.state.sequence >= self._inbox.last,
-                leaving=island.leaving if island else False,
+        """Tell the others of this island, in a thread of its own: the other one may be busy."""
+        while not self._closed.wait(BEAT):
+            island = self.island
+            self._connection.beat(
+                Hint(
+                    self.incarnation,
+                    island.step if island else 0,
+                    island.tokens if island else 0,
+                    island.step_seconds if island else 0.0,
+                    caught_up=self.state.sequence >= self._inbox.last,
+                    leaving=island.leaving if island else False,
+                )
             )
-        )
 
     def _answer(self, sender: str, message: object) -> None:
         if isinstance(message, SnapshotWanted) and message.fragment < len(self._known):
@@ -261,24 +258,42 @@ class Leader:
             self._read(self._inbox.records.popleft())
 
     def _read(self, record: LogRecord) -> None:
+        if self._left:
+            return
         self._advance(record)
         now, island = time.monotonic(), self.island
         with self.changed:
             self._members.tick(now)
             read = self.state.read if island is None else partial(island.read, now=now)
             outcome: Outcome = read(record.sequence, record.subject, record.raw)
-            if outcome.entry is not None:
-                self._forget(outcome.entry)
-            if island is not None and island.fenced and not self._has_left():
-                self._failure = IslandFencedError(
-                    f"slot {island.slot} of this island was taken by "
-                    f"{self.state.slots[island.slot].owner}; what this island does since is not "
-                    "part of the run"
-                )
-            self._compare(outcome)
+            if island is not None:
+                self._notice(island, outcome)
+            self._disputes.note(outcome, self.incarnation)
+            self._fetch_waiting()
             self.changed.notify_all()
-        if isinstance(outcome.record, Part) and not outcome.void:
-            self._parts.fetch(record.sequence, outcome.record)
+
+    def _notice(self, island: Island, outcome: Outcome) -> None:
+        """Log what concerns people, and notice the end of this island."""
+        if outcome.entry is not None:
+            log_entry(outcome.entry)
+        if isinstance(outcome.record, Give) and outcome.record.incarnation == self.incarnation:
+            self._left = island.leaving
+        elif island.fenced:
+            self._failure = IslandFencedError(
+                f"slot {island.slot} of this island was taken by "
+                f"{self.state.slots[island.slot].owner}: it ends; what it has done since its last "
+                "part is not in the run"
+            )
+
+    def _fetch_waiting(self) -> None:
+        """Fetch the parts that wait, but no parts of rounds that the copies contain already."""
+        waiting = list[int]()
+        for fragment, copy in zip(self.state.fragments, self._copies.fragments, strict=True):
+            if fragment.version >= copy.newest:
+                waiting += fragment.waiting
+                for sequence, part in fragment.waiting.items():
+                    self._parts.fetch(sequence, part)
+        self._parts.keep(waiting)
 
     def _advance(self, record: LogRecord) -> None:
         """Make the version of a close that is valid, before the state knows of it.
@@ -295,71 +310,17 @@ class Leader:
         copy, known = self._copies.fragments[close.fragment], self._known[close.fragment]
         if entry is None or close.version != copy.newest + 1:
             return
-        while not self._parts.are_fetched(close.parts, TICK):
-            # It may take long over a slow link: hear the others, and be heard.
-            self._inbox.receive(0.0)
-            self._beat()
         payloads = [self._parts.payload(number) for number in close.parts]
-        self.received[close.fragment, close.version] = sum(
-            payload.numel()
-            for part, payload in zip(entry.parts, payloads, strict=True)
-            if part.incarnation != self.incarnation
-        )
         job = Advance(
             fragment=close.fragment,
             version=close.version,
             lr=close.lr,
             weights=[part.weight if part.finite else 0 for part in entry.parts],
             ranks=[part.ranks if part.finite else 0 for part in entry.parts],
+            only_newest=self.island is None,
         )
         content = torch.cat([*payloads, torch.empty(0, dtype=torch.uint8)])
         known.checksums[close.version] = self._copies.run(job, content)
-
-    def _forget(self, entry: Entry) -> None:
-        close = entry.close
-        waiting = self.state.fragments[close.fragment].waiting
-        taken = [*close.parts, *(refusal.part for refusal in close.refused)]
-        self._parts.forget(set(taken) - set(waiting))
-        for refusal in close.refused:
-            logger.warning(
-                f"fragment {close.fragment}, version {close.version}: the part in record "
-                f"{refusal.part} was left out: {refusal.reason}"
-            )
-        for part in entry.parts:
-            if not part.finite:
-                logger.warning(
-                    f"fragment {close.fragment}, version {close.version}: island "
-                    f"{name_of(part.incarnation)} has sent no delta, as its parameters were not "
-                    "finite or far off; it takes the shared parameters"
-                )
-
-    def _compare(self, outcome: Outcome) -> None:
-        """Remember which versions others have with the same bits, and who has other bits."""
-        record = outcome.record
-        if not isinstance(record, Part | Close) or record.incarnation == self.incarnation:
-            return
-        version = record.base if isinstance(record, Part) else record.version - 1
-        if outcome.disputed:
-            text = f"island {name_of(record.incarnation)} has other bits of fragment "
-            text += f"{record.fragment}: {outcome.void}"
-            self._disputes[record.fragment] = version, time.monotonic() + EXPIRY, text
-        elif not outcome.void:
-            confirmed = self._confirmed.get(record.fragment, -1)
-            self._confirmed[record.fragment] = max(confirmed, version)
-
-    def _settle_disputes(self) -> None:
-        """Continue where another island has confirmed this one's bits, and end where none has."""
-        for fragment, (version, deadline, text) in list(self._disputes.items()):
-            if self._confirmed.get(fragment, -1) >= version:
-                logger.warning(f"{text}; another island has those of this one")
-                del self._disputes[fragment]
-                if self.island is not None:
-                    self.island.syncs[fragment].disputed = False
-            elif time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{text}; no island has confirmed those of this one, so it ends: one of them "
-                    "has a memory fault, or computes differently. Started again, it replays the log"
-                )
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -372,10 +333,11 @@ class Leader:
         island, now = self.island, time.monotonic()
         if island is None or island.fenced or self.state.ended:
             return
+        checked = self._parts.checked()
         for fragment in range(len(self.state.fragments)):
             self._open(island, fragment)
             lr = self._copies.next_lr(fragment)
-            close = island.close(fragment, self._parts.checked, lr, now)
+            close = island.close(fragment, checked, lr, now)
             self._attempt(close, fragment, close and (close.version, close.after))
             part = self._parts.stored.get(fragment)
             if part is not None and island.syncs[fragment].under_way:
@@ -396,3 +358,16 @@ class Leader:
             self._attempts = {one: at for one, at in self._attempts.items() if now < at + RETRY}
             self._attempts[key] = now
             self._connection.append(subject_of(record), encode(record))
+
+
+def log_entry(entry: Entry) -> None:
+    """Log what was left out of an entry."""
+    where = f"fragment {entry.close.fragment}, version {entry.close.version}"
+    for refusal in entry.close.refused:
+        logger.warning(f"{where}: record {refusal.part} was left out: {refusal.reason}")
+    for part in entry.parts:
+        if not part.finite:
+            logger.warning(
+                f"{where}: the delta of island {name_of(part.incarnation)} is not finite or far "
+                "beyond its usual norm; it is left out, and the island takes the shared parameters"
+            )

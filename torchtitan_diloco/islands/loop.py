@@ -3,7 +3,6 @@
 import math
 import secrets
 import statistics
-import threading
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.background import one_at_a_time
+from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
@@ -36,10 +35,10 @@ from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy
 from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Seat, Send, decide
 from torchtitan_diloco.islands.fingerprints import fingerprints
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.joining import Saved
 from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.ranks import Ranks, collect, share
 from torchtitan_diloco.islands.records import Facts, Part
+from torchtitan_diloco.islands.restart import Saved, saved_state
 from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.utils import logger
 
@@ -80,11 +79,10 @@ class IslandDiLoCo(StreamingDiLoCo):
                 data.
         """
         begin = islands.begin or config.workers
-        mistakes = list(islands_mistakes(islands, config, begin))
-        if mistakes:
-            raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
-        own = replace(config, workers=1)
-        super().__init__(model, None, own, optimizer=optimizer, liveness=liveness, seed=seed)
+        if mistakes := list(islands_mistakes(islands, config, begin)):
+            raise ValueError("\n".join(map(": ".join, mistakes)))
+        config = replace(config, workers=1)
+        super().__init__(model, None, config, optimizer=optimizer, liveness=liveness, seed=seed)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
@@ -93,12 +91,13 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._decoder = build_codec(config.quantization)
         self._facts = facts or {}
         self._leader: Leader | None = None
-        self._follower: threading.Thread | None = None
-        self._seat = Seat(0, 1, 1, 0, 0, [])
+        self._follower: BackgroundThread | None = None
+        self._following = Future[None]()
+        self._seat = Seat(0, 1, 1, 0, total_tokens, 0, [])
         self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
         """The latest part of each fragment, when it was sent, and whether it is stored."""
-        self._payloads: dict[int, Tensor] = {}
-        """Its payload: what this rank has encoded."""
+        self._healed_since = set[int]()
+        self._payloads: dict[int, Tensor] = {}  # what this rank has encoded of it
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._over = self._stopped = False
         self._saved: Saved | None = None
@@ -115,12 +114,10 @@ class IslandDiLoCo(StreamingDiLoCo):
             assert known is not None
             versions = [sync.applied for sync in island.syncs]
             place = island.slot, known.slots, known.block, island.position
-            seat = Seat(*place, island.clock, versions)
+            seat = Seat(*place, known.total_tokens, island.clock, versions)
         else:
-            self._follower = threading.Thread(
-                target=self._copies.follow, name="islands", daemon=True
-            )
-            self._follower.start()
+            self._follower = BackgroundThread("islands")
+            self._following = self._follower.submit(self._copies.follow)
             seat = None
         self._seat = share(seat, Seat, self._ranks.decisions)
         self._take_versions(self._seat.versions)
@@ -141,6 +138,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             checksums=tuple(
                 self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))
             ),
+            block=self._samples_per_step,
             fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
         )
         return Leader(
@@ -150,6 +148,11 @@ class IslandDiLoCo(StreamingDiLoCo):
             Timing(self.schedule, self.islands.quorum, self.islands.grace_seconds),
             incarnation=incarnation,
         )
+
+    @property
+    def left(self) -> bool:
+        """Whether this island leaves before the end of the run, or has left."""
+        return self._leader is not None and self._leader.joined.leaving
 
     @property
     def seat(self) -> Seat:
@@ -188,16 +191,16 @@ class IslandDiLoCo(StreamingDiLoCo):
         while not self._over and (self._leader or self._follower):
             self._boundary()
             if not self._over and self._leader is not None:
-                with self._leader.changed:
-                    self._leader.check()
-                    self._leader.changed.wait(0.05)
+                self._leader.check()
+                time.sleep(0.05)
 
     def close(self) -> None:
         if self._leader is not None:
             self._leader.close()
             self._leader = None
         if self._follower is not None:
-            self._follower.join()
+            self._following.result()
+            self._follower.close(timeout=1.0)
             self._follower = None
         super().close()
 
@@ -228,12 +231,13 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._boundary_at = time.perf_counter()
 
     def check(self) -> None:
-        """Raise if this island has failed or has lost its slot."""
+        """Raise if this island has failed, has lost its slot, or has lost a rank."""
+        self._liveness.check(f"seen after step {self.step_count}")
         if self._leader is not None:
             self._leader.check()
-        for _, _, stored in self._sent.values():
-            if stored.done():
-                stored.result()
+        for task in [self._following, *(stored for _, _, stored in self._sent.values())]:
+            if task.done():
+                task.result()
 
     def _boundary(self) -> None:
         """Do what the first rank decides, at this boundary, until nothing more is due."""
@@ -253,8 +257,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                     break
         self._stopped, self._over = decision.stopped, decision.over
         self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
-        counted = self._meter.exposed_seconds - counted
-        self._meter.waited(time.perf_counter() - started - counted)
+        counted -= self._meter.exposed_seconds  # by the rounds themselves
+        self._meter.waited(time.perf_counter() - started + counted)
 
     def _send_part(self, part: Part) -> None:
         state = self._states[part.fragment]
@@ -286,17 +290,27 @@ class IslandDiLoCo(StreamingDiLoCo):
             drift = state.apply(self.config.overlap.mixing, measured=measured)
             round_.drift = round_.drift if drift is None else drift
         else:
-            own = self._payloads[fragment] if decision.mode is Mode.ADD_OWN else None
+            # A fragment that was healed since does not contain the work of its part any more.
+            late = decision.mode is Mode.ADD_OWN and fragment not in self._healed_since
+            own = self._payloads[fragment] if late else None
             old, state.outer = state.outer, new
+            if old.is_cuda:  # the background thread's stream has allocated it
+                old.record_stream(torch.cuda.current_stream())
             if decision.mode is Mode.RESET:
                 state.write_model()
                 self._start_afresh(fragment)
                 round_.flags = NOT_FINITE
             else:
                 add_change(state, new, old, None if own is None else self._decoded(state, own))
+        if decision.number:
+            self._healed_since.discard(fragment)
         copy.drop_before(decision.version)
         round_.applied = time.perf_counter()
         self._meter.applied(round_)
+
+    def _start_afresh(self, index: int) -> None:
+        super()._start_afresh(index)
+        self._healed_since |= {index} & self._sent.keys()
 
     def _round_of(self, decision: Apply) -> Round:
         """Return the round of the own part in an entry, or a new one if it has none."""
@@ -321,7 +335,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
-            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit)
+            turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
+            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
             payload = self._encoder.encode(delta, part.fragment, part.number, part.slot)
         self._payloads[part.fragment] = payload
         round_.traffic.encoded = time.perf_counter()
@@ -352,33 +367,18 @@ class IslandDiLoCo(StreamingDiLoCo):
         copied: Future[list[SavedCopy]] = Future()
         saved: Future[SavedState] = Future()
 
-        def complete(_: object) -> None:
+        def complete(_: object) -> None:  # in the thread that has copied
             try:
-                saved.set_result(self._saved_state(copied.result(), facts, mesh))
+                copies = copied.result()
+                if self._leader is not None:
+                    facts["island"] = vars(self._leader.to_save([one.version for one in copies]))
+                saved.set_result(saved_state(copies, self._states, facts, mesh))
             except BaseException as error:
                 saved.set_exception(error)
 
         copied.add_done_callback(complete)
         self._copies.saves.put(copied)
-        if self._leader is not None:
-            self._leader.save()
         return saved
-
-    def _saved_state(
-        self, copies: list[SavedCopy], facts: dict[str, Any], mesh: DeviceMesh | None
-    ) -> SavedState:
-        """Complete a save, in the thread that has copied."""
-        facts["fragments"] = [
-            {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(state.norms.latest)}
-            for one, state in zip(copies, self._states, strict=True)
-        ]
-        if self._leader is not None:
-            facts["island"] = vars(self._leader.to_save([one.version for one in copies]))
-        shared = saving.named(saving.SHARED, self._states, [one.theta for one in copies], mesh)
-        for number in range(len(copies[0].slots)):
-            slots = [one.slots[number] for one in copies]
-            shared |= saving.named(f"{saving.SLOT}{number}", self._states, slots, mesh)
-        return SavedState(facts, shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
@@ -395,6 +395,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         return notes
 
     def describe(self) -> list[str]:
-        lines = super().describe()
-        where = f"island {self.islands.name}: {self.islands.begin} begin together"
-        return [f"{'islands':<10} {where}, waits at least {self.islands.grace_seconds:g} s", *lines]
+        chosen = self.islands
+        line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
+        return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]

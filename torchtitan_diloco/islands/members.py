@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from torchtitan_diloco.islands.log import State
 
 
-class IslandFencedError(RuntimeError):
+class IslandFencedError(ValueError):
     """Another start of this island, or another island, has taken its slot."""
+
+
+class IslandFailedError(RuntimeError):
+    """This island cannot go on. Started again, it begins with what the log says."""
 
 
 @dataclass

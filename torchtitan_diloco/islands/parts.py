@@ -1,7 +1,7 @@
 """Payloads of parts: those of this island to be stored, and those of all to be fetched."""
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 import msgspec
@@ -11,6 +11,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.records import Part
 
 
@@ -27,12 +28,11 @@ class Parts:
         self._incarnation, self._on_checked = incarnation, on_checked
         self.stored: dict[int, Part] = {}
         """Latest own part of each fragment, once its chunks are stored."""
-        self.checked: dict[int, str] = {}
-        """Parts that have been fetched: why each cannot be used, empty if it can."""
         self._own: dict[tuple[int, int], Tensor] = {}
         """Payloads of the latest own parts, by fragment and number."""
-        self._payloads: dict[int, Future[Tensor]] = {}
-        """Payloads of waiting parts, by sequence number."""
+        self._fetched: dict[int, Future[tuple[str, Tensor]]] = {}
+        """By sequence number: why a part cannot be used, empty if it can, and its payload."""
+        self._wanted: set[int] = set()
         self._thread = BackgroundThread("islands-fetch")
 
     def store(self, part: Part, payload: Tensor) -> None:
@@ -45,50 +45,55 @@ class Parts:
         self.stored[part.fragment] = part
 
     def fetch(self, sequence: int, part: Part) -> None:
-        """Fetch and check a part in the background."""
-        own = None
-        if part.incarnation == self._incarnation:
-            own = self._own.get((part.fragment, part.number))
-        self._payloads[sequence] = self._thread.submit(partial(self._get, sequence, part, own))
+        """Fetch and check a part in the background, if that was not asked for before."""
+        if sequence not in self._wanted:
+            self._wanted.add(sequence)
+            found = self._thread.submit(partial(self._get, sequence, part))
+            self._fetched[sequence] = found
+            found.add_done_callback(lambda _: self._on_checked())
 
-    def are_fetched(self, sequences: Collection[int], seconds: float) -> bool:
-        """Wait for these parts, not longer than this, and return whether all have been fetched."""
-        return not wait([self._payloads[one] for one in sequences], seconds).not_done
+    def checked(self) -> dict[int, str]:
+        """Return why each part that was fetched cannot be used, empty if it can."""
+        done = [(sequence, one) for sequence, one in list(self._fetched.items()) if one.done()]
+        return {sequence: one.result()[0] for sequence, one in done if one.exception() is None}
 
     def payload(self, sequence: int) -> Tensor:
         """Return the payload of a part that an entry has taken."""
-        payload = self._payloads[sequence].result()
-        if self.checked.get(sequence):
-            raise RuntimeError(
-                f"a part that the run has merged cannot be read: {self.checked[sequence]}; start "
-                "this island again, and it takes the copy of another one"
+        reason, payload = self._fetched[sequence].result()
+        if reason:
+            raise IslandFailedError(
+                f"a part that the run has merged cannot be read: {reason}; an island that is "
+                "started again takes the shared copies of another one, if one is running"
             )
         return payload
 
-    def forget(self, sequences: Collection[int]) -> None:
-        for sequence in sequences:
-            self._payloads.pop(sequence, None)
-            self.checked.pop(sequence, None)
+    def keep(self, sequences: Collection[int]) -> None:
+        """Forget all other parts."""
+        self._wanted.intersection_update(sequences)
+        for sequence in self._fetched.keys() - set(sequences):
+            del self._fetched[sequence]
 
     def close(self) -> None:
         self._thread.close(timeout=1.0)
 
-    def _get(self, sequence: int, part: Part, own: Tensor | None) -> Tensor:
+    def _get(self, sequence: int, part: Part) -> tuple[str, Tensor]:
+        nothing = torch.empty(0, dtype=torch.uint8)
         wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
-        reason, payload = "", torch.empty(0, dtype=torch.uint8)
+        if sequence not in self._wanted:
+            return "it is not needed any more", nothing
+        if sum(chunk.size for chunk in part.chunks) != wanted:
+            return f"its chunks do not have {wanted} bytes", nothing
+        if not part.finite:
+            return "", nothing
+        payload = self._own.get((part.fragment, part.number))
         try:
-            if sum(chunk.size for chunk in part.chunks) != wanted:
-                raise CorruptError(f"its chunks do not have {wanted} bytes")
-            if part.finite:
-                fetched = self._connection.fetch(part.chunks, "parts") if own is None else []
-                payload = join_bytes(fetched) if own is None else own
-                if not self._copies.is_finite(part.fragment, payload, part.ranks):
-                    reason = "its values are not finite"
+            if payload is None or part.incarnation != self._incarnation:
+                payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
         except (CorruptError, GoneError) as error:
-            reason = str(error)
-        self.checked[sequence] = reason
-        self._on_checked()
-        return payload
+            return str(error), nothing
+        if not self._copies.is_finite(part.fragment, payload, part.ranks):
+            return "its values are not finite", nothing
+        return "", payload
 
 
 def join_bytes(pieces: Sequence[bytes]) -> Tensor:

@@ -1,0 +1,22 @@
+"""A server for islands, and less patience with silent ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan_diloco.islands import leader
+from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.server import local_server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Join]:
+    with local_server(tmp_path / "server") as found:
+        yield found
+
+
+@pytest.fixture
+def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an island count as gone soon."""
+    monkeypatch.setattr(leader, "EXPIRY", 2.0)
