@@ -1,228 +1,191 @@
-"""Programs of `benchmarks.islands`: one island, and an audit of the log of a run.
+"""A run of `benchmarks.islands`: a server and islands in a network, and what they have written."""
 
-    python -m benchmarks.islands_run island '{"join": ..., "name": ..., "path": ..., ...}'
-    python -m benchmarks.islands_run audit JOIN
-
-An island trains a small model. A step is a sleep and a small real step, so that some islands fit on
-two cores. It appends a line of JSON to the file `path` for each step, and for what happens to it.
-"""
-
-import hashlib
 import json
-import queue
+import math
+import os
+import signal
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
-from torch import Tensor, nn
+from benchmarks.faults_run import wait_until
+from benchmarks.islands_program import TOKENS
+from benchmarks.network import Network
 
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
-from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.connection import Connected, Connection, Join, LogRecord
-from torchtitan_diloco.islands.log import Entry, State
-
-TOKENS, SAMPLES = 4, 2
-"""Weight of a step, and samples of the slot that it reads."""
-READ_SECONDS = 30.0
+STEP = 0.1
+"""Seconds."""
+END_SECONDS = 150
+Found = dict[str, float]
 
 
-class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """What an island is told. All islands of a run share everything but its name and speed."""
+class Run:
+    """A server and islands in a network; the last worker of the network has the server."""
 
-    join: str
-    name: str
-    path: str
-    total_tokens: int
-    begin: int = 3
-    slots: int = 3
-    step_seconds: float = 0.1
-    sync_every: int = 20
-    delay: int = 5
-    grace_seconds: float = 0.5
-    """As long as `delay` steps."""
-    blocks: int = 4
-    width: int = 32
-    codec: str = "fp4_e3m0"
+    def __init__(self, folder: Path, network: Network, settings: dict[str, Any]) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.network = folder, network
+        self.islands = network.workers - 1
+        self._settings = {"begin": self.islands, "slots": self.islands, **settings}
+        self.programs: dict[str, subprocess.Popen[Any]] = {}
+        self.join = ""
+        self.serve()
 
+    # --- programs -----------------------------------------------------------------------------
 
-class Net(nn.Module):
-    def __init__(self, blocks: int, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inputs = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+    def serve(self) -> None:
+        """Start the server, or start it again, and return when it is ready."""
+        out = self.folder / f"server-{time.time():.1f}.txt"
+        address = self.network.address(self.islands)
+        command = ["-m", "torchtitan_diloco.islands", "serve", "--folder"]
+        words = [*command, str(self.folder / "server"), "--address", address]
+        if not self.join:
+            words += ["--keep-gb", "1"]
+        self.server = self._start(self.islands, words, out)
+        wait_until(lambda: "nats+tls://" in out.read_text(), "the server", out.read_text)
+        self.join = out.read_text().splitlines()[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inputs(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
+    def kill_server(self) -> None:
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children").read_text()
+        for pid in map(int, children.split()):
+            os.kill(pid, signal.SIGKILL)
+        self.server.wait()
 
+    def start(self, worker: int, name: str = "", inside: Sequence[str] = (), **more: Any) -> None:
+        """Start an island in the namespace of a worker."""
+        name = name or f"island-{worker}"
+        path = str(self._path(name))
+        job = self._settings | more | {"join": self.join, "name": name, "path": path}
+        words = ["-m", "benchmarks.islands_program", "island", json.dumps(job)]
+        self.programs[name] = self._start(worker, words, self.log(name), inside)
 
-def train(job: Job) -> None:
-    with Path(job.path).open("a", buffering=1) as file:
+    def start_all(self, workers: int, steps: int) -> None:
+        """Start islands, and wait until all have done so many steps."""
+        for worker in range(workers):
+            self.start(worker)
+        for worker in range(workers):
+            self.reach(f"island-{worker}", steps)
 
-        def note(**facts: Any) -> None:
-            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+    def _start(
+        self, worker: int, words: Sequence[str], log: Path, inside: Sequence[str] = ()
+    ) -> "subprocess.Popen[Any]":
+        with log.open("a") as file:
+            command = [*inside, sys.executable, *words]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            return self.network.start(worker, command, env, file)
 
-        note(event="started")
-        model = Net(job.blocks, job.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        outer = _build_outer(job, model, optimizer)
-        outer.join()
-        seat = outer.seat
-        note(event="joined", slot=seat.slot, position=seat.position)
-        leader = outer._leader
-        assert leader is not None
-        step, ledgers = 0, leader.state.slots[seat.slot].ledgers
-        joined_at = [one.version for one in leader.state.fragments]
-        while not outer.finished:
-            step, started = step + 1, time.time()
-            time.sleep(job.step_seconds)
-            _inner_step(model, optimizer, seat.slot, step)
-            computed = time.time()
-            outer.step(weight=TOKENS)
-            now = time.time()
-            own = sum(one.merged_in > at for one, at in zip(ledgers, joined_at, strict=True))
-            note(
-                step=step,
-                seconds=now - started,
-                exposed=now - computed,
-                clock=outer.clock,
-                merged=max(one.clock for one in leader.state.fragments),
-                rounds=sum(one.version for one in leader.state.fragments),
-                own=own,
-            )
-        outer.drain()
-        note(event="ended", digest=_digest(outer.global_state_dict()), ledger=_ledger(leader.state))
-        outer.close()
+    def kill(self, name: str) -> None:
+        self.programs[name].kill()
+        self.programs[name].wait()
 
+    # --- what they have written ---------------------------------------------------------------
 
-def _build_outer(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> IslandDiLoCo:
-    islands = Islands(
-        job.join, job.name, slots=job.slots, begin=job.begin, grace_seconds=job.grace_seconds
-    )
-    config = DiLoCoConfig(
-        sync_every=job.sync_every,
-        fragments=Fragments(layers_per_fragment=2),
-        overlap=Overlap(delay=job.delay),
-        quantization=msgspec.convert({"codec": job.codec}, Quantization),
-    )
-    return IslandDiLoCo(
-        model,
-        islands,
-        config,
-        total_tokens=job.total_tokens,
-        optimizer=optimizer,
-        samples_per_step=SAMPLES,
-    )
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
 
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
 
-def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, slot: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(100_000 * slot + step)
-    output: Tensor = model(torch.randn(4, 8, generator=generator))
-    (output - 1).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        found = []
+        if self._path(name).exists():
+            for line in self._path(name).read_text().splitlines():
+                with suppress(json.JSONDecodeError):  # cut off by a kill
+                    found.append(json.loads(line))
+        return found
 
+    def steps(self, name: str, since: float = 0, until: float = math.inf) -> list[dict[str, Any]]:
+        return [one for one in self.lines(name) if "step" in one and since <= one["time"] <= until]
 
-def _digest(shared: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(shared):
-        found.update(shared[name].contiguous().numpy().tobytes())
-    return found.hexdigest()
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.lines(name) if one.get("event") == kind]
 
+    def event(self, name: str, kind: str) -> dict[str, Any]:
+        """Return the last event of a kind."""
+        return self.events(name, kind)[-1]
 
-# --- ledger and audit -----------------------------------------------------------------------------
+    def reach(self, name: str, step: int) -> None:
+        def reached() -> bool:
+            return len(self.steps(name)) >= step or self.programs[name].poll() is not None
 
+        wait_until(reached, f"step {step} of {name}", self.log(name).read_text)
+        if len(self.steps(name)) < step:
+            raise SystemExit(f"{name} ended before step {step}; see {self.folder}")
 
-def _ledger(state: State) -> list[list[list[tuple[int, int, str]]]]:
-    """Return the spans of samples of each slot and fragment, with their fates."""
-    return [
-        [[(span.start, span.end, span.fate) for span in one.spans] for one in slot.ledgers]
-        for slot in state.slots
-    ]
+    def wait_for_start(self, name: str, count: int) -> None:
+        """Wait until an island has been started so many times."""
+        wait_until(lambda: len(self.events(name, "started")) >= count, "a start")
 
+    def usual(self, name: str) -> float:
+        return float(statistics.median(one["seconds"] for one in self.steps(name)))
 
-def read_log(join: Join) -> tuple[State, list[Entry], int]:
-    """Return the state of a log, its entries, and the number of its void records."""
-    connection, state, last = Connection(join, "audit"), State(None), None
-    entries, void, until = list[Entry](), 0, time.monotonic() + READ_SECONDS
-    connection.start(0)
-    try:
-        while last is None or state.sequence < last:
+    def seen(self, names: Iterable[str], since: float, until: float = math.inf) -> Found:
+        """Return the longest stall of these islands in a span of time, and their idle share."""
+        stalls, idle = [], []
+        for name in names:
+            steps = self.steps(name, since, until)
+            exposed, usual = [one["exposed"] for one in steps], self.usual(name)
+            if steps:
+                stalls.append(max(exposed) / usual)
+                idle.append(100 * sum(exposed) / sum(one["seconds"] for one in steps))
+        return {"longest stall, steps": max(stalls), "idle, %": max(idle)}
+
+    def next_round(self, names: Iterable[str], since: float) -> float:
+        """Return after how many seconds all these islands have read another close."""
+        found = []
+        for name in names:
+            before = max((one["rounds"] for one in self.steps(name, until=since)), default=0)
+            later = [one["time"] for one in self.steps(name, since) if one["rounds"] > before]
+            found.append(min(later, default=math.inf) - since)
+        return max(found)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def finish(self, *dead: str) -> dict[str, Any]:
+        """Wait for the end of all islands but those, and check copies and ledgers."""
+        living = [name for name in self.programs if name not in dead]
+        until, problems = time.monotonic() + END_SECONDS, []
+        for name in living:
             try:
-                event = connection.events.get(timeout=until - time.monotonic())
-            except (queue.Empty, ValueError):
-                raise SystemExit("the log cannot be read") from None
-            if isinstance(event, Connected):
-                last = event.last
-            elif isinstance(event, LogRecord):
-                outcome = state.read(event.sequence, event.subject, event.raw)
-                void += bool(outcome.void)
-                entries += [outcome.entry] if outcome.entry is not None else []
-    finally:
-        connection.close()
-    return state, entries, void
+                code = self.programs[name].wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+            if code != 0:
+                said = self.log(name).read_text().strip().splitlines()
+                problems.append(f"{name} ended with {code}: {''.join(said[-1:])}"[:300])
+        audit = self._audit()
+        ends = [end for name in living for end in self.events(name, "ended")]
+        if len({end["digest"] for end in ends}) > 1:
+            problems.append(f"{len(ends)} islands have different parameters")
+        if any(end["ledger"] != audit["ledger"] for end in ends):
+            problems.append("the ledgers differ")
+        problems += audit["problems"] + ([] if audit["ended"] else ["the run has not ended"])
+        audit["problems"] = problems
+        for problem in problems:
+            print(f"PROBLEM in {self.folder}: {problem}", flush=True)
+        return audit
+
+    def _audit(self) -> dict[str, Any]:
+        inside = self.network.inside(self.network.namespace(self.islands))
+        command = [*inside, sys.executable, "-m", "benchmarks.islands_program", "audit", self.join]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+        if done.returncode:
+            raise SystemExit(f"{self.folder}: the audit failed: {done.stderr[-1000:]}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        (self.folder / "audit.json").write_text(done.stdout)
+        return found
 
 
-def audit(join: Join) -> dict[str, Any]:
-    """Return figures of a log, and what does not add up in it."""
-    state, entries, void = read_log(join)
-    spans = [(span, slot) for slot in state.slots for one in slot.ledgers for span in one.spans]
-    fragments = len(state.fragments)
-    return {
-        "problems": list(_problems(state, entries)),
-        "ended": state.ended,
-        "records": state.sequence,
-        "void": void,
-        "ledger": _ledger(state),
-        "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
-        "lost_samples": [
-            sum(span.end - span.start for span, of in spans if of is slot and span.fate == "lost")
-            / fragments
-            for slot in state.slots
-        ],
-        "read_twice": [slot.read_twice for slot in state.slots],
-        "participants": [len(entry.parts) for entry in entries],
-        "late": [entry.close.version - 1 - part.base for entry in entries for part in entry.parts],
-    }
-
-
-def _problems(state: State, entries: Sequence[Entry]) -> list[str]:
-    """Check what was merged, with arithmetic of its own."""
-    found, merged = [], dict[tuple[int, int], list[tuple[int, int]]]()
-    for entry in entries:
-        for part in entry.parts:
-            merged.setdefault((part.slot, part.fragment), []).append((part.start, part.end))
-            if part.finite and part.weight * SAMPLES != (part.end - part.start) * TOKENS:
-                found.append(f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}")
-    for (slot, fragment), ranges in merged.items():
-        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
-            found.append(f"slot {slot}, fragment {fragment}: a range is merged twice")
-        spans = state.slots[slot].ledgers[fragment].spans
-        known = sum(span.end - span.start for span in spans if span.fate == "merged")
-        if known != sum(end - start for start, end in ranges):
-            found.append(f"slot {slot}, fragment {fragment}: the ledger has {known} samples merged")
-    for number, fragment in enumerate(state.fragments):
-        closes = [entry.close for entry in entries if entry.close.fragment == number]
-        if fragment.clock != sum(sum(close.weights) for close in closes):
-            found.append(f"fragment {number}: its clock is not the sum of the weights")
-    return found
-
-
-def main(command: str, text: str) -> None:
-    torch.set_num_threads(1)
-    if command == "island":
-        train(msgspec.json.decode(text, type=Job))
-    else:
-        print(json.dumps(audit(Join.parse(text))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@contextmanager
+def running(
+    folder: Path, islands: int = 3, seconds: float = 20, rate: float = math.inf, **settings: Any
+) -> Iterator[Run]:
+    """Yield a run whose islands would train for so many seconds, all together."""
+    begin = settings.get("begin", islands)
+    settings["total_tokens"] = round(begin * seconds / STEP) * TOKENS
+    with Network(islands + 1, up=rate, down=rate) as network:
+        yield Run(folder, network, settings)
