@@ -15,7 +15,6 @@ import random
 import re
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -270,14 +269,14 @@ def main() -> None:
         parser.error(f"--cases {','.join(options.cases)}: there are {','.join(CASES)}")
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends all that was started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
     rows, out = [], options.out.absolute() / f"{time.time():.0f}"
     for name, task in cases.items():
         found = []
         for number in range(options.repeats):
             try:
                 found.append(task(out / re.sub(r"\W+", "-", name) / str(number)))
-            except (SystemExit, TimeoutError, KeyError) as error:
+            except (SystemExit, TimeoutError, IndexError) as error:
                 print(f"PROBLEM in {name}: {error}", flush=True)
         rows += build_rows(name, found)
         print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
