@@ -1,0 +1,287 @@
+"""Inject faults into runs of islands, and measure what the other islands notice of them.
+
+    python -m benchmarks.islands [--cases control,killed] [--repeats 3] [--storm 600]
+
+Each island and the server has a network namespace of its own (benchmarks/network.py). The model is
+small, and a step is a sleep of 0.1 s, so that three or four islands fit on two cores; H = 20,
+tau = 5 steps. A stall is the time of a survivor's step outside its computation, in its usual steps.
+After every run, the islands that have reached the end must have the same shared parameters, and
+the log must add up: each range of samples merged once, weights equal to tokens, the same ledger on
+all islands. Needs the extra `islands`, and takes about half an hour.
+"""
+
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import core
+from benchmarks.faults import cut
+from benchmarks.faults_run import PATIENCE_SECONDS, wait_until
+from benchmarks.islands_program import SAMPLES, TOKENS
+from benchmarks.islands_run import STEP, Found, Run, running
+
+HEADER = "case | measured | goal | found | torchft | n"
+STORM_EVERY = 40.0
+
+
+def others(run: Run, gone: str) -> list[str]:
+    return [name for name in run.programs if name != gone]
+
+
+def losses(run: Run, audit: dict[str, Any], names: Iterable[str]) -> Found:
+    """Return the steps of islands whose work is lost or was done again, and what is wrong."""
+    slots = [int(run.event(name, "joined")["slot"]) for name in names]
+    samples = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
+    return {
+        "steps lost": samples / SAMPLES,
+        "most versions late": max(audit["late"]),
+        "problems": len(audit["problems"]),
+    }
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {}
+MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
+"""The parts of a round take 0.1 s; with a tenth of the rate, half of the round."""
+LARGE: dict[str, Any] = {"blocks": 8, "width": 512}
+"""2.1M parameters: 8.4 MB in fp32, a snapshot of 16.8 MB."""
+FAULTS = {
+    "control": SMALL,
+    "killed": SMALL,
+    "killed in an exchange": MEDIUM,
+    "stopped for 8 s": SMALL,
+    "link cut for 10 s": SMALL,
+    "link at 1/10": MEDIUM,
+    "server away for 6 s": SMALL,
+    "started twice": SMALL,
+}
+
+
+def strike(run: Run, fault: str, worker: int) -> None:
+    """Cause a fault at a worker, and return when its cause is gone."""
+    name = f"island-{worker}"
+    match fault:
+        case "killed":
+            run.kill(name)
+        case "killed in an exchange":
+            sent = run.network.counters(worker)[0]
+            run.network.set_rate(worker, up=4, down=4)
+            wait_until(lambda: run.network.counters(worker)[0] > sent + 100_000, "an upload")
+            run.kill(name)
+        case "stopped for 8 s":
+            os.kill(run.programs[name].pid, signal.SIGSTOP)
+            time.sleep(8)
+            os.kill(run.programs[name].pid, signal.SIGCONT)
+        case "link cut for 10 s":
+            cut(run.network, worker, closed=True)
+            time.sleep(10)
+            cut(run.network, worker, closed=False)
+        case "link at 1/10":
+            run.network.set_rate(worker, up=4, down=4)
+            time.sleep(20)
+        case "server away for 6 s":
+            run.kill_server()
+            time.sleep(6)
+            run.serve()
+        case "started twice":
+            first = run.programs[name]
+            run.start(worker)
+            code = run.programs[name].wait(PATIENCE_SECONDS)
+            run.programs[name] = first
+            if not code or "is running already" not in run.log(name).read_text():
+                raise SystemExit(f"the second {name} was not refused; see {run.folder}")
+
+
+def fault_case(folder: Path, fault: str) -> Found:
+    victim = "" if fault in ("control", "server away for 6 s") else "island-2"
+    dead = victim if fault.startswith("killed") else ""
+    with running(folder, seconds=30, **FAULTS[fault]) as run:
+        run.start_all(3, 50)
+        since = time.time()
+        strike(run, fault, 2)
+        back, audit = time.time(), run.finish(dead)
+        found = run.seen(others(run, victim), since)
+        found["next round, s"] = run.next_round(others(run, dead), back)
+        if victim and not dead:
+            own = run.seen([victim], since)["longest stall, steps"]
+            found["longest stall of that island, steps"] = own
+        return found | losses(run, audit, others(run, dead))
+
+
+# --- joining --------------------------------------------------------------------------------------
+
+
+def join(folder: Path) -> Found:
+    """Let an island join two others over 200 Mbit/s."""
+    with running(folder, seconds=50, rate=200, begin=2, **LARGE) as run:
+        run.start_all(2, 50)
+        return _join(run, ["island-0", "island-1"])
+
+
+def donor_dies(folder: Path) -> Found:
+    """Kill the island that gives a snapshot, over 20 Mbit/s, when it has sent some of it."""
+    with running(folder, seconds=60, rate=20, begin=2, **LARGE) as run:
+        run.start_all(2, 50)
+        sent = [run.network.counters(worker)[0] for worker in range(2)]
+        run.start(2)
+
+        def given(worker: int) -> float:
+            return run.network.counters(worker)[0] - sent[worker]
+
+        wait_until(lambda: max(given(0), given(1)) > 3e6, "a snapshot on its way")
+        donor = int(given(1) > given(0))
+        run.kill(f"island-{donor}")
+        return _join(run, [f"island-{1 - donor}"], f"island-{donor}")
+
+
+def joiner_killed(folder: Path) -> Found:
+    """Kill a joiner five times, at random moments, and then let it join."""
+    generator = random.Random(str(folder))
+    with running(folder, seconds=60, rate=200, begin=2, **LARGE) as run:
+        run.start_all(2, 30)
+        for count in range(1, 6):
+            run.start(2)
+            run.wait_for_start("island-2", count)
+            time.sleep(5 * generator.random())
+            run.kill("island-2")
+        run.start(2)
+        return _join(run, ["island-0", "island-1"])
+
+
+def _join(run: Run, names: list[str], dead: str = "") -> Found:
+    """Let island-2 join, if it does not already, and say how it went for all."""
+    since = time.time()
+    if "island-2" not in run.programs:
+        run.start(2)
+    run.reach("island-2", len(run.steps("island-2")) + 50)
+    audit = run.finish(dead)
+    joined = run.event("island-2", "joined")["time"]
+    merged = next(one for one in run.steps("island-2", joined) if one["own"])
+    found = run.seen(names, since, merged["time"]) | losses(run, audit, names)
+    found["start until joined, s"] = joined - run.event("island-2", "started")["time"]
+    return found | {"first part merged after, steps": merged["step"]}
+
+
+# --- unequal islands ------------------------------------------------------------------------------
+
+
+def fast_and_slow(folder: Path) -> Found:
+    """Train with an island that is four times as fast as the other."""
+    with running(folder, islands=2, seconds=25) as run:
+        run.start(0)
+        run.start(1, step_seconds=4 * STEP)
+        run.reach("island-1", 5)
+        since, audit = time.time(), run.finish()
+        steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
+        # What is trained after the last round can no longer be merged.
+        before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
+        merged = statistics.mean(spans[-1][1] for spans in audit["ledger"][slot]) / SAMPLES
+        found = run.seen(["island-0"], since) | losses(run, audit, run.programs)
+    found["slow one's steps merged, %"] = 100 * merged / before
+    return found | {"its steps after the last round": len(steps) - before}
+
+
+def clocks(folder: Path) -> Found:
+    """Give an island a monotonic clock of its own, an hour ahead, by a time namespace."""
+    with running(folder) as run:
+        ahead = ["unshare", "--time", "--monotonic", "3600", "--boottime", "3600", "--"]
+        for worker in range(3):
+            run.start(worker, inside=ahead if worker == 2 else ())
+        run.reach("island-2", 20)
+        since, audit = time.time(), run.finish()
+        return run.seen(run.programs, since) | losses(run, audit, run.programs)
+
+
+def storm(folder: Path, seconds: float) -> Found:
+    """Let a fault happen every 40 s, at a random one of four islands, in a random order."""
+    generator = random.Random(str(folder))
+    faults = ["killed", *(one for one in FAULTS if one.endswith(" s")), "link at 1/10"]
+    with running(folder, islands=4, seconds=seconds, **MEDIUM) as run:
+        run.start_all(4, 20)
+        began, merged = time.time(), run.steps("island-0")[-1]["merged"]
+        for number in range(int(seconds // STORM_EVERY)):
+            generator.shuffle(faults) if number % len(faults) == 0 else None
+            fault, worker = faults[number % len(faults)], generator.randrange(4)
+            time.sleep(max(0.0, began + (number + 0.25) * STORM_EVERY - time.time()))
+            print(f"storm: {fault}, island-{worker}", flush=True)
+            strike(run, fault, worker)
+            run.network.set_rate(worker, up=40, down=40)
+            if fault == "killed":
+                run.start(worker)
+        audit = run.finish()
+        ended = max(run.event(name, "ended")["time"] for name in run.programs)
+        usual = statistics.median(map(run.usual, run.programs))
+        found = losses(run, audit, run.programs)
+    full = 4 * TOKENS * (ended - began) / usual
+    return found | {
+        "goodput, %": 100 * (audit["merged_tokens"] - merged) / full,
+        "participation, %": 100 * statistics.mean(audit["participants"]) / 4,
+    }
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[Path], Found]] = {
+    **{fault: partial(fault_case, fault=fault) for fault in FAULTS},
+    "join": join,
+    "donor dies": donor_dies,
+    "joiner killed": joiner_killed,
+    "fast and slow": fast_and_slow,
+    "clocks an hour apart": clocks,
+}
+GOALS = {
+    "longest stall, steps": ("at most 1", "4.1 s at a death, 7.3 s at a join"),
+    "steps lost": ("0", "20 at a death"),
+    "next round, s": ("at most 2", "4.6 s"),
+    "first part merged after, steps": ("at most H = 20", "5-7.5 s"),
+    "slow one's steps merged, %": ("at least 95", ""),
+    "goodput, %": ("at least 95", "82-85"),
+    "problems": ("0", ""),
+}
+
+
+def build_rows(name: str, found: Sequence[Found]) -> list[list[str]]:
+    rows = []
+    for measure in found[0] if found else ():
+        goal, torchft = GOALS.get(measure, ("", ""))
+        values = [one[measure] for one in found]
+        rows.append([name, measure, goal, core.summary(values, 1), torchft, str(len(values))])
+    return rows
+
+
+def main() -> None:
+    parser = core.build_parser(__doc__)
+    parser.add_argument("--cases", type=core.list_of(str), default=list(CASES))
+    parser.add_argument("--repeats", type=core.positive, default=3)
+    parser.add_argument("--storm", type=core.positive_number, default=0.0, help="seconds")
+    parser.add_argument("--out", type=Path, default=Path("outputs/islands"))
+    options = parser.parse_args()
+    cases = {name: CASES[name] for name in options.cases if name in CASES}
+    if len(cases) < len(options.cases):
+        parser.error(f"--cases {','.join(options.cases)}: there are {','.join(CASES)}")
+    if options.storm:
+        cases["storm"] = partial(storm, seconds=options.storm)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
+    rows, out = [], options.out.absolute() / f"{time.time():.0f}"
+    for name, task in cases.items():
+        found = []
+        for number in range(options.repeats):
+            try:
+                found.append(task(out / re.sub(r"\W+", "-", name) / str(number)))
+            except (SystemExit, TimeoutError, IndexError) as error:
+                print(f"PROBLEM in {name}: {error}", flush=True)
+        rows += build_rows(name, found)
+        print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
+    core.print_table(f"Islands, load {os.getloadavg()[0]:.1f}", HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()

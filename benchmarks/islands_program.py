@@ -1,0 +1,228 @@
+"""Programs of `benchmarks.islands`: one island, and an audit of the log of a run.
+
+    python -m benchmarks.islands_program island '{"join": ..., "name": ..., "path": ..., ...}'
+    python -m benchmarks.islands_program audit JOIN
+
+An island trains a small model. A step is a sleep and a small real step, so that some islands fit on
+two cores. It appends a line of JSON to the file `path` for each step, and for what happens to it.
+"""
+
+import hashlib
+import json
+import queue
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
+from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands.connection import Connected, Connection, Join, LogRecord
+from torchtitan_diloco.islands.log import Entry, State
+
+TOKENS, SAMPLES = 4, 2
+"""Weight of a step, and samples of the slot that it reads."""
+READ_SECONDS = 30.0
+
+
+class Job(msgspec.Struct, forbid_unknown_fields=True):
+    """What an island is told. All islands of a run share everything but its name and speed."""
+
+    join: str
+    name: str
+    path: str
+    total_tokens: int
+    begin: int = 3
+    slots: int = 3
+    step_seconds: float = 0.1
+    sync_every: int = 20
+    delay: int = 5
+    grace_seconds: float = 0.5
+    """As long as `delay` steps."""
+    blocks: int = 4
+    width: int = 32
+    codec: str = "fp4_e3m0"
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def train(job: Job) -> None:
+    with Path(job.path).open("a", buffering=1) as file:
+
+        def note(**facts: Any) -> None:
+            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+        note(event="started")
+        model = Net(job.blocks, job.width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        outer = _build_outer(job, model, optimizer)
+        outer.join()
+        seat = outer.seat
+        note(event="joined", slot=seat.slot, position=seat.position)
+        leader = outer._leader
+        assert leader is not None
+        step, ledgers = 0, leader.state.slots[seat.slot].ledgers
+        joined_at = [one.version for one in leader.state.fragments]
+        while not outer.finished:
+            step, started = step + 1, time.time()
+            time.sleep(job.step_seconds)
+            _inner_step(model, optimizer, seat.slot, step)
+            computed = time.time()
+            outer.step(weight=TOKENS)
+            now = time.time()
+            own = sum(one.merged_in > at for one, at in zip(ledgers, joined_at, strict=True))
+            note(
+                step=step,
+                seconds=now - started,
+                exposed=now - computed,
+                clock=outer.clock,
+                merged=max(one.clock for one in leader.state.fragments),
+                rounds=sum(one.version for one in leader.state.fragments),
+                own=own,
+            )
+        outer.drain()
+        note(event="ended", digest=_digest(outer.global_state_dict()), ledger=_ledger(leader.state))
+        outer.close()
+
+
+def _build_outer(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> IslandDiLoCo:
+    islands = Islands(
+        job.join, job.name, slots=job.slots, begin=job.begin, grace_seconds=job.grace_seconds
+    )
+    config = DiLoCoConfig(
+        sync_every=job.sync_every,
+        fragments=Fragments(layers_per_fragment=2),
+        overlap=Overlap(delay=job.delay),
+        quantization=msgspec.convert({"codec": job.codec}, Quantization),
+    )
+    return IslandDiLoCo(
+        model,
+        islands,
+        config,
+        total_tokens=job.total_tokens,
+        optimizer=optimizer,
+        samples_per_step=SAMPLES,
+    )
+
+
+def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, slot: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(100_000 * slot + step)
+    output: Tensor = model(torch.randn(4, 8, generator=generator))
+    (output - 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _digest(shared: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(shared):
+        found.update(shared[name].contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+# --- ledger and audit -----------------------------------------------------------------------------
+
+
+def _ledger(state: State) -> list[list[list[tuple[int, int, str]]]]:
+    """Return the spans of samples of each slot and fragment, with their fates."""
+    return [
+        [[(span.start, span.end, span.fate) for span in one.spans] for one in slot.ledgers]
+        for slot in state.slots
+    ]
+
+
+def read_log(join: Join) -> tuple[State, list[Entry], int]:
+    """Return the state of a log, its entries, and the number of its void records."""
+    connection, state, last = Connection(join, "audit"), State(None), None
+    entries, void, until = list[Entry](), 0, time.monotonic() + READ_SECONDS
+    connection.start(0)
+    try:
+        while last is None or state.sequence < last:
+            try:
+                event = connection.events.get(timeout=until - time.monotonic())
+            except (queue.Empty, ValueError):
+                raise SystemExit("the log cannot be read") from None
+            if isinstance(event, Connected):
+                last = event.last
+            elif isinstance(event, LogRecord):
+                outcome = state.read(event.sequence, event.subject, event.raw)
+                void += bool(outcome.void)
+                entries += [outcome.entry] if outcome.entry is not None else []
+    finally:
+        connection.close()
+    return state, entries, void
+
+
+def audit(join: Join) -> dict[str, Any]:
+    """Return figures of a log, and what does not add up in it."""
+    state, entries, void = read_log(join)
+    spans = [(span, slot) for slot in state.slots for one in slot.ledgers for span in one.spans]
+    fragments = len(state.fragments)
+    return {
+        "problems": list(_problems(state, entries)),
+        "ended": state.ended,
+        "records": state.sequence,
+        "void": void,
+        "ledger": _ledger(state),
+        "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
+        "lost_samples": [
+            sum(span.end - span.start for span, of in spans if of is slot and span.fate == "lost")
+            / fragments
+            for slot in state.slots
+        ],
+        "read_twice": [slot.read_twice for slot in state.slots],
+        "participants": [len(entry.parts) for entry in entries],
+        "late": [entry.close.version - 1 - part.base for entry in entries for part in entry.parts],
+    }
+
+
+def _problems(state: State, entries: Sequence[Entry]) -> list[str]:
+    """Check what was merged, with arithmetic of its own."""
+    found, merged = [], dict[tuple[int, int], list[tuple[int, int]]]()
+    for entry in entries:
+        for part in entry.parts:
+            merged.setdefault((part.slot, part.fragment), []).append((part.start, part.end))
+            if part.finite and part.weight * SAMPLES != (part.end - part.start) * TOKENS:
+                found.append(f"{part.incarnation}: {part.weight} tokens in {part.start, part.end}")
+    for (slot, fragment), ranges in merged.items():
+        if any(one[1] > other[0] for one, other in pairwise(sorted(ranges))):
+            found.append(f"slot {slot}, fragment {fragment}: a range is merged twice")
+        spans = state.slots[slot].ledgers[fragment].spans
+        known = sum(span.end - span.start for span in spans if span.fate == "merged")
+        if known != sum(end - start for start, end in ranges):
+            found.append(f"slot {slot}, fragment {fragment}: the ledger has {known} samples merged")
+    for number, made in enumerate(state.fragments):
+        closes = [entry.close for entry in entries if entry.close.fragment == number]
+        if made.clock != sum(sum(close.weights) for close in closes):
+            found.append(f"fragment {number}: its clock is not the sum of the weights")
+    return found
+
+
+def main(command: str, text: str) -> None:
+    torch.set_num_threads(1)
+    if command == "island":
+        train(msgspec.json.decode(text, type=Job))
+    else:
+        print(json.dumps(audit(Join.parse(text))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
