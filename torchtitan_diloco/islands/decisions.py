@@ -10,7 +10,6 @@ from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.records import Part
 from torchtitan_diloco.islands.rules import Mode
 
-
 LOOK = 0.1
 """Seconds after which a wait is thought over: the connection may be gone."""
 
