@@ -10,6 +10,9 @@ from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.records import Part
 from torchtitan_diloco.islands.rules import Mode
 
+LOOK = 0.1
+"""Seconds after which a wait is thought over: the connection may be gone."""
+
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
     """The place of an island in the run."""
@@ -93,7 +96,7 @@ def _due_apply(leader: Leader, fragment: int) -> Apply | None:
             if until is None or now >= until:
                 return None
             leader.check()
-            leader.changed.wait(until - now)
+            leader.changed.wait(min(until - now, LOOK))
         entry = island.syncs[fragment].unapplied[0]
         own = entry.part_of(leader.incarnation)
         return Apply(
