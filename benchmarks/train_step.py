@@ -60,6 +60,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     flops = trainer.model.flops_per_token(config.training.sequence_length)
     parts = world, None, trainer.plan, trainer.outer, RunState()
     telemetry = Telemetry(config.metrics, *parts, flops_per_token=flops, lag=1)
+    trainer.begin()
     batches = telemetry.timed(trainer.loader)
 
     def step() -> None:

@@ -189,6 +189,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     config = load_config("debug", settings(text, metrics__log_every=3, validation__every=0))
     trainer = Trainer(config, join(config))
     monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", nan_loss_at({2, 3}, trainer))
+    trainer.begin()
     batches = iter(trainer.loader)
     trainer.train_step(batches)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}

@@ -96,7 +96,7 @@ class Trainer:
         folder, lock = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
         self._log_plan(folder)
         self._resume()
-        self._begin()
+        self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
@@ -193,7 +193,7 @@ class Trainer:
             return self.island.tokens_of_step(self.worker_shards)
         return self.plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Join the other islands, if there are any, and read samples from where the run is."""
         world, config, parts = self.world, self.config, self.worker_shards.parts
         start, stream = self.resumed.position, None

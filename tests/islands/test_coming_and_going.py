@@ -257,7 +257,7 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
     with started(first, second):
         first.wait_for_step(45)
     versions = [copy.newest for copy in first.outer._copies.fragments]
-    again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
+    again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0], step_seconds=0.1)
     other = Island(server, "b", steps=STEPS, grace=0.2)
     with started(again):
         wait_until(lambda: again.step > 3 or not again.is_alive(), "steps after the restart")
