@@ -106,7 +106,11 @@ def run_local_islands(config: Config, arguments: list[str]) -> int:
     begin = config.islands.begin or count
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *arguments]
     command += ["--islands.local", "0", "--islands.begin", str(begin)]
-    return run_islands(command, count, Path(folder))
+    try:
+        return run_islands(command, count, Path(folder))
+    except ValueError as error:  # such as a package that is missing
+        _say(f"error: {error}")
+        return USER_ERROR
 
 
 class _Run:

@@ -9,6 +9,7 @@ import tomli
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
+from torchtitan_diloco import launch
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints
 from torchtitan_diloco.components.checkpoint_schema import read_manifest
 
@@ -72,3 +73,14 @@ def test_contradictions_are_named(
     found = run(tmp_path, **settings)
     assert found.returncode == 2
     assert expected in found.stderr
+
+
+def test_a_missing_package_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "nats", None)
+    words = ["--islands.local", "2", "--run.folder", str(tmp_path)]
+    assert launch.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: islands need the package nats-py")
+    assert len(error.splitlines()) == 1
