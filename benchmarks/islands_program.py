@@ -32,7 +32,7 @@ READ_SECONDS = 30.0
 
 
 class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """What an island is told. All islands of a run share everything but its name and speed."""
+    """Settings of an island. Those of a run differ only in name and speed."""
 
     join: str
     name: str

@@ -52,7 +52,7 @@ EXPIRY_SECONDS, BEAT_SECONDS = 2.0, 0.1
 """Shorter than the defaults, as the steps are."""
 LOCKSTEP_SECONDS = 60.0
 TOKENS_PER_STEP = 512
-"""Of two islands."""
+"""Length of a run of two islands."""
 UPLOAD_STEPS = 5
 """Time in which an island uploads that is always late: more than the grace, and less than H."""
 ROUNDS_OF_A_LIFE = 20

@@ -47,7 +47,7 @@ from torchtitan_diloco.models.chinchilla.model import Decoder
 WORKERS = 2
 LAYERS = 4
 MEGABYTES = 33.6
-"""Of parameters in fp32."""
+"""Size of the parameters in fp32."""
 TIMEOUT = 600
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "

@@ -181,7 +181,7 @@ def _move(island: Island) -> None:
 def test_a_server_that_is_away_holds_nobody_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was trained in the meantime counts, although its delta is larger than usual."""
+    """Work done in the meantime counts, although its delta is larger than usual."""
     chosen = replace(FP4, delta_norm_limit=2.0)
     with running_server(tmp_path / "server") as found:
         first = Island(found.join, "a", chosen, steps=120, grace=0.3, step_seconds=0.02)

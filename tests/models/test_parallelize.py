@@ -172,7 +172,7 @@ def test_clipping_sees_the_whole_gradient(processes: ProcessPool, size: int, wor
 def test_compiled_decoder_gives_the_same_gradients_from_few_compilations(
     single: Outcome, monkeypatch: pytest.MonkeyPatch, checkpoint: str
 ) -> None:
-    """What the compiler makes of a graph is torch's: here the graph is run as it is."""
+    """Run the traced graph as it is: what a compiler makes of it is tested by torch."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:

@@ -28,7 +28,7 @@ PHASES: dict[str, tuple[Lane, str, str, str]] = {
 }
 """Lane, start, end and colour. Moments are fields of WorkerRound without `_at_seconds`."""
 ROUND_KEYS = ("fragment", "fragment_name", "outer_round")
-"""What a trace file tells about the round of a phase."""
+"""Attributes of a round that stand beside each of its phases in a trace file."""
 PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
 
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -65,14 +64,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 Message: TypeAlias = SnapshotWanted | Snapshot
-
-
-@dataclass
-class Known:
-    """Checksums and hashes of the entries of one fragment, by the version that they make."""
-
-    checksums: dict[int, str] = field(default_factory=dict)
-    heads: dict[int, str] = field(default_factory=dict)
 
 
 class Inbox:
@@ -139,7 +130,8 @@ class Joining:
         """`facts`: those of the run, if this island is the first."""
         self._connection, self._inbox, self._members = connection, inbox, members
         self._copies, self._mine = copies, facts
-        self.known = [Known() for _ in copies.fragments]
+        self.checksums: list[dict[int, str]] = [{} for _ in copies.fragments]
+        """Checksums of each fragment, by version."""
         self._loaded = False
         """Snapshots were loaded: version 0 is not there any more."""
 
@@ -199,7 +191,7 @@ class Joining:
                 )
         for fragment, checksum in enumerate(facts.checksums):
             self._copies.run(Declare(fragment=fragment, fresh=True))
-            self.known[fragment].checksums[0] = checksum
+            self.checksums[fragment][0] = checksum
         return None
 
     def _first_facts(self) -> Facts | None:
@@ -213,9 +205,8 @@ class Joining:
         return found
 
     def _start_at(self, fragment: int, version: int, head: str, checksum: str) -> None:
-        known = self.known[fragment]
-        known.checksums = checksums_before(self._records(), fragment, head)
-        known.checksums[version], known.heads[version] = checksum, head
+        self.checksums[fragment].update(checksums_before(self._records(), fragment, head))
+        self.checksums[fragment][version] = checksum
 
     # --- snapshots --------------------------------------------------------------------------------
 
@@ -227,7 +218,7 @@ class Joining:
             self._inbox.receive()
         for donor in self._donors(takes):
             logger.info(f"taking the shared copies from island {name_of(donor)}")
-            if all(self._take_snapshot(donor, one) for one in range(len(self.known))):
+            if all(self._take_snapshot(donor, one) for one in range(len(self.checksums))):
                 return True
         return False
 

@@ -64,7 +64,7 @@ class Leader:
         self._members = Members(EXPIRY)
         self._inbox = Inbox(connection, self._members, incarnation)
         self._joining = Joining(connection, self._inbox, self._members, copies, facts)
-        self._known = self._joining.known
+        self._checksums = self._joining.checksums
         self.changed = threading.Condition()
         """Guards the state; it is notified after every change."""
         self.state = State(self._checksum)
@@ -236,7 +236,7 @@ class Leader:
             )
 
     def _answer(self, sender: str, message: object) -> None:
-        if isinstance(message, SnapshotWanted) and message.fragment < len(self._known):
+        if isinstance(message, SnapshotWanted) and message.fragment < len(self._checksums):
             fragment = message.fragment
             copy, content = self._copies.fragments[fragment], self._copies.give(fragment)
             head = self.state.fragments[fragment].head
@@ -251,7 +251,7 @@ class Leader:
     # --- records ----------------------------------------------------------------------------------
 
     def _checksum(self, fragment: int, version: int) -> str:
-        return self._known[fragment].checksums[version]
+        return self._checksums[fragment][version]
 
     def _read_records(self) -> None:
         while self._inbox.records:
@@ -304,10 +304,10 @@ class Leader:
             close = decode(record.raw)
         except VoidError:
             return
-        if not isinstance(close, Close) or close.fragment >= len(self._known):
+        if not isinstance(close, Close) or close.fragment >= len(self._checksums):
             return
         entry = self.state.preview(record.subject, close)
-        copy, known = self._copies.fragments[close.fragment], self._known[close.fragment]
+        copy = self._copies.fragments[close.fragment]
         if entry is None or close.version != copy.newest + 1:
             return
         payloads = [self._parts.payload(number) for number in close.parts]
@@ -320,7 +320,7 @@ class Leader:
             only_newest=self.island is None,
         )
         content = torch.cat([*payloads, torch.empty(0, dtype=torch.uint8)])
-        known.checksums[close.version] = self._copies.run(job, content)
+        self._checksums[close.fragment][close.version] = self._copies.run(job, content)
 
     # --- decisions --------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._seat = Seat(0, 1, 1, 0, total_tokens, 0, [])
         self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
         """The latest part of each fragment, when it was sent, and whether it is stored."""
-        self._healed_since = set[int]()
+        self._healed_since = set[int]()  # fragments healed since their part was sent
         self._payloads: dict[int, Tensor] = {}  # what this rank has encoded of it
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._over = self._stopped = False
