@@ -350,8 +350,8 @@ class Trainer:
         if config.method == "none":
             return DataParallel(self.model, self.world.workers, self.world.liveness)
         build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
-        shards, liveness = self.world.shards, self.world.liveness
-        return build(self.model, group, config, shard_group=shards, liveness=liveness)
+        build = partial(build, shard_group=self.world.shards, liveness=self.world.liveness)
+        return build(self.model, group, config, total_steps=self.plan.total_steps)
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

@@ -1,4 +1,7 @@
-"""Before the first step: workers check their settings, agree, and start from worker 0's model."""
+"""Before the first step: workers check their settings, agree, and start from worker 0's model.
+
+And the end of what they have started.
+"""
 
 import hashlib
 import secrets
@@ -17,8 +20,10 @@ from torchtitan_diloco.diloco.config import (
     diloco_mistakes,
     quantization_mistakes,
 )
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.transport import transports
@@ -28,13 +33,16 @@ MAY_DIFFER = {"diloco.link.interface", "diloco.link.outer_state"}
 """Settings in which workers may differ."""
 
 
-def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None) -> None:
+def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_steps: int) -> None:
     """Raise on settings that are invalid, contradict each other, or do not fit the group."""
     workers, link = 1 if group is None else group.size(), config.link
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
+    if config.overlap.mixing_end is not None and not total_steps:
+        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+        mistakes.append(("diloco.overlap.mixing_end", reason))
     if config.workers not in (1, workers):
         reason = f"is {config.workers}, but the group joins {workers}: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -138,14 +146,33 @@ def limit_threads(background: BackgroundThread, count: int) -> None:
     torch.set_num_threads(threads)
 
 
+def close(
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+) -> None:
+    """End the thread and the groups of an outer loop; `own`: it has made `liveness` itself."""
+    background.close(timeout=0.0 if liveness.is_lost else 5.0)
+    if exchange is not None:
+        exchange.close()
+    if own:
+        liveness.close()
+
+
 def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     residual = " and what encoding lost" * wire.error_feedback
+    falling = "" if end is None else f", at the end {end:g}"
+    beginning = (
+        f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "
+        "waited for"
+    )
     return [
         f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
-        f"steps later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
+        f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
+        f"{momentum}",
+        *([beginning] if first.steps else []),
         f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
         f"{'':<10} {state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, "
         f"one delta{residual}",
