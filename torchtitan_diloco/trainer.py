@@ -150,8 +150,9 @@ class Trainer:
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
-        self.lr = self._next_lr()
-        set_lr(self.optimizer, self.lr)
+        factor = self._next_lr_factor()
+        self.lr = self.config.optimizer.lr * factor
+        set_lr(self.optimizer, factor)
         # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
         scale = self.ranks / plan.tokens_per_step
         cross_entropy = torch.zeros((), device=self.world.device)
@@ -182,10 +183,9 @@ class Trainer:
         done = self.step == self.plan.total_steps
         return done if self.island is None else self.island.outer.finished
 
-    def _next_lr(self) -> float:
+    def _next_lr_factor(self) -> float:
         step = self.step if self.island is None else self.island.step
-        factor = lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
-        return self.config.optimizer.lr * factor
+        return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
     def _tokens_of_step(self) -> float:
         """Return the weight of this worker's step."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_rank
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import (
     begin,
@@ -108,7 +108,7 @@ class Checkpointer:
         run: Path,
         world: World,
         model: nn.Module,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
         outer: OuterLoop,
     ) -> None:
         self._config, self._run, self._world = config, run, world
