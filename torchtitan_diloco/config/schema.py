@@ -23,7 +23,7 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`."""
+    `outputs/<name>-<date>-<time>`. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
