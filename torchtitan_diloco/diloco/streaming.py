@@ -87,11 +87,12 @@ class StreamingDiLoCo:
         self._optimizer, self._healed = optimizer, 0
         self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
-        self._run = startup.agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
+        device = startup.pick_state_device(self.fragments, config)
+        parts = config, self.fragments, device
+        self._run = startup.agree_on_run(group, *parts, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
-            startup.broadcast_from_first(group, model, config.link)
+            startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
-        device = startup.pick_state_device(group, self.fragments, config.link)
         wire = config.quantization
         self._states = [
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
@@ -107,14 +108,17 @@ class StreamingDiLoCo:
                 device=device,
                 timeout_seconds=config.link.timeout_seconds,
             )
+            if device.type == "cuda":
+                sizes = [state.values for state in self._states]
+                self._exchanger.warm_up(sizes, feedback=wire.error_feedback)
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
         startup.limit_threads(self._background, wire.threads)
-        parts = self._background, self._exchanger, self._liveness, liveness is None
-        self._finalizer = weakref.finalize(self, _close, *parts)
+        to_close = self._background, self._exchanger, self._liveness, liveness is None
+        self._finalizer = weakref.finalize(self, _close, *to_close)
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -297,13 +301,17 @@ class StreamingDiLoCo:
         return vars(self._liveness.wait(self.start_state_dict(mesh), self._exchanges))
 
     @one_at_a_time
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
+    def start_state_dict(
+        self, mesh: DeviceMesh | None = None, *, shared: bool = True
+    ) -> "Future[SavedState]":
         """Copy the state of this moment in the background, behind what is in flight.
 
-        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs.
+        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs. `shared`:
+        copy also what all workers share, which one of them saves.
         """
         self.check()
-        return self._background.submit(partial(saving.save, *self._take_snapshots(), mesh))
+        snapshots = self._take_snapshots(shared=shared)
+        return self._background.submit(partial(saving.save, *snapshots, mesh))
 
     @one_at_a_time
     def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
@@ -317,10 +325,12 @@ class StreamingDiLoCo:
             given_up, self._in_flight = self._in_flight, {}
             return saving.save(*self._take_snapshots(given_up), mesh)
 
-    def _take_snapshots(self, given_up: Container[int] = ()) -> tuple[list[Snapshot], Facts]:
+    def _take_snapshots(
+        self, given_up: Container[int] = (), *, shared: bool = True
+    ) -> tuple[list[Snapshot], Facts]:
         facts = {"step": self.step_count, "healed": self._healed}
         parts = self._states, self._weights, self._in_flight
-        return saving.take_snapshots(self.config, facts, *parts, given_up)
+        return saving.take_snapshots(self.config, facts, *parts, given_up, shared=shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
