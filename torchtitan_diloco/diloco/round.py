@@ -41,8 +41,6 @@ class Traffic:
     """... and when the last of them was there."""
     dot: float = NEVER
     """Scalar product of this worker's delta and the mean, in measured rounds."""
-    moments_are_known: bool = True
-    """For each worker separately: NCCL completes a whole batch of messages at once."""
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
         for worker, size in sizes.items():
@@ -51,12 +49,10 @@ class Traffic:
 
     def heard_after(self, worker: int) -> float:
         """Return seconds from sending this worker's header to receiving the other's."""
-        return self.heard.get(worker, NEVER) - self.header_sent if self.moments_are_known else NEVER
+        return self.heard.get(worker, NEVER) - self.header_sent
 
     def link_seconds(self, worker: int) -> float:
         """Return how long `link_bytes` took, once the other worker had begun to send."""
-        if not self.moments_are_known:
-            return NEVER
         return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
 
 
