@@ -166,7 +166,7 @@ class OuterState:
         """Record an event behind everything this thread has queued on the GPU."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._model_device))
         return event
 

@@ -173,14 +173,16 @@ class StreamingDiLoCo:
         self._exchanges += 1
         round_.number = self._exchanges
         check_identity(self._model, state.fragment)
+        begin = state.moment()
         state.take_delta()
+        span = begin, state.moment()
         chance = self.config.link.drop_probability
         dropped = is_dropped(chance, self._seed, self.worker, index, outer_round)
         flags, weight = DROPPED if dropped else 0, self._weights[index]
         header = Header(flags, self._run, index, outer_round, step, weight, state.checksum)
         self._weights[index] = 0.0
         round_.taken = time.perf_counter()
-        self._meter.expose(round_.taken - round_.due)
+        self._meter.expose(round_.taken - round_.due, span)
         exchanged = self._background.submit(partial(self._exchange, state, header, round_))
         self._in_flight[index] = round_, exchanged
 
@@ -195,7 +197,10 @@ class StreamingDiLoCo:
             round_.fetched = time.perf_counter()
             measured = is_measured(round_.outer_round, self.config.measure_every)
             mixing = self._mixing(round_.flags, round_.participants)
-            drift = self._states[index].apply(mixing, measured=measured)
+            state = self._states[index]
+            begin = state.moment()
+            drift = state.apply(mixing, measured=measured)
+            round_.applying = begin, state.moment()
             if round_.flags & WENT_WRONG:
                 self._start_afresh(index)
             round_.drift = round_.drift if drift is None else drift
@@ -382,7 +387,7 @@ class StreamingDiLoCo:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that the training thread has spent or waited in the outer loop so far."""
+        """Seconds that training has spent in the outer loop, or waited for it, so far."""
         return self._meter.exposed_seconds
 
     def rounds(self) -> list[Round]:
