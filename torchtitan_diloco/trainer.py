@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,7 +17,6 @@ from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, c
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
-    autocast,
     build_optimizer,
     clip_gradients,
     compute_dtype,
@@ -162,8 +161,7 @@ class Trainer:
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
             head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
-            with self.precision:
-                sums = self.model(inputs, head=head)
+            sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
@@ -338,7 +336,6 @@ class Trainer:
         materialize(self.model, device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
-        self.precision = autocast(dtype, device) if mesh is None else nullcontext()
 
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
@@ -373,7 +370,6 @@ class Trainer:
             batches,
             self.world,
             chunk_tokens=config.training.loss_chunk_tokens,
-            precision=self.precision,
         )
         local, validated = config.validation.local, self.resumed.validated
         return Validator(self.outer, evaluate, local=local, validated=validated)

@@ -28,7 +28,6 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
     Fragments,
-    Link,
     OuterOptimizer,
     Overlap,
     Quantization,
@@ -235,8 +234,8 @@ def test_bytes_are_those_of_both_hops(processes: ProcessPool, delay: int) -> Non
 
 def _over_the_groups_own_backend() -> list[Tensor]:
     dist.init_process_group()
-    model, chosen = Net(), replace(AVERAGE_EVERY_STEP, link=Link(backend="gloo"))
-    outer = StreamingDiLoCo(model, dist.group.WORLD, chosen)
+    model = Net()
+    outer = StreamingDiLoCo(model, dist.group.WORLD, AVERAGE_EVERY_STEP)
     inner_step(model, sgd(model), outer.worker, 1)
     outer.step()
     return list(outer.global_state_dict().values())
