@@ -39,6 +39,7 @@ FP32 = {
     "diloco.fragments.layers_per_fragment": 1,
 }
 FP4 = FP32 | {
+    "optimizer.name": "muon",
     "diloco.quantization.codec": "fp4_e3m0",
     "diloco.quantization.error_feedback": "true",
     "diloco.quantization.rounding": "stochastic",
@@ -152,7 +153,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert_same_records(whole, tmp_path)
 
 
-def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
+def test_so_does_one_with_fsdp_muon_4_bits_error_feedback_and_fragments_in_flight(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
     """A save follows a validation, which leaves FSDP2's full parameters if they are not freed."""
@@ -231,6 +232,7 @@ BALANCED = {"diloco.fragments.pattern": "balanced", "diloco.fragments.layers_per
         pytest.param(1, {"diloco.workers": 1}, id="1 worker"),
         pytest.param(2, SCHEDULE | BALANCED, id="H, codec, fragments"),
         pytest.param(2, {"diloco.method": "none"}, id="data parallel"),
+        pytest.param(2, {"optimizer.name": "muon"}, id="Muon"),
     ],
 )
 def test_another_layout_goes_on_where_the_run_was(

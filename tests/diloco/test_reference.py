@@ -9,9 +9,11 @@ from torch import Tensor
 from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sharded
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
+    Beginning,
     DiLoCoConfig,
     Fragments,
     Link,
+    Overlap,
     Quantization,
     StreamingDiLoCo,
 )
@@ -20,7 +22,7 @@ from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values
-from torchtitan_diloco.diloco.schedule import Schedule, is_dropped
+from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped
 from torchtitan_diloco.distributed.world import WORKER
 
 STEPS = 26
@@ -43,7 +45,12 @@ def run_case(case: Case) -> tuple[Parameters, Parameters]:
     world = join(case.workers, case.ranks)
     model = sharded(world)
     outer = StreamingDiLoCo(
-        model, world.group(WORKER), case.config, shard_group=world.shards, seed=3
+        model,
+        world.group(WORKER),
+        case.config,
+        shard_group=world.shards,
+        total_steps=STEPS,
+        seed=3,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for step in range(1, STEPS + 1):
@@ -71,8 +78,7 @@ class Wire:
     def _coded(self, codec: Codec, sender: Sender, values: Values) -> Values:
         chosen, arrived = self.case.config, dict[str, list[Tensor]]()
         count = len(build_fragments(Net(), chosen.fragments))
-        schedule = Schedule(chosen.sync_every, count, chosen.overlap.delay)
-        outer_round = schedule.outer_round(sender.fragment, sender.t)
+        outer_round = build_schedule(chosen, count).outer_round(sender.fragment, sender.t)
         for rank in range(self.case.ranks):
             shards = [self._rows(value, rank) for value in values.values()]
             flat = torch.cat([shard.flatten() for shard in shards])
@@ -103,6 +109,10 @@ def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
         delay=chosen.overlap.delay,
         mixing=chosen.overlap.mixing,
         outer=chosen.outer_optimizer,
+        mixing_end=chosen.overlap.mixing_end,
+        total_steps=STEPS,
+        beginning_steps=chosen.beginning.steps,
+        beginning_every=chosen.beginning.sync_every,
         transmit=wire.transmit,
         gather=wire.gather,
         feedback=chosen.quantization.error_feedback and case.workers > 1,
@@ -152,6 +162,20 @@ def test_fragments_and_delays(
 @pytest.mark.parametrize(("mixing", "delay"), [(0.0, 0), (0.0, 3), (1.0, 3)])
 def test_mixing(processes: ProcessPool, mixing: float, delay: int) -> None:
     check(Case(2, config(2, delay, mixing)), processes)
+
+
+@pytest.mark.parametrize(("delay", "every", "workers"), [(3, 2, 2), (0, 1, 3)])
+def test_a_beginning_and_a_falling_share(
+    processes: ProcessPool, delay: int, every: int, workers: int
+) -> None:
+    """The beginning ends within a cycle, and with more fragments than steps between two sends."""
+    chosen = replace(
+        config(2),
+        overlap=Overlap(delay=delay, mixing=0.6, mixing_end=0.1),
+        beginning=Beginning(steps=11, sync_every=every),
+        quantization=Quantization(codec="fp4_e3m0"),
+    )
+    check(Case(workers, chosen), processes)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam", "sign_momentum"])

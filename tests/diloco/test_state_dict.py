@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sgd, sharded
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
+    Beginning,
     Fragments,
     OuterOptimizer,
     Overlap,
@@ -29,19 +30,25 @@ from torchtitan_diloco.distributed.world import WORKER
 State = dict[str, Any]
 
 
-STOPS = {7: 0, 12: 5, 13: 4, 16: 2}
+STOPS = {3: 0, 12: 5, 13: 4, 16: 2}
 """Step of a save -> fragments that are in flight then."""
 
 
 def _interrupted(wire: Quantization, pattern: Fragments) -> tuple[list[int], Any, list[Any]]:
     """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
     world = join(2)
-    chosen = replace(config(2, delay=5, name="adam", lr=0.05), quantization=wire, fragments=pattern)
+    chosen = replace(
+        config(2, name="adam", lr=0.05),
+        overlap=Overlap(delay=5, mixing_end=0.0),
+        beginning=Beginning(steps=5),
+        quantization=wire,
+        fragments=pattern,
+    )
     saves: list[Any] = []
 
     def train(begin: int = 0, saved: Any = None) -> Any:
         model = Net()
-        outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
+        outer = StreamingDiLoCo(model, world.group(WORKER), chosen, total_steps=39)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         if saved is not None:
             model.load_state_dict(saved[0])
@@ -118,6 +125,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     [
         ({"sync_every": 12}, ["applied now"]),
         ({"overlap": Overlap(delay=2)}, ["applied now"]),
+        ({"beginning": Beginning(steps=20)}, ["applied now"]),
         ({"fragments": Fragments(layers_per_fragment=8)}, ["applied now"]),
         ({"fragments": Fragments(pattern="balanced", layers_per_fragment=4)}, ["applied now"]),
         (
