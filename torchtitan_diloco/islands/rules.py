@@ -56,7 +56,8 @@ class Mode(Enum):
     ADD = "add"
     """theta += Theta_new - Theta_old: the entry has no own part."""
     ADD_OWN = "add own"
-    """theta += Theta_new - Theta_old + own decoded part: late. Only work since the send remains."""
+    """theta += (1 - alpha) (Theta_new - Theta_old + own decoded part): late. As `MIX`, but all work
+    since the send remains."""
     RESET = "reset"
     """theta = Theta_new: the own part was not finite."""
 
@@ -329,7 +330,7 @@ class Island:
             return None
         if not part.finite:
             return Mode.RESET
-        # Mixing scales down the work since the send. Later there is more of it, and it must stay.
+        # `MIX` scales down the work since the send. Later there is more of it, and it must stay.
         in_time = own_round and self.step == due
         return Mode.MIX if in_time else Mode.ADD_OWN
 
