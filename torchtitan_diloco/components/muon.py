@@ -79,10 +79,10 @@ def local_of(tensor: Tensor) -> Tensor:
 def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's rows of the orthogonalised matrices. `rows`: those before."""
     first = matrices[0] if matrices else None
-    if not isinstance(first, DTensor):
+    ranks = first.device_mesh.size(-1) if isinstance(first, DTensor) else 1
+    if not isinstance(first, DTensor) or ranks == 1:
         return [newton_schulz(one) for one in rows]
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
-    ranks = group.size()
     owned = share_out(matrices, ranks)
     mine = [matrices[index] for index in owned[group.rank()]]
 

@@ -149,6 +149,9 @@ class DiLoCoConfig:
     """Largest norm of a worker's delta of a fragment, as a multiple of the median of its latest 32.
     With a larger one the worker is left out of the round and takes the shared parameters, unless
     all workers exceed it. 0: no limit."""
+    average_at_end: bool = False
+    """Exchange all fragments once more after the last step of the run, so that the shared model is
+    the average of the workers."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
