@@ -88,7 +88,7 @@ def bare_loop(
     def step() -> None:
         for _ in range(trainer.plan.accumulation):
             inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-            with trainer.precision:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
             (loss / trainer.plan.accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_gradient_norm)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,7 +17,6 @@ from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, c
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
-    autocast,
     build_optimizer,
     clip_gradients,
     compute_dtype,
@@ -28,7 +27,7 @@ from torchtitan_diloco.components.optimizer import (
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.run_folder import RunFolder, claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_early_end,
@@ -93,18 +92,19 @@ class Trainer:
     def run(self) -> Path:
         """Train to the last step, or until `stop_after` or a signal, and return the folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        folder, lock = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
+        run_folder = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
+        folder = run_folder.path
         self._log_plan(folder)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            lock,
+            run_folder,
             StopRequest(self.world, self.lag) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(Checkpointer(config.checkpoint, folder, *self.parts)) as checkpointer,
+            closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
             checkpointer.saving_alone(stop, lambda: self._manifest(telemetry)),
         ):
             batches = telemetry.timed(self.loader)
@@ -161,8 +161,7 @@ class Trainer:
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
             head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
-            with self.precision:
-                sums = self.model(inputs, head=head)
+            sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
@@ -297,11 +296,10 @@ class Trainer:
         run = replace(self.config.run, folder="")
         return to_toml(replace(self.config, run=run, islands=islands))
 
-    def _claim_folder(self, *, stops_early: bool) -> tuple[Path, AbstractContextManager[object]]:
+    def _claim_folder(self, *, stops_early: bool) -> RunFolder:
         run, save = self.config.run, self.config.checkpoint
         saves = bool(save.every or save.every_minutes or save.at_end or stops_early)
-        names = run.folder, run.name, save.resume
-        return claim_run_folder(self.world, *names, self.start, self._toml(), shared=saves)
+        return claim_run_folder(self.world, run, save.resume, self.start, self._toml(), saves=saves)
 
     def _validation_missed(self) -> bool:
         """Return whether a signal came between the resumed step and its validation."""
@@ -338,7 +336,6 @@ class Trainer:
         materialize(self.model, device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
-        self.precision = autocast(dtype, device) if mesh is None else nullcontext()
 
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
@@ -373,7 +370,6 @@ class Trainer:
             batches,
             self.world,
             chunk_tokens=config.training.loss_chunk_tokens,
-            precision=self.precision,
         )
         local, validated = config.validation.local, self.resumed.validated
         return Validator(self.outer, evaluate, local=local, validated=validated)

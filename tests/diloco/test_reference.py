@@ -1,7 +1,6 @@
 """StreamingDiLoCo in real processes computes what the single-process reference computes."""
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 import pytest
 import torch
@@ -148,7 +147,12 @@ def check(case: Case, processes: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "layers", "delay"), list(product([1, 2, 3], [0, 8, 2], [0, 1, 5]))
+    ("workers", "layers", "delay"),
+    [
+        *[(2 + (layers + delay) % 2, layers, delay) for layers in (0, 8, 2) for delay in (0, 1, 5)],
+        (1, 0, 0),
+        (1, 2, 5),
+    ],
 )
 def test_fragments_and_delays(
     processes: ProcessPool, workers: int, layers: int, delay: int
@@ -156,8 +160,7 @@ def test_fragments_and_delays(
     check(Case(workers, config(layers, delay)), processes)
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize(("mixing", "delay"), [(0.0, 0), (0.0, 3), (1.0, 3)])
 def test_mixing(processes: ProcessPool, mixing: float, delay: int) -> None:
     check(Case(2, config(2, delay, mixing)), processes)
 
@@ -207,7 +210,7 @@ def test_patterns(processes: ProcessPool, fragments: Fragments) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "ranks", "layers", "delay", "mixing"),
-    [(2, 2, 2, 5, 0.5), (2, 2, 0, 0, 0.0), (1, 2, 8, 1, 0.5), (3, 2, 2, 5, 0.5), (4, 1, 2, 5, 0.0)],
+    [(2, 2, 0, 0, 0.0), (1, 2, 8, 1, 0.5), (3, 2, 2, 5, 0.5), (4, 1, 2, 5, 0.0)],
 )
 def test_with_fsdp_inside_and_more_workers(
     processes: ProcessPool, workers: int, ranks: int, layers: int, delay: int, mixing: float
@@ -215,6 +218,8 @@ def test_with_fsdp_inside_and_more_workers(
     check(Case(workers, config(layers, delay, mixing), ranks), processes)
 
 
+STOCHASTIC = Quantization(codec="fp4_e3m0", rounding="stochastic")
+TERNARY = Quantization(codec="ternary", block_size=16, error_feedback=True)
 CODED = [
     Quantization(codec="bf16"),
     Quantization(codec="fp8_e4m3", block_size=16),
@@ -222,18 +227,20 @@ CODED = [
     Quantization(codec="int8", block_size=32),
     Quantization(codec="fp4_e2m1"),
     Quantization(codec="fp4_e3m0", block_size=128),
-    Quantization(codec="fp4_e3m0", rounding="stochastic"),
+    STOCHASTIC,
     Quantization(codec="fp4_e2m1", error_feedback=True),
-    Quantization(codec="ternary", block_size=16, error_feedback=True),
+    TERNARY,
 ]
 
 
-@pytest.mark.parametrize("wire", CODED, ids=lambda wire: f"{wire.codec}-{wire.rounding}")
-def test_codecs(processes: ProcessPool, wire: Quantization) -> None:
+@pytest.mark.parametrize(
+    ("wire", "workers", "ranks"),
+    [*((wire, 3, 1) for wire in CODED), (STOCHASTIC, 2, 1), (STOCHASTIC, 2, 2), (TERNARY, 2, 2)],
+    ids=lambda value: value.codec if isinstance(value, Quantization) else str(value),
+)
+def test_codecs(processes: ProcessPool, wire: Quantization, workers: int, ranks: int) -> None:
     """With three workers means are encoded, too; with two ranks, shards divide nothing evenly."""
-    check(Case(2, replace(config(2, delay=5, mixing=0.5), quantization=wire)), processes)
-    check(Case(3, replace(config(2, delay=5, mixing=0.5), quantization=wire)), processes)
-    check(Case(2, replace(config(2, delay=1, mixing=0.5), quantization=wire), ranks=2), processes)
+    check(Case(workers, replace(config(2, delay=5), quantization=wire), ranks), processes)
 
 
 @pytest.mark.parametrize("gather", ["fp32", "bf16", "int8"])
@@ -270,14 +277,13 @@ def test_dropped_workers_keep_their_own_parameters(
     check(Case(3, chosen), processes)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
-    "wire",
-    [Quantization(), Quantization(codec="fp4_e2m1", error_feedback=True)],
+    ("workers", "wire"),
+    [(2, Quantization()), (3, Quantization(codec="fp4_e2m1", error_feedback=True))],
     ids=["fp32", "fp4"],
 )
 def test_a_worker_that_is_not_finite_is_left_out_and_recovers(
-    processes: ProcessPool, wire: Quantization, workers: int
+    processes: ProcessPool, workers: int, wire: Quantization
 ) -> None:
     chosen = replace(config(0, delay=0), quantization=wire)
     (spoiled, *_), (clean, *_) = (

@@ -15,7 +15,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ class Manifest:
 
     state: RunState
     workers: int
-    """Number of worker folders; 1 with data parallelism."""
+    """Workers that were saved; 1 with data parallelism."""
     ranks_per_worker: int
     data: dict[str, Any]
     """Corpus, sequence length and order that `RunState.position` refers to."""
@@ -76,12 +76,29 @@ class Manifest:
     outer: list[dict[str, Any]] = field(default_factory=list)
     """`SavedState.facts` of each worker; empty with data parallelism."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Size in bytes and CRC-32 of every other file, by path below the folder."""
+    """Size in bytes and CRC-32 of every other file, by path below the folder. Where places have no
+    common disk, each has `shared/` and the folders of its own workers."""
     version: int = VERSION
 
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def present(self) -> list[int]:
+        """Return the workers whose state is in this folder."""
+        found = {name.partition("/")[0] for name in self.files}
+        return [worker for worker in range(self.workers) if worker_folder(worker) in found]
+
+    def nearest(self, worker: int) -> int:
+        """Return this worker if its state is in this folder, else another one that is."""
+        present = self.present or [0]
+        return worker if worker in present else present[worker % len(present)]
+
+    def identity(self) -> int:
+        """Return a number that tells saves apart. It is the same in the parts of one save."""
+        state = replace(self.state, elapsed_seconds=0.0)
+        return _crc(asdict(replace(self, state=state, config="", files={})))
 
     def to_json(self) -> str:
         values = asdict(self)

@@ -1,8 +1,7 @@
-"""Inner optimization: precision, gradient clipping, the optimizer and its learning rate."""
+"""Inner optimization: compute dtype, gradient clipping, the optimizer and its learning rate."""
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,11 +27,6 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
             '"float32"'
         )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
-
-
-def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
-    """Compute in `dtype` in a process without FSDP2, which would cast by itself."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`."""
+    `outputs/<name>-<date>-<time>`. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
@@ -213,8 +213,8 @@ class Distributed:
     init_timeout_seconds: Positive = 600
     """Seconds that processes wait for each other at start."""
     train_timeout_seconds: Positive = 300
-    """Seconds after which a collective inside a worker fails and ends the run. Between workers,
-    `diloco.link.timeout_seconds` applies."""
+    """Seconds after which a collective inside a worker fails and ends the run; with several
+    workers at least `diloco.link.timeout_seconds` + 60. Between workers that setting applies."""
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,8 @@ class Quantization:
 class Link:
     """Communication between workers."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of the process group between workers. `auto`: NCCL if every process has its own GPU,
-    else gloo."""
     interface: str = ""
-    """Network interface for gloo and NCCL, such as `eth0`. Empty: they choose one."""
+    """Network interface between workers, such as `eth0`. Empty: gloo chooses one."""
     timeout_seconds: Positive = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
     it at once; one that is silent is reported after 10 seconds."""
@@ -126,8 +123,9 @@ class Link:
     """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
     links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
-    is a GPU. `device`: GPU memory. `auto`: `cpu` with gloo, `device` with NCCL."""
+    """Memory for the shared parameters and the outer momentum, and where deltas are encoded. `cpu`:
+    host memory, pinned if there is a GPU. `device`: GPU memory; only encoded bytes pass through the
+    host. `auto`: `device` if it takes at most a fifth of the GPU's memory."""
 
 
 @dataclass(frozen=True)

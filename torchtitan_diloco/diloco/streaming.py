@@ -29,10 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
-from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
     check_identity,
@@ -89,34 +87,27 @@ class StreamingDiLoCo:
         self._optimizer, self._healed = optimizer, 0
         self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
-        self._run = startup.agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
+        device = startup.pick_state_device(self.fragments, config)
+        about = config, self.fragments, device
+        self._run = startup.agree_on_run(group, *about, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
-            startup.broadcast_from_first(group, model, config.link)
+            startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
-        device = startup.pick_state_device(group, self.fragments, config.link)
         wire = config.quantization
         self._states = [
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
             for fragment in self.fragments
         ]
-        self._exchanger: Exchange | None = None
-        if group is not None and self.workers > 1:
-            self._exchanger = Exchange(
-                group,
-                build_codec(wire),
-                build_gather_codec(wire),
-                largest=max(state.values for state in self._states),
-                device=device,
-                timeout_seconds=config.link.timeout_seconds,
-            )
+        sizes = [state.values for state in self._states]
+        self._exchanger = startup.build_exchange(group, config, sizes, device)
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
         startup.limit_threads(self._background, wire.threads)
-        parts = self._background, self._exchanger, self._liveness, liveness is None
-        self._finalizer = weakref.finalize(self, startup.close, *parts)
+        to_close = self._background, self._exchanger, self._liveness, liveness is None
+        self._finalizer = weakref.finalize(self, startup.close, *to_close)
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -169,14 +160,16 @@ class StreamingDiLoCo:
         self._exchanges += 1
         round_.number = self._exchanges
         check_identity(self._model, state.fragment)
+        begin = state.moment()
         state.take_delta()
+        span = begin, state.moment()
         chance = self.config.link.drop_probability
         dropped = is_dropped(chance, self._seed, self.worker, index, outer_round)
         flags, weight = DROPPED if dropped else 0, self._weights[index]
         header = Header(flags, self._run, index, outer_round, step, weight, state.checksum)
         self._weights[index] = 0.0
         round_.taken = time.perf_counter()
-        self._meter.expose(round_.taken - round_.due)
+        self._meter.expose(round_.taken - round_.due, span)
         exchanged = self._background.submit(partial(self._exchange, state, header, round_))
         self._in_flight[index] = round_, exchanged
 
@@ -192,7 +185,9 @@ class StreamingDiLoCo:
             measured = is_measured(round_.outer_round, self.config.measure_every)
             average = self.schedule.is_average(round_.sent_step)
             mixing = self._mixing(round_.flags, round_.participants, average=average)
-            drift = self._states[index].apply(mixing, measured=measured)
+            begin, state = self._states[index].moment(), self._states[index]
+            drift = state.apply(mixing, measured=measured)
+            round_.applying = begin, state.moment()
             if round_.flags & WENT_WRONG:
                 self._start_afresh(index)
             round_.drift = round_.drift if drift is None else drift
@@ -303,13 +298,17 @@ class StreamingDiLoCo:
         return vars(self._liveness.wait(self.start_state_dict(mesh), self._exchanges))
 
     @one_at_a_time
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
+    def start_state_dict(
+        self, mesh: DeviceMesh | None = None, *, shared: bool = True
+    ) -> "Future[SavedState]":
         """Copy the state of this moment in the background, behind what is in flight.
 
-        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs.
+        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs. `shared`:
+        copy also what all workers share, which one of them saves.
         """
         self.check()
-        return self._background.submit(partial(saving.save, *self._take_snapshots(), mesh))
+        snapshots = self._take_snapshots(shared=shared)
+        return self._background.submit(partial(saving.save, *snapshots, mesh))
 
     @one_at_a_time
     def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
@@ -323,10 +322,12 @@ class StreamingDiLoCo:
             given_up, self._in_flight = self._in_flight, {}
             return saving.save(*self._take_snapshots(given_up), mesh)
 
-    def _take_snapshots(self, given_up: Container[int] = ()) -> tuple[list[Snapshot], Facts]:
+    def _take_snapshots(
+        self, given_up: Container[int] = (), *, shared: bool = True
+    ) -> tuple[list[Snapshot], Facts]:
         facts = {"step": self.step_count, "healed": self._healed}
         parts = self._states, self._weights, self._in_flight
-        return saving.take_snapshots(self.config, facts, *parts, given_up)
+        return saving.take_snapshots(self.config, facts, *parts, given_up, shared=shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
@@ -382,7 +383,7 @@ class StreamingDiLoCo:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that the training thread has spent or waited in the outer loop so far."""
+        """Seconds that training has spent in the outer loop, or waited for it, so far."""
         return self._meter.exposed_seconds
 
     def rounds(self) -> list[Round]:

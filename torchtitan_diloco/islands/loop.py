@@ -350,7 +350,12 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> Future[SavedState]:
+    def start_state_dict(
+        self,
+        mesh: DeviceMesh | None = None,
+        *,
+        shared: bool = True,  # noqa: ARG002 - each island saves on its own
+    ) -> Future[SavedState]:
         """Copy the newest shared copies, between two records of the log.
 
         What this island has trained since its last part is not saved in them: who starts again

@@ -191,6 +191,7 @@ def predict_exchange(
     """Return the bytes that each worker sends, and receives, for a fragment, and the seconds.
 
     Encoding, transfer and decoding of chunks overlap. `largest`: values of the largest fragment.
+    Chunks are those of a CPU: on a GPU more of them are in flight, so long links idle less.
     """
     others = conditions.workers - 1
     outer = 4 * values / conditions.outer_bytes_per_second
@@ -307,7 +308,7 @@ class Workload:
         Measured speeds stay. Else work on the host takes time, on the device none.
         """
         link, codec = diloco.link, diloco.quantization.codec
-        if not (self.on_cpu or link.backend == "gloo" or link.outer_state == "cpu"):
+        if not (self.on_cpu or link.outer_state == "cpu"):
             return conditions
         cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
