@@ -41,7 +41,6 @@ def _interrupted(wire: Quantization, pattern: Fragments) -> tuple[list[int], Any
         config(2, name="adam", lr=0.05),
         overlap=Overlap(delay=5, mixing_end=0.0),
         beginning=Beginning(steps=5),
-        average_at_end=True,
         quantization=wire,
         fragments=pattern,
     )
