@@ -30,7 +30,6 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{"params": list(matrices)}], dict(settings))
         self._others = others
         self.param_groups += others.param_groups
-        others.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -43,6 +42,7 @@ class Muon(torch.optim.Optimizer):
             local = local_of(matrix)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * scale)
+        self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
         self._others.step()
 
     def _nesterov(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:

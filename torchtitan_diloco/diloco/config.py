@@ -205,7 +205,7 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
-    """Return warnings about valid settings that are known to train badly (docs/algorithm.md)."""
+    """Return warnings about valid settings that are known to train badly (docs/measurements.md)."""
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
@@ -231,6 +231,6 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     if config.quantization.error_feedback:
         found.append(
             "diloco.quantization.error_feedback cost more than it gave where it was measured "
-            "(docs/algorithm.md): leave it off unless a run of your own shows a gain"
+            "(docs/measurements.md): leave it off unless a run of your own shows a gain"
         )
     return found

@@ -98,8 +98,7 @@ class StreamingDiLoCo:
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
             for fragment in self.fragments
         ]
-        sizes = [state.values for state in self._states]
-        self._exchanger = startup.build_exchange(group, config, sizes, device)
+        self._exchanger = startup.build_exchange(group, config, self._states, device)
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()

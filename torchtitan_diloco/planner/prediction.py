@@ -56,7 +56,7 @@ class CodecTraits(NamedTuple):
     host_coding: float
     """fp32 bytes that one core encodes or decodes in a second (same page)."""
     risk: float
-    """Percent of loss (docs/algorithm.md)."""
+    """Percent of loss (docs/measurements.md)."""
 
 
 CODEC_TRAITS: dict[str, CodecTraits] = {

@@ -1,6 +1,6 @@
 """Search for the settings that reach a wanted utilisation with the least risk to the loss.
 
-Risks are sums of percentages from single comparisons in the papers and in docs/algorithm.md, at
+Risks are sums of percentages from single comparisons in the papers and in docs/measurements.md, at
 other sizes. They rank settings; they do not predict a loss.
 """
 
