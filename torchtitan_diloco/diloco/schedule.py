@@ -40,11 +40,11 @@ class Schedule:
 
     def sent_at(self, step: int) -> list[int]:
         """Return the fragments to send after this step, several if there are more than H."""
-        return [
-            fragment
-            for fragment in range(self.fragments)
-            if self.outer_round(fragment, step) > self.outer_round(fragment, step - 1)
-        ]
+        if 0 < step == self.last_step:
+            return list(range(self.fragments))
+        every = self.beginning_every if step <= self.beginning_steps else self.sync_every
+        since = [step - self._offset(fragment, every) for fragment in range(self.fragments)]
+        return [p for p, steps in enumerate(since) if steps >= every and steps % every == 0]
 
     def applied_at(self, step: int) -> list[int]:
         if self.is_average(step):
