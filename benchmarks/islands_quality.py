@@ -2,7 +2,7 @@
 
     python -m benchmarks.islands_quality [--cases 'one always late;constant, 2'] [--seeds 0,1,2]
 
-All cases train the decoder of 0.12M parameters of docs/algorithm.md with as many tokens, on the
+All cases train the decoder of 0.12M parameters of docs/measurements.md with as many tokens, on the
 source of the Python standard library. Islands are threads of this process, around a server on this
 machine. A slow island sleeps as long as the steps of the first one take.
 

@@ -80,13 +80,12 @@ class IslandDiLoCo(StreamingDiLoCo):
         begin = islands.begin or config.workers
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
-        config = replace(config, workers=1)
-        build = partial(super().__init__, optimizer=optimizer, liveness=liveness, seed=seed)
-        build(model, None, config, total_steps=total_tokens)
+        alone = partial(super().__init__, model, None, replace(config, workers=1), seed=seed)
+        alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
-        self._copies = Copies(self._states, config, self._ranks)
+        self._copies = Copies(self._states, self.config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
         self._facts = facts or {}
         self._leader: Leader | None = None
@@ -244,9 +243,8 @@ class IslandDiLoCo(StreamingDiLoCo):
     def _boundary(self) -> None:
         """Do what the first rank decides, at this boundary, until nothing more is due."""
         started, counted = time.perf_counter(), self._meter.exposed_seconds
-        decisions = None
-        if self._leader is not None:
-            decisions = decide(self._leader, self.config.overlap.delay, self._ranks.size)
+        leader, delay = self._leader, self.config.overlap.delay
+        decisions = None if leader is None else decide(leader, delay, self._ranks.size)
         while True:
             mine = None if decisions is None else next(decisions)
             decision = cast("Decision", share(mine, Decision, self._ranks.decisions))
@@ -264,9 +262,8 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def _send_part(self, part: Part) -> None:
         state = self._states[part.fragment]
-        round_ = Round(
-            part.fragment, part.base + 1, self.step_count, state.values, due=time.perf_counter()
-        )
+        number, now = part.base + 1, time.perf_counter()
+        round_ = Round(part.fragment, number, self.step_count, state.values, due=now)
         check_identity(self._model, state.fragment)
         drop_gathered(self._model)
         state.take_delta()
@@ -383,13 +380,11 @@ class IslandDiLoCo(StreamingDiLoCo):
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
-        in_flight = saved.facts["in_flight"]
-        if in_flight:  # of a run that was one world
+        if saved.facts["in_flight"]:  # of a run that was one world
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)
-        island = saved.facts.get("island")
-        if island is not None:
+        if (island := saved.facts.get("island")) is not None:
             rounds = [record["rounds"] for record in saved.facts["fragments"]]
             self._saved = Saved(**(island | {"rounds": rounds}))
         return notes
