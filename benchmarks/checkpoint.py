@@ -27,6 +27,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
 )
 from torchtitan_diloco.components.optimizer import build_optimizer
 from torchtitan_diloco.components.resume import find_start, restore
+from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
@@ -64,7 +65,7 @@ def measure(
     world = World(rank=0, size=1, workers=1, device=device)
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
     parts = model, optimizer, outer
-    saver = Checkpointer(Checkpoint(keep_latest=1), folder, world, *parts)
+    saver = Checkpointer(Checkpoint(keep_latest=1), RunFolder(folder), world, *parts)
     found: dict[str, list[float]] = {"held up": [], "save": [], "load": [], "plain copy": []}
     for step in range(rounds + 1):
         manifest = Manifest(RunState(step), workers=1, ranks_per_worker=1, data={}, config="")

@@ -11,7 +11,8 @@ torchtitan==0.2.2 tyro einops typeguard docstring-parser`; later versions have n
 CPUs), its Llama 3 of the same width, depth and heads also trains in the bare loop, with a
 feed-forward layer of as many parameters.
 
-A second table has what the outer loop adds to a step in which nothing is sent or applied.
+A second table has what the outer loop adds to a step in which nothing is sent or applied, and a
+step of each inner optimizer alone.
 """
 
 import importlib.util
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +33,10 @@ from torch import Tensor, nn
 
 from benchmarks import core
 from torchtitan_diloco.components.checkpoint_schema import RunState
+from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
 from torchtitan_diloco.models.chinchilla.model import Decoder
@@ -201,10 +205,10 @@ def build_row(result: Result, ours: Result) -> list[str]:
     ]
 
 
-def outer_loop_seconds(config: Config, rounds: int) -> list[float]:
+def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
     """Return seconds of one `outer.step()` between two exchanges."""
-    trainer, *_ = build_trainer_loop(config)
-    outer = StreamingDiLoCo(trainer.model, None, replace(trainer.config.diloco, method="streaming"))
+    streaming, length = replace(trainer.config.diloco, method="streaming"), trainer.plan.total_steps
+    outer = StreamingDiLoCo(trainer.model, None, streaming, total_steps=length)
 
     def run() -> None:
         for _ in range(OUTER_STEPS):
@@ -213,8 +217,21 @@ def outer_loop_seconds(config: Config, rounds: int) -> list[float]:
 
     found = [core.timed(run).wall / OUTER_STEPS for _ in range(rounds)]
     outer.close()
-    leave_world(trainer.world)
     return found
+
+
+def optimizer_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of a step of each inner optimizer, by its name."""
+    model, config, device = trainer.model, trainer.config.optimizer, trainer.world.device
+    steps = {}
+    for name in get_args(get_type_hints(Optimizer)["name"]):
+        optimizer = build_optimizer(model, replace(config, name=name), trainer.plan.total_steps)
+        set_lr(optimizer, 0.0)
+        steps[name] = partial(core.timed, optimizer.step, device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    found = core.take_turns(steps, rounds)
+    return {name: [one.wall for one in times] for name, times in found.items()}
 
 
 def main() -> None:
@@ -237,7 +254,10 @@ def main() -> None:
         results = [measure_alone(name, words, *counts) for name in names]
     else:
         results = measure(names, config, *counts)
-    outer, ours = outer_loop_seconds(config, options.rounds), results[0]
+    trainer, ours = build_trainer_loop(config)[0], results[0]
+    outer = outer_loop_seconds(trainer, options.rounds)
+    inner = optimizer_seconds(trainer, options.rounds)
+    leave_world(trainer.world)
 
     compiled = "compiled" if config.compile.enable else "not compiled"
     title = (
@@ -248,15 +268,13 @@ def main() -> None:
     )
     core.print_table(title, HEADER, [build_row(result, ours) for result in results])
     step = statistics.median(ours.wall)
+    parts = {f"outer loop between exchanges, H = {config.diloco.sync_every}": outer, **inner}
     core.print_table(
-        f"the outer loop in a step without communication, H = {config.diloco.sync_every}; "
-        f"n = {options.rounds} rounds",
-        f"microseconds | % of {OURS}'s step",
+        f"parts of a step; n = {options.rounds} rounds",
+        f"part | milliseconds | % of {OURS}'s step",
         [
-            [
-                core.summary(outer, 1, 1e6),
-                core.summary([seconds / step for seconds in outer], 4, 100),
-            ]
+            [name, core.summary(times, 4, 1e3), core.summary([one / step for one in times], 4, 100)]
+            for name, times in parts.items()
         ],
     )
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 RUN_RANK = "from torchtitan_diloco import launch; launch.run_rank()"
-POLL_SECONDS = 0.05
+POLL_SECONDS, TELL_SECONDS = 0.05, 30.0
 LAST_NODE_SECONDS = 10.0
 """From the end of the first node's ranks until its store closes, if other nodes still train."""
 
@@ -233,13 +233,25 @@ class _Run:
         if announce:
             _say(f"{first.name}: training stops after this step; a second signal kills it")
 
-    def _poll(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition while nothing trains, and return whether it became true."""
-        deadline = time.monotonic() + seconds
-        while not (met := condition()) and time.monotonic() < deadline:
+    def _poll(
+        self,
+        condition: Callable[[], bool],
+        seconds: float,
+        waiting: Callable[[], str] | None = None,
+    ) -> bool:
+        """Wait for a condition while nothing trains, and return whether it became true.
+
+        `waiting` says for what, at once and from time to time.
+        """
+        started = told = time.monotonic()
+        while not (met := condition()) and time.monotonic() < started + seconds:
             if self._signals:
                 name = self._signals[0][1].name
                 raise StoppedError(f"stopped by {name}; no training was running")
+            if waiting is not None and (told == started or time.monotonic() > told):
+                since = f", since {told - started:.0f} s" if told > started else ""
+                _say(f"{waiting()}{since}")
+                told += TELL_SECONDS
             time.sleep(POLL_SECONDS)
         return met
 
@@ -249,29 +261,51 @@ class _Run:
         """Return the store through which ranks find each other, once all nodes are connected."""
         node, timeout = self._node, self._config.distributed.init_timeout_seconds
         stores: list[TCPStore] = []
-        reason = "not all have come"
+        reason, name = "", f"node {node.rank} of {node.count}"
+
+        def connected() -> bool:
+            nonlocal reason
+            reason = connect(node, stores)
+            return bool(stores)
+
+        def waiting() -> str:
+            return f"{name}: waiting for the first node at {node.endpoint} ({reason})"
+
         try:
             if node.rank == 0:
                 stores.append(open_store(node))
-            else:
-                name = f"node {node.rank} of {node.count}"
-                _say(f"{name}: waiting for the first node at {node.endpoint}")
-                self._poll(lambda: connect(node, stores), timeout)
-            if stores and self._wait_for_nodes(stores[0], "come", timeout):
-                return stores[0]
+            deadline = time.monotonic() + timeout
+            if node.rank > 0:
+                self._poll(connected, timeout, waiting)
+            left = deadline - time.monotonic()
+            if stores:
+                absent = self._wait_for_nodes(stores[0], "come", left)
+                if not absent:
+                    return stores[0]
+                reason = f"{absent} did not come"
         except (RuntimeError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise LaunchError(
-            f"node {node.rank} of {node.count} did not meet the others at RDZV_ENDPOINT="
-            f"{node.endpoint} within {timeout} s; start all nodes, and check the address, that its "
-            f"port is free on the first node, and that no firewall closes it ({reason})"
+            f"{name} did not meet the others at RDZV_ENDPOINT={node.endpoint} within {timeout} s; "
+            "start all nodes, and check the address, that its port is free on the first node, and "
+            f"that no firewall closes it ({reason})"
         )
 
-    def _wait_for_nodes(self, store: "TCPStore", what: str, seconds: float) -> bool:
-        """Count this node in the store, and return whether all nodes were counted in time."""
-        key, count = f"{self._node.run_id}/{what}", self._node.count
-        store.add(key, 1)
-        return self._poll(lambda: bool(store.add(key, 0) >= count), seconds)
+    def _wait_for_nodes(self, store: "TCPStore", what: str, seconds: float) -> str:
+        """Tell the other nodes that this one is there, and return which did not come in time."""
+        node = self._node
+        keys = {f"node {rank}": f"{node.run_id}/{what} {rank}" for rank in range(node.count)}
+        store.set(keys[f"node {node.rank}"], "")
+
+        def absent() -> str:
+            return ", ".join(name for name, key in keys.items() if not store.check([key]))
+
+        def waiting() -> str:
+            return f"node {node.rank} of {node.count}: waiting for {absent()} at {node.endpoint}"
+
+        tell = waiting if what == "come" else None
+        there = self._poll(lambda: bool(store.check(list(keys.values()))), seconds, tell)
+        return "" if there else absent()
 
 
 def open_store(node: Node) -> "TCPStore":
@@ -287,17 +321,17 @@ def open_store(node: Node) -> "TCPStore":
     )
 
 
-def connect(node: Node, stores: "list[TCPStore]") -> bool:
+def connect(node: Node, stores: "list[TCPStore]") -> str:
     """Connect to a store of the first node that this node has not been in, and append it.
 
     Each start has its own. A node that starts again may find the one before still open, because the
-    others have not noticed yet that the run has crashed.
+    others have not noticed yet that the run has crashed. Returns why there is none, or nothing.
     """
     place = node.host, node.port
     try:  # TCPStore would print a page for each failure
         socket.create_connection(place, timeout=1.0).close()
-    except OSError:
-        return False
+    except OSError as error:
+        return error.strerror or str(error)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with contextlib.suppress(RuntimeError):  # it may close at any time
@@ -305,7 +339,7 @@ def connect(node: Node, stores: "list[TCPStore]") -> bool:
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
         if store.add(f"{node.run_id}/node {node.rank}", 1) == 1:
             stores.append(store)
-    return bool(stores)
+    return "" if stores else "the start before this one has not ended there"
 
 
 def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:

@@ -6,11 +6,11 @@ import time
 
 import torch
 
-from torchtitan_diloco.config import ConfigError, from_command_line
+from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
-from torchtitan_diloco.distributed.world import join_world, leave_world
+from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import (
@@ -32,17 +32,10 @@ def main(arguments: list[str]) -> int:
     if config is None:
         return 0
     raise_open_files_limit()
-    start_logging(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    start_logging()
     set_determinism(config.run)
     try:
-        world = join_world(
-            config.distributed,
-            config.diloco.link,
-            device=config.run.device,
-            workers=config.workers_of_job,
-            fsdp=config.parallel.fsdp,
-            outer_loop=config.diloco.method != "none",
-        )
+        world = join(config)
         Trainer(config, world).run()
     except ValueError as error:
         return _report(error)
@@ -59,6 +52,28 @@ def main(arguments: list[str]) -> int:
         return USER_ERROR
     leave_world(world)
     return 0
+
+
+def join(config: Config) -> World:
+    """Connect to the other processes of the run."""
+    try:
+        return join_world(
+            config.distributed,
+            config.diloco.link,
+            device=config.run.device,
+            workers=config.workers_of_job,
+            fsdp=config.parallel.fsdp,
+            outer_loop=config.diloco.method != "none",
+        )
+    except RuntimeError as error:
+        interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
+        raise RanksLostError(
+            f"could not connect to all other processes over the {interface} interface within "
+            f"distributed.init_timeout_seconds = {config.distributed.init_timeout_seconds} "
+            f"({cause_of(error)}): if no other console has an earlier error, set "
+            "diloco.link.interface to one that leads to the other nodes, and open its ports "
+            "(docs/troubleshooting.md)"
+        ) from error
 
 
 def set_determinism(run: Run) -> None:

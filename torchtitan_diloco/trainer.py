@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -27,7 +27,7 @@ from torchtitan_diloco.components.optimizer import (
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import claim_run_folder
+from torchtitan_diloco.components.run_folder import RunFolder, claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
     log_early_end,
@@ -92,18 +92,19 @@ class Trainer:
     def run(self) -> Path:
         """Train to the last step, or until `stop_after` or a signal, and return the folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        folder, lock = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
+        run_folder = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
+        folder = run_folder.path
         self._log_plan(folder)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            lock,
+            run_folder,
             StopRequest(self.world, self.lag) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
-            closing(Checkpointer(config.checkpoint, folder, *self.parts)) as checkpointer,
+            closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
             checkpointer.saving_alone(stop, lambda: self._manifest(telemetry)),
         ):
             batches = telemetry.timed(self.loader)
@@ -149,8 +150,9 @@ class Trainer:
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
-        self.lr = self._next_lr()
-        set_lr(self.optimizer, self.lr)
+        factor = self._next_lr_factor()
+        self.lr = self.config.optimizer.lr * factor
+        set_lr(self.optimizer, factor)
         # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
         scale = self.ranks / plan.tokens_per_step
         cross_entropy = torch.zeros((), device=self.world.device)
@@ -180,10 +182,9 @@ class Trainer:
         done = self.step == self.plan.total_steps
         return done if self.island is None else self.island.outer.finished
 
-    def _next_lr(self) -> float:
+    def _next_lr_factor(self) -> float:
         step = self.step if self.island is None else self.island.step
-        factor = lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
-        return self.config.optimizer.lr * factor
+        return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
     def _tokens_of_step(self) -> float:
         """Return the weight of this worker's step."""
@@ -295,11 +296,10 @@ class Trainer:
         run = replace(self.config.run, folder="")
         return to_toml(replace(self.config, run=run, islands=islands))
 
-    def _claim_folder(self, *, stops_early: bool) -> tuple[Path, AbstractContextManager[object]]:
+    def _claim_folder(self, *, stops_early: bool) -> RunFolder:
         run, save = self.config.run, self.config.checkpoint
         saves = bool(save.every or save.every_minutes or save.at_end or stops_early)
-        names = run.folder, run.name, save.resume
-        return claim_run_folder(self.world, *names, self.start, self._toml(), shared=saves)
+        return claim_run_folder(self.world, run, save.resume, self.start, self._toml(), saves=saves)
 
     def _validation_missed(self) -> bool:
         """Return whether a signal came between the resumed step and its validation."""
@@ -347,8 +347,8 @@ class Trainer:
         if config.method == "none":
             return DataParallel(self.model, self.world.workers, self.world.liveness)
         build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
-        shards, liveness = self.world.shards, self.world.liveness
-        return build(self.model, group, config, shard_group=shards, liveness=liveness)
+        build = partial(build, shard_group=self.world.shards, liveness=self.world.liveness)
+        return build(self.model, group, config, total_steps=self.plan.total_steps)
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""

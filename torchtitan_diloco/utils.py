@@ -87,19 +87,20 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
     os._exit(code)
 
 
-def start_logging(rank: int, size: int) -> None:
-    """Log rank 0 to stdout, and warnings of the other ranks to stderr."""
-    handler = logging.StreamHandler(sys.stdout if rank == 0 else sys.stderr)
-    handler.setFormatter(_RankFormatter(rank, size))
+def start_logging() -> None:
+    """Log the first rank of each node to stdout, and warnings of the other ranks to stderr."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    handler = logging.StreamHandler(sys.stdout if first else sys.stderr)
+    handler.setFormatter(_RankFormatter(os.environ.get("RANK", "")))
     logger.handlers = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if first else logging.WARNING)
 
 
 class _RankFormatter(logging.Formatter):
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: str) -> None:
         super().__init__()
-        self._prefix = f"[rank {rank}] " if size > 1 else ""
+        self._prefix = f"[rank {rank}] " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)

@@ -13,13 +13,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.components.test_resume import FP4, STEPS, chosen, last, run
 from tests.processes import ProcessPool
+from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
-from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
+from torchtitan_diloco.components.checkpoint_folders import (
+    complete,
+    complete_checkpoints,
+    step_of,
+)
 from torchtitan_diloco.components.checkpoint_schema import (
     Manifest,
     RunState,
     read_manifest,
 )
+from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco import WorkerLostError, liveness
 from torchtitan_diloco.diloco.heartbeat import Pace
@@ -60,13 +66,11 @@ def test_the_latest_and_every_nth_are_kept(text: Path, tmp_path: Path) -> None:
 
 
 def finish_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Checkpointer._finish
-
-    def after_a_while(self: Checkpointer, *given: Any) -> None:
+    def after_a_while(path: Path) -> None:
         time.sleep(0.3)
-        finish(self, *given)
+        complete(path)
 
-    monkeypatch.setattr(Checkpointer, "_finish", after_a_while)
+    monkeypatch.setattr(checkpoint, "complete", after_a_while)
 
 
 def test_totals_are_those_of_the_saved_step(
@@ -144,7 +148,8 @@ def alone(folder: Path, **settings: Any) -> Checkpointer:
     world = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
     outer = DataParallel(model)
-    return Checkpointer(Checkpoint(**settings), folder, world, model, optimizer, outer)
+    run_folder = RunFolder(folder)
+    return Checkpointer(Checkpoint(**settings), run_folder, world, model, optimizer, outer)
 
 
 def test_a_failing_save_does_not_hide_what_ended_the_run(

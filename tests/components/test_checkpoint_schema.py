@@ -29,6 +29,7 @@ from torchtitan_diloco.components.checkpoint_folders import (
     prune,
     set_aside,
     step_of,
+    write_manifest,
 )
 from torchtitan_diloco.components.checkpoint_schema import (
     METADATA,
@@ -51,7 +52,7 @@ def write_checkpoint(run: Path, step: int, tensors: dict[str, Tensor] | None = N
     writer = FileSystemWriter(incomplete(path) / SHARED)
     save(tensors or {"outer/weight": torch.arange(6.0)}, storage_writer=writer, no_dist=True)
     sign(incomplete(path), step)
-    complete(path, (incomplete(path) / MANIFEST).read_text())
+    complete(path)
     return path
 
 
@@ -108,7 +109,8 @@ def save_and_stop(run: Path, step: int, after: int) -> bool:
         for owner, name in changes:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         begin(path)
-        complete(path, "{}")
+        write_manifest(path, "{}")
+        complete(path)
         prune(run, path, keep_latest=1, keep_every=0)
         return False
     return True

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.components.test_checkpoint_schema import write_checkpoint
-from tests.components.test_resume import FP32, STEPS, chosen, last, run
+from tests.components.test_resume import FP32, STEPS, chosen, last, run, tensors
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records
 from torchtitan_diloco.components import checkpoint_schema, run_folder
@@ -31,6 +31,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
 from torchtitan_diloco.components.resume import find_start
 from torchtitan_diloco.components.run_folder import lock_run_folder
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.export.saved_model import open_saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LOSS = "train/loss_nats_per_token_global"
@@ -160,9 +161,9 @@ def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(
     run(chosen(text, folder, **{"training.steps": 10}))
     lock = run_folder.lock_run_folder
 
-    def lock_late(path: Path, token: str = "") -> Any:
+    def lock_late(path: Path) -> Any:
         shutil.copytree(last(folder), folder / "checkpoints" / "step-00000012")
-        return lock(path, token)
+        return lock(path)
 
     monkeypatch.setattr(run_folder, "lock_run_folder", lock_late)
     reason = r"another run has just ended .* from .*step-00000010 instead of .*step-00000012"
@@ -172,25 +173,81 @@ def test_a_save_of_another_run_since_this_one_looked_is_not_overwritten(
 
 def _run_on_a_node_of_its_own(wanted: dict[str, str], parent: Path) -> str:
     """Train in a relative folder, as on nodes that share no disk."""
-    before, patience = Path.cwd(), run_folder.VISIBLE_WITHIN_SECONDS
+    before = Path.cwd()
     node = parent / f"node-{os.environ['RANK']}"
-    node.mkdir(parents=True)
+    node.mkdir(parents=True, exist_ok=True)
     os.chdir(node)
-    run_folder.VISIBLE_WITHIN_SECONDS = 0.5
     try:
-        return run(wanted)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_folder, "VISIBLE_WITHIN_SECONDS", 0.2)
+            return run(wanted)
     except ValueError as error:
         return str(error)
     finally:
         os.chdir(before)
-        run_folder.VISIBLE_WITHIN_SECONDS = patience
 
 
-def test_nodes_without_a_shared_disk_are_refused_before_training(
+def own_disks(text: Path, base: dict[str, Any], **more: Any) -> dict[str, str]:
+    return chosen(text, "run", **(base | more)) | {"run.folder": "run"}
+
+
+def assert_same_tensors(whole: Path, nodes: list[Path]) -> None:
+    """The nodes together hold what a shared disk does, and all of them the shared parameters."""
+    expected, found = tensors(last(whole)), [tensors(last(node)) for node in nodes]
+    together = found[0] | found[1]
+    assert together.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(together[name], expected[name])] == []
+    both = found[0].keys() & found[1].keys()
+    assert both == {name for name in expected if name.startswith("shared/")}
+
+
+def test_workers_without_a_shared_disk_resume_from_the_newest_step_that_all_have(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    wanted = chosen(text, "run", **FP32) | {"run.folder": "run", "training.steps": "2"}
-    reason = "run.folder = run of rank 0 is not seen by the nodes of ranks 1"
+    def train(steps: int, **more: Any) -> list[str]:
+        wanted = own_disks(text, FP32, **{"training.stop_after": steps}, **more)
+        return processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path)
+
+    processes.run(run, 2, chosen(text, tmp_path / "whole", **FP32))
+    nodes = [tmp_path / f"node-{rank}" / "run" for rank in range(2)]
+    assert train(12) == ["run", "run"]
+    shutil.rmtree(last(nodes[1]))  # the second node was lost before its part was complete
+    assert train(0) == ["run", "run"]
+    assert_same_tensors(tmp_path / "whole", nodes)
+    assert (nodes[0] / "checkpoints/step-00000012.damaged").is_dir()
+    models = [open_saved(node).model.state_dict() for node in nodes]
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+    with pytest.raises(ValueError, match="no such parameters; it has shared, worker-1"):
+        open_saved(nodes[1], weights="worker-0")
+
+    shutil.rmtree(nodes[1])  # a new disk
+    longer = {"training.steps": STEPS + 1}
+    for error in train(0, **longer):
+        assert "rank 0 sees step-00000016, step-00000012" in error
+        assert "rank 1 sees none): copy the folder of one to the places that lack it" in error
+    shutil.copytree(last(nodes[0]), nodes[1] / "checkpoints" / last(nodes[0]).name)
+    assert train(0, **longer) == ["run", "run"]
+    assert [(last(nodes[1]) / f"worker-{worker}").exists() for worker in range(2)] == [False, True]
+
+
+def test_data_parallel_workers_without_a_shared_disk_save_all_in_each_place(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    wanted = own_disks(text, {"diloco.workers": 2, "training.steps": 4})
+    for _ in range(2):
+        assert processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path) == ["run", "run"]
+        wanted["training.steps"] = "8"
+    one, other = (tensors(last(tmp_path / f"node-{rank}/run")) for rank in range(2))
+    assert one.keys() == other.keys()
+    same = [name for name in one if torch.equal(one[name], other[name])]
+    assert same == list(one)
+
+
+def test_nodes_of_one_worker_have_to_share_a_disk(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    wanted = own_disks(text, {"training.steps": 2})
+    reason = "run.folder = run of the first rank of a worker is not seen by its ranks 1"
     for error in processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path / "saves"):
         assert reason in error
     wanted |= {"checkpoint.every": "0", "checkpoint.at_end": "false"}

@@ -260,6 +260,7 @@ def test_a_weight_that_is_no_weight(weight: float) -> None:
         ({"sync_every": 2.5}, "diloco.sync_every"),
         ({"overlap": Overlap(delay=100)}, "diloco.overlap.delay"),
         ({"overlap": Overlap(mixing=50.0)}, "diloco.overlap.mixing"),
+        ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end: needs the length of the run"),
         ({"fragments": Fragments(pattern="stride")}, "pattern: is 'stride': must be .*strided"),  # type: ignore[arg-type]
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
         ({"quantization": Quantization(codec="int8", gather_codec="bf16")}, "gather_codec"),
@@ -312,9 +313,9 @@ def _many_syncs() -> tuple[int, int]:
             outer.step()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    return syncs(200), syncs(1000)
+    return syncs(100), syncs(300)
 
 
-def test_a_thousand_syncs_leave_memory_where_it_was(processes: ProcessPool) -> None:
+def test_hundreds_of_syncs_leave_memory_where_it_was(processes: ProcessPool) -> None:
     for warm, later in processes.run(_many_syncs, 2):
         assert later - warm < 1024, "peak memory in KiB grew by more than two fragments"

@@ -198,15 +198,17 @@ def test_a_port_is_open_on_all_interfaces_if_the_endpoint_is_no_address_of_this_
 def test_a_node_waits_for_a_store_in_which_it_has_not_been() -> None:
     first = open_store(Node(2, 0, "127.0.0.1:0"))
     other = Node(2, 1, f"127.0.0.1:{first.port}")
-    assert [connect(other, []), connect(other, [])] == [True, False]
-    assert connect(Node(2, 1, other.endpoint, run_id="another"), [])
+    assert connect(other, []) == ""
+    assert "has not ended" in connect(other, [])
+    assert connect(Node(2, 1, other.endpoint, run_id="another"), []) == ""
+    assert connect(Node(2, 1, "127.0.0.2:1"), []) == "Connection refused"
 
 
 def test_the_limit_of_open_files_is_raised_and_its_approach_is_told_once() -> None:
     code = """
 import os, resource
 from torchtitan_diloco.utils import check_open_files, raise_open_files_limit, start_logging
-start_logging(0, 1)
+start_logging()
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
 raise_open_files_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

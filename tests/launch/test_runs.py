@@ -45,14 +45,23 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     assert a.output.count(repr(argument)) == 2
 
 
-def test_a_node_that_no_other_node_meets(tmp_path: Path) -> None:
-    variables = {**two_nodes(), "NODE_RANK": "1"}
+@pytest.mark.parametrize(
+    ("rank", "missing", "reason"),
+    [(0, "node 1", "node 1 did not come"), (1, "the first node", "Connection refused")],
+)
+def test_a_node_that_no_other_node_meets(
+    tmp_path: Path, rank: int, missing: str, reason: str
+) -> None:
+    variables = {**two_nodes(), "NODE_RANK": str(rank)}
     timeout = ("--distributed.init_timeout_seconds", "2")
     with launcher(tmp_path / "console", "wait", *timeout, environment=variables) as run:
         assert run.wait() == 1
-    meeting = f"RDZV_ENDPOINT={variables['RDZV_ENDPOINT']} within 2 s"
-    assert f"error: node 1 of 2 did not meet the others at {meeting}" in run.output
-    assert len(run.output.splitlines()) == 2, run.output
+    endpoint = variables["RDZV_ENDPOINT"]
+    waiting, error = run.output.splitlines()
+    assert waiting.startswith(f"node {rank} of 2: waiting for {missing} at {endpoint}")
+    meeting = f"did not meet the others at RDZV_ENDPOINT={endpoint} within 2 s"
+    assert error.startswith(f"error: node {rank} of 2 {meeting}")
+    assert error.endswith(f"({reason})")
 
 
 def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:

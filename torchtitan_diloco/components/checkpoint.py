@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import (
     begin,
@@ -28,6 +27,7 @@ from torchtitan_diloco.components.checkpoint_folders import (
     complete,
     incomplete,
     prune,
+    write_manifest,
 )
 from torchtitan_diloco.components.checkpoint_schema import (
     METADATA,
@@ -39,6 +39,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     random_states,
     worker_folder,
 )
+from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.fragments import local_rows
@@ -63,6 +64,8 @@ class _Part:
     facts: dict[str, Any]
     exchanged: dict[str, float]
     files: Files
+    first_worker: int
+    """Number of the disk that has the files."""
 
 
 class SaveError(Exception):
@@ -74,9 +77,21 @@ class _Writers:
     """This rank among those that write a checkpoint together."""
 
     group: ProcessGroup | None
-    is_first: bool
     worker: int
-    """Number of the folder that this rank writes to. Worker 0 also writes what all share."""
+    """Number of this worker's folder."""
+    first_worker: int
+    """First worker on this disk."""
+    rank: int
+    """Rank in the worker."""
+
+    @property
+    def shares(self) -> bool:
+        """Return whether this worker writes what all share."""
+        return self.worker == self.first_worker
+
+    @property
+    def is_first(self) -> bool:
+        return self.shares and self.rank == 0
 
     def agree(self, task: Callable[[], Result]) -> Result:
         """Run `task` and return its result, or raise SaveError if it failed on any rank."""
@@ -103,17 +118,18 @@ class Checkpointer:
     def __init__(
         self,
         config: Checkpoint,
-        run: Path,
+        folder: RunFolder,
         world: World,
         model: nn.Module,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
         outer: OuterLoop,
     ) -> None:
-        self._config, self._run, self._world = config, run, world
+        self._config, self._run, self._world = config, folder.path, world
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
-        self._writers = _Writers(world.saving, world.is_first, world.worker)
+        place = world.worker, folder.first_worker, world.rank_in_worker
+        self._writers = _Writers(world.saving, *place)
         self._copied: torch.cuda.Event | None = None
         """After the copies of the last save. Only one save at a time is under way."""
         self._timer_start = time.monotonic()
@@ -143,10 +159,9 @@ class Checkpointer:
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        inner = dict[str, Tensor]()
-        if self._outer.fragment_names or self._world.worker == 0:  # else all workers hold the same
-            inner = self._copy_inner()
-        shared = self._world.worker == 0
+        shared = self._writers.shares
+        writes = self._outer.fragment_names or shared  # else all hold the same
+        inner = self._copy_inner() if writes else {}
         outer = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
         write = partial(self._write, manifest, inner, outer, self._writers)
         self._saving = self._thread.submit(write)
@@ -202,7 +217,7 @@ class Checkpointer:
         outer = Future[SavedState]()
         outer.set_result(state)
         group = None if mesh is None else mesh.get_group()
-        writers = _Writers(group, self._world.rank_in_worker == 0, worker=0)
+        writers = _Writers(group, 0, 0, self._world.rank_in_worker)
         if writers.is_first:
             logger.warning(
                 f"worker {self._world.worker} saves step {manifest.step} alone: rounds in flight "
@@ -243,11 +258,13 @@ class Checkpointer:
             writers.agree(lambda: begin(path) if writers.is_first else None)
             nothing = SavedState({}, {}, {}, {})
             saved = writers.agree(lambda: nothing if outer is None else outer.result())
-            folder, worker = incomplete(path), writers.worker
-            files = writers.agree(lambda: self._write_tensors(folder, inner, saved, worker))
-            parts = gather_objects(_Part(saved.facts, saved.exchanged, files), writers.group)
-            manifest = _merge(manifest, parts, self._world.ranks_per_worker)
-            writers.agree(lambda: self._finish(path, manifest) if writers.is_first else None)
+            folder, disk = incomplete(path), writers.first_worker
+            files = writers.agree(lambda: self._write_tensors(folder, inner, saved, writers))
+            part = _Part(saved.facts, saved.exchanged, files, disk)
+            parts = gather_objects(part, writers.group)
+            manifest = _merge(manifest, parts, self._world.ranks_per_worker, disk)
+            writers.agree(lambda: _finish(path, manifest) if writers.is_first else None)
+            writers.agree(lambda: complete(path) if writers.is_first else None)
         except SaveError as error:
             if writers.is_first:
                 shutil.rmtree(incomplete(path), ignore_errors=True)
@@ -256,6 +273,8 @@ class Checkpointer:
                     "are untouched"
                 )
             return str(error)
+        if writers.is_first:
+            self._prune(path)
         megabytes = sum(size for size, _ in manifest.files.values()) / 1e6
         seconds = time.perf_counter() - started
         logger.info(
@@ -264,17 +283,18 @@ class Checkpointer:
         return ""
 
     def _write_tensors(
-        self, folder: Path, inner: dict[str, Tensor], saved: SavedState, worker: int
+        self, folder: Path, inner: dict[str, Tensor], saved: SavedState, writers: _Writers
     ) -> Files:
         """Write the tensors of this rank and return size and CRC-32 of the files it wrote.
 
         What is not finite is refused: every restart would have it.
         """
-        folders = {worker_folder(worker): inner | saved.own}
-        if worker == 0:
+        number = writers.worker if self._outer.fragment_names else 0
+        folders = {worker_folder(number): inner | saved.own}
+        if writers.shares:
             folders[SHARED] = saved.shared
-        mesh = self._world.host_mesh
-        group, rank = (None if mesh is None else mesh.get_group()), self._world.rank_in_worker
+        mesh, rank = self._world.host_mesh, writers.rank
+        group = None if mesh is None else mesh.get_group()
         files: Files = {}
         for folder_name, tensors in folders.items():
             for name, value in tensors.items():
@@ -293,14 +313,7 @@ class Checkpointer:
             files |= {f"{name}/{file.name}": fingerprint(file) for file in written}
         return files
 
-    def _finish(self, path: Path, manifest: Manifest) -> None:
-        absent = [name for name in manifest.files if not (incomplete(path) / name).exists()]
-        if absent:
-            raise OSError(
-                f"{incomplete(path) / absent[0]} was written by another node and is not here: "
-                "run.folder must be a folder that all nodes share"
-            )
-        complete(path, manifest.to_json())
+    def _prune(self, path: Path) -> None:
         keep_latest, keep_every = self._config.keep_latest, self._config.keep_every
         try:
             prune(self._run, path, keep_latest=keep_latest, keep_every=keep_every)
@@ -308,13 +321,25 @@ class Checkpointer:
             logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
 
 
+def _finish(path: Path, manifest: Manifest) -> None:
+    absent = [name for name in manifest.files if not (incomplete(path) / name).exists()]
+    if absent:
+        raise OSError(
+            f"{incomplete(path) / absent[0]} was written by another node of the worker and is not "
+            "here: its nodes must share run.folder"
+        )
+    write_manifest(path, manifest.to_json())
+
+
 def _copy_to_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     local = value.to_local() if isinstance(value, DTensor) else value.detach()
     return shaped_like(value, copy_to_host(local), mesh)
 
 
-def _merge(manifest: Manifest, parts: list[_Part], ranks_per_worker: int) -> Manifest:
-    """Add what all ranks know once their parts are written.
+def _merge(
+    manifest: Manifest, parts: list[_Part], ranks_per_worker: int, first_worker: int
+) -> Manifest:
+    """Add what all ranks know once their parts are written: files on this disk only.
 
     Exchanges that were in flight belong to the saved state, but are not in the totals yet.
     """
@@ -325,5 +350,10 @@ def _merge(manifest: Manifest, parts: list[_Part], ranks_per_worker: int) -> Man
         manifest,
         state=replace(manifest.state, totals=dict(totals)),
         outer=[part.facts for part in parts[::ranks_per_worker] if part.facts],
-        files={name: known for part in parts for name, known in part.files.items()},
+        files={
+            name: known
+            for part in parts
+            if part.first_worker == first_worker
+            for name, known in part.files.items()
+        },
     )

@@ -51,15 +51,19 @@ def incomplete(path: Path) -> Path:
     return path.with_name(path.name + INCOMPLETE)
 
 
-def complete(path: Path, manifest: str) -> None:
-    """Write the manifest and give the folder its name, which makes the checkpoint visible."""
+def write_manifest(path: Path, manifest: str) -> None:
+    """Write the last file of a checkpoint that is not complete."""
     written = incomplete(path)
     with (written / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(manifest)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(written)
-    written.rename(path)
+
+
+def complete(path: Path) -> None:
+    """Give the folder its name, which makes the checkpoint visible."""
+    incomplete(path).rename(path)
     _sync_folder(path.parent)
 
 

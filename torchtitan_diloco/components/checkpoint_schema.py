@@ -15,7 +15,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST
+from torchtitan_diloco.components.muon import initial_state
 
 Result = TypeVar("Result")
 VERSION = 3
@@ -65,7 +65,7 @@ class Manifest:
 
     state: RunState
     workers: int
-    """Number of worker folders; 1 with data parallelism."""
+    """Workers that were saved; 1 with data parallelism."""
     ranks_per_worker: int
     data: dict[str, Any]
     """Corpus, sequence length and order that `RunState.position` refers to."""
@@ -76,12 +76,29 @@ class Manifest:
     outer: list[dict[str, Any]] = field(default_factory=list)
     """`SavedState.facts` of each worker; empty with data parallelism."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Size in bytes and CRC-32 of every other file, by path below the folder."""
+    """Size in bytes and CRC-32 of every other file, by path below the folder. Where places have no
+    common disk, each has `shared/` and the folders of its own workers."""
     version: int = VERSION
 
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def present(self) -> list[int]:
+        """Return the workers whose state is in this folder."""
+        found = {name.partition("/")[0] for name in self.files}
+        return [worker for worker in range(self.workers) if worker_folder(worker) in found]
+
+    def nearest(self, worker: int) -> int:
+        """Return this worker if its state is in this folder, else another one that is."""
+        present = self.present or [0]
+        return worker if worker in present else present[worker % len(present)]
+
+    def identity(self) -> int:
+        """Return a number that tells saves apart. It is the same in the parts of one save."""
+        state = replace(self.state, elapsed_seconds=0.0)
+        return _crc(asdict(replace(self, state=state, config="", files={})))
 
     def to_json(self) -> str:
         values = asdict(self)
@@ -103,20 +120,18 @@ def _crc(values: dict[str, Any]) -> int:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def inner_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the parameters and the optimizer's state by name: the tensors themselves.
 
-    State that does not exist yet is created as AdamW does it in its first step.
+    State that does not exist yet is created as in the first step.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
-    on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
+    for group, parameter in pairs:
         state = optimizer.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
-            state["exp_avg"] = torch.zeros_like(parameter.detach())
-            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+            state.update(initial_state(group, parameter))
         for key, value in state.items():
             tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
     return tensors

@@ -1,12 +1,12 @@
 """The checkpoint that a run starts from, and loading it, on the same layout or another one."""
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -15,6 +15,7 @@ from torchtitan_diloco.components.checkpoint_folders import (
 )
 from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
+    OPTIMIZER,
     SHARED,
     DamagedError,
     Manifest,
@@ -27,15 +28,16 @@ from torchtitan_diloco.components.checkpoint_schema import (
     worker_folder,
 )
 from torchtitan_diloco.config.loader import flatten
-from torchtitan_diloco.diloco.object_collectives import gather_objects
+from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
     SavedState,
     facts_for_new_worker,
     shared_parameter_name,
 )
-from torchtitan_diloco.distributed.collectives import on_first_rank
+from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.utils import logger
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Start:
     """Folder of the checkpoint; empty for a run from the beginning."""
     manifest: Manifest | None = None
     damaged: dict[str, str] = field(default_factory=dict)
-    """Newer checkpoints that are damaged, and what is wrong with them."""
+    """Newer checkpoints that are damaged, or not in all places, and what is wrong with them."""
 
     @property
     def state(self) -> RunState:
@@ -56,31 +58,49 @@ class Start:
 
 
 def find_start(world: World, resume: str, run_folder: str) -> Start:
-    """Return what `checkpoint.resume` and `run.folder` mean, the same on every rank.
+    """Return what `checkpoint.resume` and `run.folder` mean: the same step on every rank.
 
-    The ranks share the work of comparing checksums.
+    Every rank looks for itself, as places may have no common disk.
     """
-    folder, candidates = on_first_rank(
-        world, tuple[str, list[str]], lambda: find_candidates(resume, run_folder)
-    )
-    damaged: dict[str, str] = {}
-    for checkpoint in candidates:
-        manifest, wrong = _verify(world, Path(checkpoint))
-        if not wrong:
-            return Start(folder, checkpoint, manifest, damaged)
+    of_first_rank = broadcast_object(run_folder, str, world.control)
+    run_folder = run_folder or of_first_rank
+    folder, candidates = on_all_ranks(world, lambda: find_candidates(resume, run_folder))
+    own = {Path(path).name: path for path in candidates}
+    found = gather_objects((folder, list(own)), world.control)
+    if found[0][0] and not folder:  # rank 0 alone has records
+        folder = run_folder
+    everywhere = [name for name in found[0][1] if all(name in names for _, names in found)]
+    if not everywhere and any(names for _, names in found):
+        raise ValueError(_no_common_step([names for _, names in found]))
+    wrong: dict[str, str] = {}
+    for name in everywhere:
+        manifest, wrong[name] = _verify(world, Path(own[name]))
+        if not wrong[name]:
+            newer = list(own)[: list(own).index(name)]
+            damaged = {own[one]: wrong.get(one, f"{one} is not in all places") for one in newer}
+            return Start(folder, own[name], manifest, damaged)
         if resume != "auto":
             raise ValueError(
-                f'{wrong}: set checkpoint.resume to another checkpoint, or to "auto", which takes '
-                "the newest one in run.folder that is not damaged"
+                f'{wrong[name]}: set checkpoint.resume to another checkpoint, or to "auto", which '
+                "takes the newest one in run.folder that is not damaged"
             )
-        damaged[checkpoint] = wrong
-    if damaged:
+    if wrong:
         raise ValueError(
             "all checkpoints of the run are damaged: "
-            + "; ".join(damaged.values())
+            + "; ".join(wrong.values())
             + ". Start a new run in another run.folder, or remove them to start this one over"
         )
     return Start(folder)
+
+
+def _no_common_step(names: Sequence[Sequence[str]]) -> str:
+    places = {", ".join(steps) or "none": str(rank) for rank, steps in enumerate(names)}
+    sees = "; ".join(f"rank {rank} sees {steps}" for steps, rank in places.items())
+    return (
+        f"no checkpoint is in all places ({sees}): copy the folder of one to the places"
+        " that lack it, where workers whose state is not in it start from the shared parameters, "
+        "or give another run.folder"
+    )
 
 
 def find_candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
@@ -105,31 +125,34 @@ def find_candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
 
 
 def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest of a checkpoint and what is damaged, the same on every rank.
+    """Return the manifest of a checkpoint, and what is damaged on any rank.
 
-    What cannot be read raises on all ranks: it is not proven that it is damaged.
+    The ranks of each worker check what it will read. What cannot be read raises on all ranks: it
+    is not proven that it is damaged.
     """
-
-    def read() -> tuple[Manifest | None, str]:
-        try:
-            return read_manifest(path), ""
-        except DamagedError as error:
-            return None, str(error)
-
-    manifest, wrong = on_first_rank(world, tuple[Manifest | None, str], read)
-    if manifest is not None:
+    manifest, damaged, unreadable, identity = None, "", "", 0
+    try:
+        manifest = read_manifest(path)
+        identity = manifest.identity()
+        folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
         by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-        damaged = unreadable = ""
-        try:
-            check_files(path, manifest, by_size[world.rank :: world.size])
-        except DamagedError as error:
-            damaged = f"{error} (found by rank {world.rank})"
-        except ValueError as error:
-            unreadable = f"{error} (on rank {world.rank})"
-        answers = gather_objects([damaged, unreadable], world.control)
-        wrong, unreadable = (next(filter(None, texts), "") for texts in zip(*answers, strict=True))
-        if unreadable:
-            raise ValueError(unreadable)
+        names = [name for name in by_size if name.startswith(folders)]
+        check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
+    except DamagedError as error:
+        damaged = f"{error} (found by rank {world.rank})"
+    except ValueError as error:
+        unreadable = f"{error} (on rank {world.rank})"
+    answers = gather_objects((damaged, unreadable, identity), world.control)
+    for text in (unreadable for _, unreadable, _ in answers):
+        if text:
+            raise ValueError(text)
+    wrong = next((damaged for damaged, _, _ in answers if damaged), "")
+    others = [rank for rank, (_, _, theirs) in enumerate(answers) if theirs != answers[0][2]]
+    if others and not wrong:
+        raise ValueError(
+            f"{path} of rank 0 and that of ranks {', '.join(map(str, others))} are not of one save:"
+            " give all places the folder of the same run"
+        )
     return manifest, wrong
 
 
@@ -147,7 +170,7 @@ def restore(
     new_workers: str,
     world: World,
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: torch.optim.Optimizer,
     outer: OuterLoop,
 ) -> list[str]:
     """Load a checkpoint and return what could not be carried over, one line each.
@@ -157,15 +180,27 @@ def restore(
     """
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
-    existed = worker < manifest.workers
-    own = TensorFolder(path, manifest, worker_folder(worker % manifest.workers))
+    existed = worker in manifest.present
+    if not (streaming or all(gather_objects(existed, world.control))):
+        raise ValueError(
+            f"data parallelism goes on from worker 0, whose state {path} does not hold in all "
+            "places: copy the folder of rank 0 there, or keep the method of the run"
+        )
+    if not existed and worker < manifest.workers and world.rank_in_worker == 0:
+        logger.warning(
+            f"the state of worker {worker} is not in {path}: it starts from the shared parameters"
+        )
+    own = TensorFolder(path, manifest, worker_folder(manifest.nearest(worker)))
     _check_model(path, own, model)
+    notes = list[str]()
     if existed or new_workers == "copy":
         same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
-        _load_inner(own, model, optimizer, world, parameters=existed, random=existed and same_ranks)
+        notes += _load_inner(
+            own, model, optimizer, world, parameters=existed, random=existed and same_ranks
+        )
     if not streamed:
         outer.restart_from_model(manifest.step)
-        return [NO_OUTER_LOOP_SAVED] if streaming else []
+        return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
     shared = TensorFolder(path, manifest, SHARED)
     if existed:
         facts = manifest.outer[worker]
@@ -178,7 +213,7 @@ def restore(
     saved = SavedState.template(model, facts, shared.tensors, own_names, world.host_mesh)
     shared.fill(saved.shared)
     own.fill(saved.own)
-    notes = outer.load_state_dict(saved)
+    notes += outer.load_state_dict(saved)
     if not streaming or manifest.workers == world.workers:
         return notes
     change = f"{manifest.workers} workers are now {world.workers}"
@@ -211,14 +246,19 @@ def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
 def _load_inner(
     saved: TensorFolder,
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: torch.optim.Optimizer,
     world: World,
     *,
     parameters: bool,
     random: bool,
-) -> None:
-    """Load the state of the optimizer, and on request parameters and random states."""
+) -> list[str]:
+    """Load the state of the optimizer, and on request parameters and random states.
+
+    Return what could not be carried over.
+    """
     tensors = inner_tensors(model, optimizer)
+    new = {name for name in tensors if name.startswith(OPTIMIZER) and name not in saved.tensors}
+    tensors = {name: one for name, one in tensors.items() if name not in new}
     if not parameters:
         tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
     states = random_states(world.device, world.rank_in_worker) if random else {}
@@ -227,6 +267,8 @@ def _load_inner(
     for name, state in states.items():
         set_state = torch.cuda.set_rng_state if "/cuda/" in name else torch.set_rng_state
         set_state(state)
+    other = f"optimizer.name was another one: {len(new)} tensors of its state start from zero"
+    return [other] if new else []
 
 
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")

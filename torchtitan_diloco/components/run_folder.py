@@ -5,16 +5,19 @@ import os
 import secrets
 import socket
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO
 
 from torchtitan_diloco.components.checkpoint_folders import set_aside
 from torchtitan_diloco.components.resume import Start, find_candidates
-from torchtitan_diloco.diloco.object_collectives import gather_objects
-from torchtitan_diloco.distributed.collectives import on_first_rank
+from torchtitan_diloco.config.schema import Run
+from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
+from torchtitan_diloco.distributed.collectives import on_all_ranks, on_first_rank
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import FOLDER_NOTE, logger
 
@@ -23,48 +26,72 @@ VISIBLE_WITHIN_SECONDS = 10.0
 """Some network file systems show a new file with a delay."""
 
 
-def claim_run_folder(
-    world: World, folder: str, name: str, resume: str, start: Start, toml: str, *, shared: bool
-) -> tuple[Path, AbstractContextManager[object]]:
-    """Create the folder of a run, lock it and write the configuration into it.
-
-    `folder`, `name` and `resume` are the settings, `toml` is the configuration. With `shared`, all
-    ranks must see the folder. Returns its path and the lock, which other ranks do not have.
-    """
-    locks: list[TextIO] = []
-
-    def claim() -> tuple[str, str]:
-        try:
-            path, token = _create(start.folder, folder, name), secrets.token_hex(8)
-            locks.append(lock_run_folder(path, token))
-            if start.folder:
-                _check_still_latest(resume, folder, start)
-            for damaged, wrong in start.damaged.items():
-                aside = set_aside(Path(damaged))
-                logger.warning(f"{wrong}: resuming from {start.checkpoint}; kept as {aside}")
-            step = start.state.step if start.folder else 0
-            config = f"config-from-step-{step}.toml" if step else "config.toml"
-            (path / config).write_text(toml, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"cannot write the folder of the run: {error}; set run.folder to a folder that can "
-                "be written"
-            ) from None
-        return str(path), token
-
+@contextmanager
+def _explaining_errors() -> Iterator[None]:
     try:
-        path, token = on_first_rank(world, tuple[str, str], claim)
-    except ValueError:
-        for lock in locks:
-            lock.close()
-        raise
-    if shared:
-        _check_visible(world, Path(path), token)
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the folder of the run: {error}; set run.folder to a folder that can be "
+            "written"
+        ) from None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+    first_worker: int = 0
+    """First of the workers that have this folder. Others may have one on another disk."""
+    lock: TextIO | None = None
+    """Held by one rank for each disk."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def claim_run_folder(
+    world: World, run: Run, resume: str, start: Start, toml: str, *, saves: bool
+) -> RunFolder:
+    """Create the folder of a run, lock it and write the configuration `toml` into it.
+
+    `resume` is `checkpoint.resume`. If the run `saves`, this is done on every disk: workers in
+    other places may have one of their own.
+    """
+    created = on_first_rank(world, str, lambda: str(_create(start.folder, run.folder, run.name)))
+    path, first_worker = Path(start.folder or run.folder or created).expanduser(), 0
+    if saves:
+        on_all_ranks(world, lambda: _create(start.folder, str(path), run.name))
+        first_worker = _first_worker_on_disk(world, path)
+    claims = world.rank_in_worker == 0 and world.worker == first_worker
+    lock = on_all_ranks(world, lambda: _claim(path, resume, start, toml) if claims else None)
     if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
-        Path(note).write_text(str(Path(path).absolute()), encoding="utf-8")
-    return Path(path), locks[0] if locks else nullcontext()
+        Path(note).write_text(str(path.absolute()), encoding="utf-8")
+    return RunFolder(path, first_worker, lock)
 
 
+@_explaining_errors()
+def _claim(path: Path, resume: str, start: Start, toml: str) -> TextIO:
+    lock = lock_run_folder(path)
+    try:
+        if start.folder:
+            _check_still_latest(resume, str(path), start)
+        for damaged, wrong in start.damaged.items():
+            aside = set_aside(Path(damaged))
+            logger.warning(f"{wrong}: resuming from {start.checkpoint}; kept as {aside}")
+        step = start.state.step if start.folder else 0
+        config = f"config-from-step-{step}.toml" if step else "config.toml"
+        (path / config).write_text(toml, encoding="utf-8")
+    except (ValueError, OSError):
+        lock.close()
+        raise
+    return lock
+
+
+@_explaining_errors()
 def _create(resumed: str, folder: str, name: str) -> Path:
     """Create the folder asked for, or a new one that no other run has."""
     if resumed or folder:
@@ -85,17 +112,17 @@ def _create(resumed: str, folder: str, name: str) -> Path:
     return path
 
 
-def lock_run_folder(path: Path, token: str = "") -> TextIO:
+def lock_run_folder(path: Path) -> TextIO:
     """Lock a folder until the returned file is closed or the process ends.
 
-    Two runs in one folder would overwrite each other's files. `token` is written into the lock.
+    Two runs in one folder would overwrite each other's files.
     """
     lock = (path / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        holder = lock.read().partition("\n")[0]
+        holder = lock.read().strip()
         lock.close()
         raise ValueError(
             f"run.folder = {path} is in use by another run ({holder}): wait for its end, or choose "
@@ -104,9 +131,8 @@ def lock_run_folder(path: Path, token: str = "") -> TextIO:
     except OSError:
         pass  # a file system without locks
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n{token}\n")
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
-    os.fsync(lock.fileno())
     return lock
 
 
@@ -122,22 +148,30 @@ def _check_still_latest(resume: str, folder: str, start: Start) -> None:
         )
 
 
-def _check_visible(world: World, path: Path, token: str) -> None:
-    """Raise if a node does not see the lock of rank 0: its part of a save would be lost."""
+def _first_worker_on_disk(world: World, path: Path) -> int:
+    """Return the first of the workers that see this folder. All ranks of a worker have to.
 
-    def visible() -> bool:
-        with suppress(OSError):
-            return token in (path / LOCK).read_text(encoding="utf-8")
-        return False
-
+    The first rank of each worker creates a file, and every rank looks which of them it sees.
+    """
+    token = broadcast_object(secrets.token_hex(8), str, world.control)
+    marks = [path / f".worker-{worker}-{token}" for worker in range(world.workers)]
+    shows = _explaining_errors()(marks[world.worker].touch)
+    on_all_ranks(world, lambda: shows() if world.rank_in_worker == 0 else None)
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-    while not (seen := visible()) and time.monotonic() < deadline:
+    while not all(seen := [mark.exists() for mark in marks]) and time.monotonic() < deadline:
         time.sleep(0.2)
     answers = gather_objects(seen, world.control)
-    blind = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer)
+    if world.rank_in_worker == 0:
+        marks[world.worker].unlink()
+    blind = [rank for rank, one in enumerate(answers) if not one[rank // world.ranks_per_worker]]
     if blind:
         raise ValueError(
-            f"run.folder = {path} of rank 0 is not seen by the nodes of ranks {blind}: give a "
-            "folder on a disk that all nodes share, or save no checkpoints: checkpoint.every = 0, "
-            "checkpoint.every_minutes = 0, checkpoint.at_end = false, training.stop_after = 0"
+            f"run.folder = {path} of the first rank of a worker is not seen by its ranks "
+            f"{', '.join(map(str, blind))}: give a folder on a disk that the nodes of the worker "
+            "share, or save no checkpoints: checkpoint.every = 0, checkpoint.every_minutes = 0, "
+            "checkpoint.at_end = false, training.stop_after = 0"
         )
+    first = [one.index(True) for one in answers[:: world.ranks_per_worker]]
+    if any(first):
+        logger.info(f"the places share no disk: {path} holds the checkpoints of its own workers")
+    return first[world.worker]

@@ -23,7 +23,7 @@ class Run:
     """Name of the run. Empty: the name of the config file."""
     folder: str = ""
     """Folder for the resolved config, metrics, traces and checkpoints. Empty: a new folder
-    `outputs/<name>-<date>-<time>`."""
+    `outputs/<name>-<date>-<time>`. Workers without a common disk have one each."""
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
@@ -137,10 +137,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Inner optimizer (AdamW)."""
+    """Inner optimizer."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices of the blocks; AdamW for embeddings, head and norms."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
+    matrix_lr: Annotated[float, Meta(gt=0, le=100)] | None = None
+    """Peak learning rate of `muon`, whose updates are scaled to the size of AdamW's. Not set: as
+    `lr`."""
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """Decay rate of the Nesterov momentum of `muon`."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay rate of the first moment."""
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99

@@ -63,6 +63,24 @@ class Overlap:
     mixing: Fraction = 0.5
     """Weight of the local parameters when a result is applied (alpha). 0: take the shared
     parameters. 1: keep the local ones."""
+    mixing_end: Fraction | None = None
+    """Weight at the end of the run: it changes linearly from `mixing`. Not set: it stays."""
+
+    def mixing_at(self, progress: float) -> float:
+        """Return alpha after this share of the run, from 0 to 1."""
+        end = self.mixing if self.mixing_end is None else self.mixing_end
+        return self.mixing + (end - self.mixing) * min(1.0, progress)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """First steps of a run, in which workers drift apart most easily."""
+
+    steps: NotNegative = 0
+    """Inner steps in which fragments are exchanged more often, averaged plainly, waited for, and
+    taken as they are. 0: none."""
+    sync_every: Positive = 2
+    """Inner steps between two exchanges of the same fragment in the beginning."""
 
 
 CodecName = Literal[
@@ -132,6 +150,7 @@ class DiLoCoConfig:
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
+    beginning: Beginning = field(default_factory=Beginning)
     quantization: Quantization = field(default_factory=Quantization)
     link: Link = field(default_factory=Link)
 

@@ -61,7 +61,7 @@ class OuterState:
         self.residual = self.slots.pop() if error_feedback else None
         """Encoding error of this worker's deltas that was not sent yet."""
         self.rounds = 0
-        """Outer steps taken; rounds without a participant do not count."""
+        """Steps of the outer optimizer; rounds without a participant do not count."""
         self.norms = DeltaNorms()
         self.checksum = 0
         self._block_norms: list[Tensor] = []
@@ -199,13 +199,15 @@ class OuterState:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
-    def advance(self, *, measured: bool = False) -> tuple[float, float]:
+    def advance(self, *, average: bool = False, measured: bool = False) -> tuple[float, float]:
         """Turn the mean in `delta` into the next shared copy, on its way to the model's device.
 
-        If measured, return the squared norms of the mean and of the change, otherwise NaN.
+        `average`: by plain averaging, which is no round of the outer optimizer. If measured, return
+        the squared norms of the mean and of the change, otherwise NaN.
         """
-        self.rounds += 1
-        lr, update = outer_lr(self._config, self.rounds), UPDATES[self._config.name]
+        self.rounds += not average
+        lr = 1.0 if average else outer_lr(self._config, self.rounds)
+        update = UPDATES["sgd" if average else self._config.name]
         step = OuterStep(self._config, self.rounds, lr)
         sums, mean_square, change_square = RowSums(self.delta), 0.0, 0.0
         room = torch.empty(min(self._block, 2**24) if measured else 0, device=self.delta.device)

@@ -1,4 +1,7 @@
-"""Before the first step: workers check their settings, agree, and start from worker 0's model."""
+"""Before the first step: workers check their settings, agree, and start from worker 0's model.
+
+And the end of what they have started.
+"""
 
 import hashlib
 import secrets
@@ -10,14 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import describe, kernels_name
+from torchtitan_diloco.diloco.codecs import (
+    build_codec,
+    build_gather_codec,
+    describe,
+    kernels_name,
+)
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
     diloco_mistakes,
     quantization_mistakes,
 )
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
@@ -28,13 +38,16 @@ GPU_SHARE = 0.2
 """Share of a GPU's memory that the outer state may take if the settings do not say where it is."""
 
 
-def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None) -> None:
+def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_steps: int) -> None:
     """Raise on settings that are invalid, contradict each other, or do not fit the group."""
     workers = 1 if group is None else group.size()
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
+    if config.overlap.mixing_end is not None and not total_steps:
+        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+        mistakes.append(("diloco.overlap.mixing_end", reason))
     if config.workers not in (1, workers):
         reason = f"is {config.workers}, but the group joins {workers}: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -50,7 +63,6 @@ def agree_on_run(
     config: DiLoCoConfig,
     fragments: tuple[Fragment, ...],
     device: torch.device,
-    *,
     seed: int,
     run_id: str,
 ) -> int:
@@ -116,6 +128,26 @@ def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> 
     return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
 
 
+def build_exchange(
+    group: dist.ProcessGroup | None, config: DiLoCoConfig, sizes: list[int], device: torch.device
+) -> Exchange | None:
+    """Build what exchanges deltas of these sizes on a device, if there are other workers."""
+    if group is None or group.size() == 1:
+        return None
+    wire = config.quantization
+    exchange = Exchange(
+        group,
+        build_codec(wire),
+        build_gather_codec(wire),
+        largest=max(sizes),
+        device=device,
+        timeout_seconds=config.link.timeout_seconds,
+    )
+    if device.type == "cuda":
+        exchange.warm_up(sizes, feedback=wire.error_feedback)
+    return exchange
+
+
 def limit_threads(background: BackgroundThread, count: int) -> None:
     """Let torch use so many threads for the tasks of a background thread."""
     # The first get_num_threads() of a thread resets its number; the last line restores ours.
@@ -125,14 +157,33 @@ def limit_threads(background: BackgroundThread, count: int) -> None:
     torch.set_num_threads(threads)
 
 
+def close(
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+) -> None:
+    """End the thread and the groups of an outer loop; `own`: it has made `liveness` itself."""
+    background.close(timeout=0.0 if liveness.is_lost else 5.0)
+    if exchange is not None:
+        exchange.close()
+    if own:
+        liveness.close()
+
+
 def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     residual = " and what encoding lost" * wire.error_feedback
+    falling = "" if end is None else f", at the end {end:g}"
+    beginning = (
+        f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "
+        "waited for"
+    )
     return [
         f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
-        f"steps later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
+        f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
+        f"{momentum}",
+        *([beginning] if first.steps else []),
         f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
         f"{'':<10} {state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, "
         f"one delta{residual}",

@@ -35,9 +35,11 @@ def shared_parameter_name(name: str) -> str:
 
 def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     """Return the settings that a saved state depends on."""
+    first = config.beginning
     return {
         "diloco.sync_every": config.sync_every,
         "diloco.overlap.delay": config.overlap.delay,
+        "diloco.beginning": [first.steps, first.sync_every] if first.steps else None,
         OPTIMIZER: config.outer_optimizer.name,
     }
 
@@ -291,7 +293,7 @@ def load(
     `mixing` returns the local share for flags and participants.
     """
     facts, before, notes = saved.facts, saved.facts["settings"], list[str]()
-    changed = {key for key in settings if settings[key] != before[key]}
+    changed = {key for key in settings if settings[key] != before.get(key)}
     in_flight, fragments = list(facts["in_flight"]), fragment_facts(states, facts)
     if in_flight and (facts["layout"] != layout_of(states) or changed - {OPTIMIZER}):
         notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,24 @@ def on_first_rank(world: World, kind: type[Value], task: Callable[[], Value]) ->
     if mistake:
         raise ValueError(mistake)
     return broadcast_object(value, kind, world.control)
+
+
+def on_all_ranks(world: World, task: Callable[[], Value]) -> Value:
+    """Run `task` on every rank and return its result. A ValueError of one is raised on all."""
+    value: Value | None = None
+    failure: ValueError | None = None
+    try:
+        value = task()
+    except ValueError as error:
+        failure = error
+    mistake = "" if failure is None else str(failure) or repr(failure)
+    mistakes = gather_objects(mistake, world.control)
+    if failure is not None:
+        raise failure
+    for rank, mistake in enumerate(mistakes):
+        if mistake:
+            raise ValueError(f"{mistake} (on rank {rank})")
+    return cast(Value, value)
 
 
 class PendingReduction:

@@ -64,7 +64,7 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
 
 
 def _open(path: Path, manifest: Manifest, weights: str) -> SavedModel:
-    workers = [worker_folder(worker) for worker in range(manifest.workers)]
+    workers = [worker_folder(worker) for worker in manifest.present]
     if weights not in (SHARED, *workers):
         known = ", ".join([SHARED, *workers])
         raise ValueError(f"--weights {weights}: {path} has no such parameters; it has {known}")
