@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Position, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
-from torchtitan_diloco.distributed.world import FSDP, mesh_of_one
+from torchtitan_diloco.distributed.world import FSDP, world_of_one
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.utils import (
     GIB,
@@ -301,7 +301,8 @@ def save(scale: Scale, folder: Path) -> list[Check]:
 
 def nccl(scale: Scale, _: Path) -> list[Check]:
     """Train in a world of one under FSDP2, and leave it in order."""
-    mesh = mesh_of_one(scale.device, "nccl" if scale.device.type == "cuda" else "gloo")
+    mesh = world_of_one(scale.device, "nccl" if scale.device.type == "cuda" else "gloo").mesh
+    assert mesh is not None
     model = nn.Linear(64, 64, device=scale.device)
     fully_shard(model, mesh=mesh[FSDP])
     model(torch.ones(2, 64, device=scale.device)).sum().backward()

@@ -80,7 +80,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         begin = islands.begin or config.workers
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
-        config = replace(config, workers=1)
+        link = replace(config.link, outer_state="device")  # copies move between it and the model
+        config = replace(config, workers=1, link=link)
         build = partial(super().__init__, optimizer=optimizer, liveness=liveness, seed=seed)
         build(model, None, config, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
