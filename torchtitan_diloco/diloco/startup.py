@@ -5,6 +5,7 @@ And the end of what they have started.
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -30,6 +31,7 @@ from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
 
 MAY_DIFFER = {"diloco.link.interface"}
@@ -63,6 +65,7 @@ def agree_on_run(
     config: DiLoCoConfig,
     fragments: tuple[Fragment, ...],
     device: torch.device,
+    *,
     seed: int,
     run_id: str,
 ) -> int:
@@ -129,12 +132,15 @@ def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> 
 
 
 def build_exchange(
-    group: dist.ProcessGroup | None, config: DiLoCoConfig, sizes: list[int], device: torch.device
+    group: dist.ProcessGroup | None,
+    config: DiLoCoConfig,
+    states: Sequence[OuterState],
+    device: torch.device,
 ) -> Exchange | None:
-    """Build what exchanges deltas of these sizes on a device, if there are other workers."""
+    """Return the exchange between the workers of `group`, ready to be used; None for one worker."""
     if group is None or group.size() == 1:
         return None
-    wire = config.quantization
+    wire, sizes = config.quantization, [state.values for state in states]
     exchange = Exchange(
         group,
         build_codec(wire),

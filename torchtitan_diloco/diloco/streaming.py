@@ -88,7 +88,8 @@ class StreamingDiLoCo:
         self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
-        self._run = startup.agree_on_run(group, config, self.fragments, device, seed, run_id)
+        parts = config, self.fragments, device
+        self._run = startup.agree_on_run(group, *parts, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
             startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
@@ -97,8 +98,7 @@ class StreamingDiLoCo:
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
             for fragment in self.fragments
         ]
-        sizes = [state.values for state in self._states]
-        self._exchanger = startup.build_exchange(group, config, sizes, device)
+        self._exchanger = startup.build_exchange(group, config, self._states, device)
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
@@ -306,8 +306,8 @@ class StreamingDiLoCo:
         copy also what all workers share, which one of them saves.
         """
         self.check()
-        parts = self._take_snapshots(shared=shared)
-        return self._background.submit(partial(saving.save, *parts, mesh))
+        snapshots = self._take_snapshots(shared=shared)
+        return self._background.submit(partial(saving.save, *snapshots, mesh))
 
     @one_at_a_time
     def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
