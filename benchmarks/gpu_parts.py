@@ -65,6 +65,7 @@ RUN = {
     "checkpoint.every_minutes": "0",
     "lr_schedule.warmup_steps": "5",
     "metrics.log_every": "1",
+    "run.restarts": "0",
     "metrics.tensorboard": "false",
     "run.deterministic": "true",
     "validation.every": "0",
@@ -72,7 +73,12 @@ RUN = {
 GPU = Scale(
     torch.device("cuda", 0),
     flavor="1b",
-    step={"model.flavor": "1b", "model.vocab_size": "32000"},
+    step={
+        "model.flavor": "1b",
+        "model.vocab_size": "32000",
+        "training.sequence_length": "2048",
+        "run.device": "cuda",
+    },
     run=RUN | {"model.flavor": "35m", "training.sequence_length": "512", "run.device": "cuda"},
     blocks=BLOCK_SIZES,
     megabytes=(2, 64, 604),
