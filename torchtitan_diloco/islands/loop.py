@@ -80,8 +80,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         begin = islands.begin or config.workers
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
-        link = replace(config.link, outer_state="device")  # copies move between it and the model
-        config = replace(config, workers=1, link=link)
+        config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
         build = partial(super().__init__, optimizer=optimizer, liveness=liveness, seed=seed)
         build(model, None, config, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
@@ -351,12 +350,7 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(
-        self,
-        mesh: DeviceMesh | None = None,
-        *,
-        shared: bool = True,  # noqa: ARG002 - each island saves on its own
-    ) -> Future[SavedState]:
+    def start_state_dict(self, mesh: DeviceMesh | None = None, **_: bool) -> Future[SavedState]:
         """Copy the newest shared copies, between two records of the log.
 
         What this island has trained since its last part is not saved in them: who starts again
