@@ -20,7 +20,6 @@ from torchtitan_diloco.distributed.world import (
     World,
     join_world,
     leave_world,
-    mesh_of_one,
     pick_device,
     split_world,
 )
@@ -132,20 +131,6 @@ def test_nccl_joins_only_ranks_that_train_together(
     assert nccl == (inside if outer_loop else across + inside)
     assert outer_loop == (("gloo", (0, 2), 600, None) in made)
     assert {group[3] for group in made if group[0] == "gloo"} == {None}
-
-
-def test_a_single_process_can_have_a_mesh() -> None:
-    """On a GPU FSDP2 computes in it as in larger workers."""
-    mesh = mesh_of_one(torch.device("cpu"), "gloo")
-    try:
-        world = World(0, 1, 1, torch.device("cuda"), mesh=mesh)
-        inside = world.fsdp_mesh(all_workers=False)
-        assert inside is not None
-        assert inside.mesh.tolist() == [0]
-        groups = [world.group(dim) for dim in (WORKER, FSDP)]
-        assert [group is not None and group.size() for group in groups] == [1, 1]
-    finally:
-        dist.destroy_process_group()
 
 
 def test_gpus_that_are_shared_or_have_one_queue_are_said(

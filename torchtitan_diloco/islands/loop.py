@@ -80,7 +80,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         begin = islands.begin or config.workers
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
-        alone = partial(super().__init__, model, None, replace(config, workers=1), seed=seed)
+        config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
+        alone = partial(super().__init__, model, None, config, seed=seed)
         alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
@@ -344,15 +345,12 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(
-        self, mesh: DeviceMesh | None = None, *, shared: bool = True
-    ) -> Future[SavedState]:
+    def start_state_dict(self, mesh: DeviceMesh | None = None, **_: bool) -> Future[SavedState]:
         """Copy the newest shared copies, between two records of the log.
 
         What this island has trained since its last part is not saved in them: who starts again
         reads the samples of that work once more. Each island saves what is shared, too.
         """
-        assert shared
         self.check()
         facts = {
             "step": self.step_count,
