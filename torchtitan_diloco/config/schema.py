@@ -5,7 +5,7 @@ None is "not set". It is left out of TOML files, which have no null.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -302,6 +302,18 @@ class Config:
     @property
     def workers_of_job(self) -> int:
         return 1 if self.islands.join else self.diloco.workers
+
+
+def portable(config: Config) -> Config:
+    """Return what starts the same run elsewhere: without its folder, and without the password."""
+    run, islands = replace(config.run, folder=""), replace(config.islands, join="")
+    return replace(config, run=run, islands=islands)
+
+
+def chosen_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that differ from their defaults."""
+    default, chosen = flat_settings(Config()), flat_settings(portable(config))
+    return {key: value for key, value in chosen.items() if value != default[key]}
 
 
 def format_value(value: Any) -> str:
