@@ -177,8 +177,7 @@ class Island(threading.Thread):
         """Take an inner step, as `Trainer.train_step` does."""
         config = self.run_.config
         share = self.outer.clock / self.run_.tokens * config.training.steps + 1
-        lr = config.optimizer.lr * lr_factor(share, config.training.steps, config.lr_schedule)
-        set_lr(self.optimizer, lr)
+        set_lr(self.optimizer, lr_factor(share, config.training.steps, config.lr_schedule))
         training = config.training
         head = loss_head(targets, z_loss=training.z_loss, chunk_tokens=training.loss_chunk_tokens)
         (self.model(inputs, head=head).objective / inputs.numel()).backward()

@@ -32,7 +32,12 @@ DEFAULTS: Settings = {
     "metrics.tensorboard": "false",
     "run.device": "cpu",
 }
-SCALED = ("lr_schedule.warmup_steps", "checkpoint.every", "checkpoint.keep_every")
+SCALED = (
+    "lr_schedule.warmup_steps",
+    "diloco.beginning.steps",
+    "checkpoint.every",
+    "checkpoint.keep_every",
+)
 """Settings in steps, which become shorter or longer with the run."""
 RESERVED = {
     "run.folder",
@@ -68,6 +73,8 @@ TERMS: dict[str, Settings] = {
     | {"diloco.outer_optimizer.lr": "0.7", "diloco.outer_optimizer.momentum": "0.5"},
     "averaged": WHOLE_MODEL
     | {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"},
+    "alpha falls": {"diloco.overlap.mixing_end": "0"},
+    "Muon": {"optimizer.name": "muon", "optimizer.matrix_lr": "6e-3"},
     "feedback": {"diloco.quantization.error_feedback": "true"},
     "stochastic": {"diloco.quantization.rounding": "stochastic"},
     **{codec: {"diloco.quantization.codec": codec} for codec in CODECS},
@@ -81,11 +88,14 @@ NUMBERS = {
     "H=": "diloco.sync_every",
     "tau ": "diloco.overlap.delay",
     "alpha ": "diloco.overlap.mixing",
+    "beginning H=": "diloco.beginning.sync_every",
+    "beginning ": "diloco.beginning.steps",
     "lr ": "diloco.outer_optimizer.lr",
     "momentum ": "diloco.outer_optimizer.momentum",
     "epsilon ": "diloco.outer_optimizer.epsilon",
     "outer warm-up ": "diloco.outer_optimizer.warmup_rounds",
     "inner lr ": "optimizer.lr",
+    "matrix lr ": "optimizer.matrix_lr",
     "warm-up ": "lr_schedule.warmup_steps",
     "means in ": "diloco.quantization.gather_codec",
     "blocks of ": "diloco.quantization.block_size",
@@ -270,12 +280,26 @@ TUNING = [
 ]
 """Settings that might bring short runs nearer to data parallelism."""
 OUTER_STEPS = [(0.4, 0.8), (0.4, 0.9), (0.7, 0.9), (0.7, 0.5)]
+BEGINNING = "beginning 300"
+ENDS = [
+    f"streaming, M={workers}, H={H}{what}"
+    for workers, H in ((2, 10), (2, 30), (4, 10))
+    for what in ("", ", alpha falls", f", {BEGINNING}", f", {BEGINNING}, alpha falls")
+]
+"""Ways to hold workers together at the start, and to bring them together at the end."""
+MUON = [
+    f"{CONTROL}, Muon",
+    *(f"{CONTROL}, Muon, matrix lr {rate}" for rate in ("3e-3", "1.2e-2")),
+    *(f"streaming, Muon, M={workers}, H={H}" for workers, H in ((2, 10), (2, 30), (4, 10))),
+]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 SHARDS = [f"shards: {kind}" for kind in ("none", "random", "clusters")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
 BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)]
 
 TABLES = {
+    "beginning": Table(MANY_STEPS, 3000, [CONTROL, *ENDS], "warm-up 300"),
+    "muon": Table(MANY_STEPS, 3000, [CONTROL, *MUON], "warm-up 300"),
     "parity": _parity(),
     "parity-tuning": Table(
         MANY_STEPS,

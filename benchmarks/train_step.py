@@ -9,7 +9,8 @@ installed (`pip install --no-deps torchtitan==0.2.2 tyro einops typeguard docstr
 versions have no attention for CPUs), its Llama 3 of the same width, depth and heads also trains in
 the bare loop, with a feed-forward layer of as many parameters.
 
-A second table has what the outer loop adds to a step in which nothing is sent or applied.
+A second table has what the outer loop adds to a step in which nothing is sent or applied, and a
+step of each inner optimizer alone.
 """
 
 import importlib.util
@@ -17,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +26,10 @@ from torch import Tensor, nn
 
 from benchmarks import core
 from torchtitan_diloco.components.checkpoint_schema import RunState
+from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
+from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
@@ -84,7 +88,7 @@ def bare_loop(
     def step() -> None:
         for _ in range(trainer.plan.accumulation):
             inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-            with trainer.precision:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
             (loss / trainer.plan.accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_gradient_norm)
@@ -163,7 +167,8 @@ def build_row(
 
 def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
     """Return seconds of one `outer.step()` between two exchanges."""
-    outer = StreamingDiLoCo(trainer.model, None, replace(trainer.config.diloco, method="streaming"))
+    streaming, length = replace(trainer.config.diloco, method="streaming"), trainer.plan.total_steps
+    outer = StreamingDiLoCo(trainer.model, None, streaming, total_steps=length)
 
     def run() -> None:
         for _ in range(OUTER_STEPS):
@@ -173,6 +178,20 @@ def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
     found = [core.timed(run).wall / OUTER_STEPS for _ in range(rounds)]
     outer.close()
     return found
+
+
+def optimizer_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of a step of each inner optimizer, by its name."""
+    model, config, device = trainer.model, trainer.config.optimizer, trainer.world.device
+    steps = {}
+    for name in get_args(get_type_hints(Optimizer)["name"]):
+        optimizer = build_optimizer(model, replace(config, name=name), trainer.plan.total_steps)
+        set_lr(optimizer, 0.0)
+        steps[name] = partial(core.timed, optimizer.step, device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    found = core.take_turns(steps, rounds)
+    return {name: [one.wall for one in times] for name, times in found.items()}
 
 
 def main() -> None:
@@ -192,6 +211,7 @@ def main() -> None:
     turns = {loop.name: partial(run_steps, loop, options.steps, device) for loop in loops}
     found = core.take_turns(turns, options.rounds, warm_up=0)
     outer = outer_loop_seconds(trainer, options.rounds)
+    inner = optimizer_seconds(trainer, options.rounds)
 
     compiled = "compiled" if config.compile.enable else "not compiled"
     title = (
@@ -203,15 +223,13 @@ def main() -> None:
     rows = [build_row(loop, found[loop.name], found[OURS], trainer) for loop in loops]
     core.print_table(title, HEADER, rows)
     step = statistics.median(turn.wall for turn in found[OURS])
+    parts = {f"outer loop between exchanges, H = {config.diloco.sync_every}": outer, **inner}
     core.print_table(
-        f"the outer loop in a step without communication, H = {config.diloco.sync_every}; "
-        f"n = {options.rounds} rounds",
-        f"microseconds | % of {OURS}'s step",
+        f"parts of a step; n = {options.rounds} rounds",
+        f"part | milliseconds | % of {OURS}'s step",
         [
-            [
-                core.summary(outer, 1, 1e6),
-                core.summary([seconds / step for seconds in outer], 4, 100),
-            ]
+            [name, core.summary(times, 4, 1e3), core.summary([one / step for one in times], 4, 100)]
+            for name, times in parts.items()
         ],
     )
 

@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import random
@@ -30,6 +31,12 @@ for number in STOP_SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, usual)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now out of the collections with which each run begins."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Real processes that run a function together, joined by gloo, as torchrun would have started them.
 
-The processes are kept for the next test, because importing torch takes seconds; process groups are
-not. A test that fails or hangs costs the pool its processes.
+Importing torch takes seconds, so it is imported once, in a server that forks the processes. They
+are kept for the next test; process groups are not. A test that fails, hangs or lets a rank die
+costs the pool its processes.
 """
 
 import multiprocessing as mp
@@ -14,6 +15,8 @@ from typing import Any
 
 START_AND_IMPORT_SECONDS = 60
 DIED = "the process died"
+FORKS = mp.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 class ProcessPool:
@@ -87,7 +90,7 @@ class ProcessPool:
     @staticmethod
     def _start_member() -> tuple[Any, Connection]:
         ours, theirs = mp.Pipe()
-        process = mp.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         return process, ours

@@ -88,6 +88,8 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
         return USER_ERROR
 
     raise_open_files_limit()
+    # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if processes > 1 or node.count > 1:
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, available_cores() // processes))
         if node.is_local:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,7 +17,6 @@ from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, c
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
-    autocast,
     build_optimizer,
     clip_gradients,
     compute_dtype,
@@ -156,8 +155,9 @@ class Trainer:
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
-        self.lr = self._next_lr()
-        set_lr(self.optimizer, self.lr)
+        factor = self._next_lr_factor()
+        self.lr = self.config.optimizer.lr * factor
+        set_lr(self.optimizer, factor)
         # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
         scale = self.ranks / plan.tokens_per_step
         cross_entropy = torch.zeros((), device=self.world.device)
@@ -166,8 +166,7 @@ class Trainer:
             targets = targets.to(self.world.device, non_blocking=True)
             reduce_over_workers(self.model, number == plan.accumulation)
             head = loss_head(targets, z_loss=config.z_loss, chunk_tokens=config.loss_chunk_tokens)
-            with self.precision:
-                sums = self.model(inputs, head=head)
+            sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
@@ -188,10 +187,9 @@ class Trainer:
         done = self.step == self.plan.total_steps
         return done if self.island is None else self.island.outer.finished
 
-    def _next_lr(self) -> float:
+    def _next_lr_factor(self) -> float:
         step = self.step if self.island is None else self.island.step
-        factor = lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
-        return self.config.optimizer.lr * factor
+        return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
     def _tokens_of_step(self) -> float:
         """Return the weight of this worker's step."""
@@ -336,7 +334,6 @@ class Trainer:
         materialize(self.model, device, config.run.seed)
         if config.model.weights and not self.start.checkpoint:
             load_initial_weights(self.model, config.model.weights)
-        self.precision = autocast(dtype, device) if mesh is None else nullcontext()
 
     def _build_outer_loop(self) -> OuterLoop:
         config, group = self.config.diloco, self.world.group(WORKER)
@@ -348,8 +345,8 @@ class Trainer:
         if config.method == "none":
             return DataParallel(self.model, self.world.workers, self.world.liveness)
         build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
-        shards, liveness = self.world.shards, self.world.liveness
-        return build(self.model, group, config, shard_group=shards, liveness=liveness)
+        build = partial(build, shard_group=self.world.shards, liveness=self.world.liveness)
+        return build(self.model, group, config, total_steps=self.plan.total_steps)
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""
@@ -371,7 +368,6 @@ class Trainer:
             batches,
             self.world,
             chunk_tokens=config.training.loss_chunk_tokens,
-            precision=self.precision,
         )
         local, validated = config.validation.local, self.resumed.validated
         return Validator(self.outer, evaluate, local=local, validated=validated)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchtitan_diloco.components.optimizer import autocast, compute_dtype
+from torchtitan_diloco.components.optimizer import compute_dtype
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import ValidationBatches
@@ -41,11 +41,10 @@ def _validate(saved: SavedModel, options: argparse.Namespace) -> None:
         sequences=options.sequences or config.validation.sequences,
     )
     result = validate(
-        saved.model.to(device),
+        saved.model.to(device, compute_dtype(config.parallel.compute_dtype, device)),
         batches,
         World(rank=0, size=1, workers=1, device=device),
         chunk_tokens=config.training.loss_chunk_tokens,
-        precision=autocast(compute_dtype(config.parallel.compute_dtype, device), device),
     )
     print(saved, file=sys.stderr)
     print(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -73,18 +72,6 @@ def test_bf16_sums_in_fp32() -> None:
     sums.objective.backward()
     assert low_hidden.grad is not None
     assert low_hidden.grad.dtype == torch.bfloat16
-
-
-def test_autocast_computes_in_its_dtype_and_returns_fp32_gradients() -> None:
-    hidden, weight, targets = example(0, 4, 16, 0.0)
-    with torch.autocast("cpu", torch.bfloat16):
-        sums = chunked_loss(hidden, weight, targets, z_loss=0.0, chunk_tokens=10)
-    sums.objective.backward()
-    exact, _ = plain_loss(hidden, weight, targets, 0.0)
-    assert sums.objective.item() != exact.item()
-    assert sums.objective.item() == pytest.approx(exact.item(), rel=1e-2)
-    assert weight.grad is not None
-    assert weight.grad.dtype == torch.float32
 
 
 def test_logits_of_the_batch_never_exist_at_once() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import shutil
 import signal
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.components.test_checkpoint_schema import Touch
-from tests.conftest import WORDS
+from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, settings
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
@@ -40,6 +39,7 @@ FP32 = {
     "diloco.fragments.layers_per_fragment": 1,
 }
 FP4 = FP32 | {
+    "optimizer.name": "muon",
     "diloco.quantization.codec": "fp4_e3m0",
     "diloco.quantization.error_feedback": "true",
     "diloco.quantization.rounding": "stochastic",
@@ -50,7 +50,7 @@ def chosen(text: Path, folder: Path | str, **changes: Any) -> dict[str, str]:
     """Return the settings of a run that saves after steps 4, 8, 12 and 16."""
     base = {
         "training.steps": STEPS,
-        "training.batch_size": 1,
+        "training.batch_size": 3,
         "run.folder": text.parent / folder,
         "validation.every": 8,
         "checkpoint.every": 4,
@@ -126,16 +126,19 @@ def assert_same_records(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(3000)))
-    return path
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def whole(text: Path, processes: ProcessPool) -> Path:
     """Run two workers in fp32 without an interruption, and return the folder."""
     return Path(processes.run(run, 2, chosen(text, text.parent / "whole", **FP32))[0])
+
+
+@pytest.fixture(scope="module")
+def template(text: Path) -> Path:
+    """Return a finished run of one process."""
+    return Path(run(chosen(text, text.parent / "template")))
 
 
 def test_a_killed_run_resumes_bit_for_bit(
@@ -150,14 +153,16 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert_same_records(whole, tmp_path)
 
 
-def test_so_does_one_with_fsdp_4_bits_error_feedback_and_fragments_in_flight(
+def test_so_does_one_with_fsdp_muon_4_bits_error_feedback_and_fragments_in_flight(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    processes.run(run, 4, chosen(text, tmp_path / "one", **FP4))
+    """A save follows a validation, which leaves FSDP2's full parameters if they are not freed."""
+    wanted = FP4 | {"parallel.reshard_after_forward": "never", "validation.local": "true"}
+    processes.run(run, 4, chosen(text, tmp_path / "one", **wanted))
     start = checkpoint(tmp_path / "one", 8)
     assert any(name.startswith("shared/next/") for name in tensors(start))
     resume = {"checkpoint.resume": start}
-    processes.run(run, 4, chosen(text, tmp_path / "other", **FP4, **resume))
+    processes.run(run, 4, chosen(text, tmp_path / "other", **wanted, **resume))
     assert_same_end(tmp_path / "one", tmp_path / "other")
     one, other = (curve(records(tmp_path / name), LOSS) for name in ("one", "other"))
     assert one[8:] == other
@@ -185,34 +190,32 @@ def test_so_does_one_that_stop_after_has_paused(
     assert_same_end(whole, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("base", "size"),
-    [
-        pytest.param({"diloco.workers": 2}, 2, id="data parallel"),
-        pytest.param(FP32 | {"parallel.reshard_after_forward": "never"}, 4, id="streaming"),
-    ],
-)
-def test_a_save_right_after_a_validation_is_complete(
-    text: Path, tmp_path: Path, processes: ProcessPool, base: dict[str, Any], size: int
+def test_so_does_data_parallelism_and_it_becomes_diloco(
+    text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    """A forward pass without a backward pass leaves FSDP2's full parameters, without moments."""
-    every = base | {"checkpoint.every": 8, "validation.local": "true"}
-    processes.run(run, size, chosen(text, tmp_path / "one", **every))
+    base = {"diloco.workers": 2, "checkpoint.every": 8}
+    processes.run(run, 2, chosen(text, tmp_path / "one", **base))
     resume = {"checkpoint.resume": checkpoint(tmp_path / "one", 8)}
-    processes.run(run, size, chosen(text, tmp_path / "again", **every, **resume))
+    processes.run(run, 2, chosen(text, tmp_path / "again", **base, **resume))
     assert_same_end(tmp_path / "one", tmp_path / "again")
+    resume |= {"training.steps": 10}
+    processes.run(run, 2, chosen(text, tmp_path / "diloco", **FP32, **resume))
+    before, after = (curve(records(tmp_path / name), LOSS) for name in ("one", "diloco"))
+    assert after[0] < 1.2 * before[7]
 
 
-def test_saving_changes_nothing(text: Path, tmp_path: Path) -> None:
-    run(chosen(text, tmp_path / "without", **{"checkpoint.every": 0}))
-    for asynchronous in ("true", "false"):
-        run(chosen(text, tmp_path / asynchronous, **{"checkpoint.asynchronous": asynchronous}))
-        assert_same_end(tmp_path / asynchronous, tmp_path / "without")
+def test_saving_changes_nothing(text: Path, template: Path, tmp_path: Path) -> None:
+    for name, changes in {
+        "without": {"checkpoint.every": 0},
+        "waiting": {"checkpoint.asynchronous": "false"},
+    }.items():
+        run(chosen(text, tmp_path / name, **changes))
+        assert_same_end(tmp_path / name, template)
 
 
 # --- another layout -------------------------------------------------------------------------------
 
-THREE = {"diloco.workers": 3}
+THREE = {"diloco.workers": 3, "training.batch_size": 2}
 SCHEDULE = {
     "diloco.sync_every": 4,
     "diloco.overlap.delay": 1,
@@ -229,6 +232,7 @@ BALANCED = {"diloco.fragments.pattern": "balanced", "diloco.fragments.layers_per
         pytest.param(1, {"diloco.workers": 1}, id="1 worker"),
         pytest.param(2, SCHEDULE | BALANCED, id="H, codec, fragments"),
         pytest.param(2, {"diloco.method": "none"}, id="data parallel"),
+        pytest.param(2, {"optimizer.name": "muon"}, id="Muon"),
     ],
 )
 def test_another_layout_goes_on_where_the_run_was(
@@ -253,17 +257,6 @@ def test_another_layout_goes_on_where_the_run_was(
     before = curve(records(whole), LOSS)
     limit = before[0] if "diloco.method" in changes else 1.2 * before[11]
     assert curve(found, LOSS)[0] < limit
-
-
-def test_data_parallelism_becomes_diloco(
-    text: Path, tmp_path: Path, processes: ProcessPool
-) -> None:
-    base = {"diloco.workers": 2, "training.stop_after": 12}
-    processes.run(run, 2, chosen(text, tmp_path / "first", **base))
-    resume = {"checkpoint.resume": last(tmp_path / "first"), "training.steps": 14}
-    processes.run(run, 2, chosen(text, tmp_path / "second", **FP32, **resume))
-    before, after = (curve(records(tmp_path / name), LOSS) for name in ("first", "second"))
-    assert after[0] < 1.2 * before[-1]
 
 
 def test_new_workers_start_from_the_shared_parameters(
@@ -306,14 +299,8 @@ def test_rows_in_flight_survive_another_sharding(
 # --- what can go wrong ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def template(text: Path) -> Path:
-    return Path(run(chosen(text, text.parent / "template")))
-
-
 @pytest.fixture
 def finished(template: Path, tmp_path: Path) -> Path:
-    """Return a copy of a finished run of one process."""
     return Path(shutil.copytree(template, tmp_path / "run"))
 
 

@@ -143,13 +143,9 @@ def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
     assert [key for key, value in worker.items() if value not in (None, [None], [])] == []
 
 
-def test_links_are_not_known_from_a_batch_of_messages_or_from_small_ones() -> None:
-    """NCCL completes the messages of all workers at once."""
+def test_links_are_not_known_from_small_messages() -> None:
     apart = Traffic(header_sent=1.0, heard={1: 2.0}, link_until={1: 3.0})
-    together = replace(apart, moments_are_known=False)
     assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
-    assert math.isnan(together.heard_after(1))
-    assert math.isnan(together.link_seconds(1))
     found = measured_round(ALONE, 0.0)
     for size, rate in ((16_383, None), (16_384, 8 * 16_384)):
         link = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})

@@ -1,6 +1,7 @@
 """Exchanges of many chunks: slots are used again, and every message has to meet its receiver."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import chunks
+from torchtitan_diloco.diloco import chunks, exchange
 from torchtitan_diloco.diloco.chunks import Task, pipeline_schedule
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
-from torchtitan_diloco.diloco.transport import HEADER_BYTES, Header
+from torchtitan_diloco.diloco.transport import HEADER_BYTES, Bytes, Header
 from torchtitan_diloco.distributed.world import WORKER
 
 SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
@@ -86,6 +87,48 @@ def test_every_chunk_is_its_own_mean(
             assert dot == pytest.approx(
                 torch.dot(deltas[worker].double(), got.double()).item(), rel=1e-3, abs=1e-3
             )
+
+
+def _means_by_way_of_the_host(workers: int, chunk: int) -> list[Tensor]:
+    """Return the means of one delta, in chunks of a CPU and of a GPU; the latter with buffers for
+    gloo apart from those of the codec."""
+    world = join(workers)
+    group, cpu = world.group(WORKER), torch.device("cpu")
+    assert group is not None
+    chosen = Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)
+    size, found = chunk + 1029, []
+    for staged in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if staged:
+                sizes = partial(chunks.chunk_and_window, on_gpu=True)
+                patch.setattr(chunks, "GPU_CHUNK", chunk)
+                patch.setattr(exchange, "chunk_and_window", sizes)
+                patch.setattr(exchange, "room", room_for_both)
+            codecs = build_codec(chosen), build_gather_codec(chosen)
+            made = Exchange(group, *codecs, largest=size, device=cpu, timeout_seconds=60)
+        made.warm_up([size], feedback=True)
+        delta, residual = delta_of(world.worker, 0, size), torch.zeros(size)
+        header = Header(0, 1, fragment=0, outer_round=0, step=8, weight=1.0, checksum=0)
+        made.average(delta, header, residual, keys=(world.worker, 7))
+        made.close()
+        found += [delta, residual]
+    return found
+
+
+def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
+    assert not is_read_in_place
+    return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
+
+
+@pytest.mark.parametrize(("workers", "chunk"), [(2, chunks.GPU_CHUNK), (3, 2**18)])
+def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
+    processes: ProcessPool, workers: int, chunk: int
+) -> None:
+    results = processes.run(_means_by_way_of_the_host, workers, workers, chunk)
+    for mean, residual, staged_mean, staged_residual in results:
+        assert torch.equal(mean, staged_mean)
+        assert torch.equal(residual, staged_residual)
+        assert torch.equal(mean, results[0][0])
 
 
 @given(chunks=st.integers(0, 40), window=st.integers(1, 12), workers=st.integers(2, 5))

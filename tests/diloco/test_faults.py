@@ -18,23 +18,19 @@ from tests.processes import DIED, ProcessPool
 from torchtitan_diloco.diloco import Link, Quantization, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.distributed.world import WORKER, World
 
-TIMEOUT = 3
+TIMEOUT, PATIENT = 3, 600
+"""Seconds. With `PATIENT`, what ends in time was not ended by it."""
 Event = Callable[[StreamingDiLoCo], None]
 
 
-def build(world: World, model: Net, delay: int, layers: int = 2) -> StreamingDiLoCo:
-    chosen = replace(config(layers, delay=delay), link=Link(timeout_seconds=TIMEOUT))
-    return StreamingDiLoCo(model, world.group(WORKER), chosen)
-
-
-def train(world: World, at_step: dict[int, Event], delay: int = 3, seconds: float = 0.0) -> str:
+def train(world: World, at_step: dict[int, Event], delay: int = 3, timeout: int = PATIENT) -> str:
     """Train until an error, and return it."""
     model = Net()
-    outer, optimizer = build(world, model, delay), sgd(model)
+    chosen = replace(config(2, delay=delay), link=Link(timeout_seconds=timeout))
+    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), sgd(model)
     try:
         for step in range(1, 60):
             inner_step(model, optimizer, world.worker, step)
-            time.sleep(seconds)
             if step in at_step:
                 at_step[step](outer)
             outer.step()
@@ -50,8 +46,8 @@ def die(outer: StreamingDiLoCo) -> None:
 
 
 def _killed(victim: int) -> str:
-    world = join(3, timeout=TIMEOUT)
-    return train(world, {13: die} if world.worker == victim else {}, seconds=0.01)
+    world = join(3)
+    return train(world, {13: die} if world.worker == victim else {})
 
 
 def test_a_worker_that_dies_is_named_by_the_others(processes: ProcessPool) -> None:
@@ -64,7 +60,8 @@ def test_a_worker_that_dies_is_named_by_the_others(processes: ProcessPool) -> No
 
 def _silent(_: int) -> str:
     world = join(2, timeout=TIMEOUT)
-    return train(world, {13: lambda _: time.sleep(2 * TIMEOUT)} if world.worker == 1 else {})
+    sleep = {13: lambda _: time.sleep(2 * TIMEOUT)} if world.worker == 1 else {}
+    return train(world, sleep, timeout=TIMEOUT)
 
 
 def test_a_worker_that_is_silent_beyond_the_timeout_is_named(processes: ProcessPool) -> None:
@@ -79,9 +76,9 @@ def everything(model: Net, outer: StreamingDiLoCo) -> dict[str, Tensor]:
 
 def _after_a_failure(delay: int) -> list[int]:
     """Return the fragments that worker 0 gives up when worker 1 dies, with some in flight."""
-    world, model = join(2, timeout=TIMEOUT), Net()
+    world, model = join(2), Net()
     wire = Quantization("int8", error_feedback=True)
-    chosen = replace(config(2, delay), link=Link(timeout_seconds=TIMEOUT), quantization=wire)
+    chosen = replace(config(2, delay), link=Link(timeout_seconds=PATIENT), quantization=wire)
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), sgd(model)
     with suppress(WorkerLostError):
         for step in range(1, 60):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.config import CodecName
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.round import Meter, Round, Span
 from torchtitan_diloco.distributed.world import WORKER
 
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
@@ -99,3 +100,27 @@ def test_rounds_nobody_asks_for_are_not_kept_for_ever() -> None:
     rounds = outer.rounds()
     assert (len(rounds), rounds[-1].sent_step) == (256, 1200)
     assert outer.rounds() == []
+
+
+class Moment:
+    """A CUDA event, in milliseconds."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.is_over = at, False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def elapsed_time(self, end: "Moment") -> float:
+        return end.at - self.at
+
+
+def test_work_on_a_gpu_is_exposed_for_as_long_as_it_takes_there() -> None:
+    """The training thread only queues it: its own seconds say nothing."""
+    meter, end = Meter(), Moment(7.0)
+    meter.expose(99.0, cast("Span", (Moment(3.0), end)))
+    meter.waited(0.5)
+    assert meter.exposed_seconds == 0.5, "it is not known before the work is done"
+    end.is_over = True
+    assert meter.exposed_seconds == meter.take()["diloco/exposed_seconds"] == 0.504
+    assert meter.take()["diloco/exposed_seconds"] == 0.0

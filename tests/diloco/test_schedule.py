@@ -1,5 +1,7 @@
 """Fragments take turns: once in H steps each, in one order, from any step on."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,26 +12,40 @@ from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     every = draw(st.integers(1, 40))
-    return Schedule(every, draw(st.integers(1, 50)), draw(st.integers(0, every - 1)))
+    beginning = draw(st.integers(0, 60)), draw(st.integers(1, 9))
+    return Schedule(every, draw(st.integers(1, 50)), draw(st.integers(0, every - 1)), *beginning)
 
 
 @given(schedules(), st.integers(1, 120))
 def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
     """Fragments come back in the order of sending, before they are sent again; the rounds counted
     on the way are what the schedule says of the step alone."""
-    in_flight: list[int] = []
+    in_flight: list[tuple[int, int]] = []
     rounds = [0] * schedule.fragments
     for step in range(1, last + 1):
-        applied = schedule.applied_at(step) if schedule.delay else []
-        assert applied == (schedule.sent_at(step - schedule.delay) if schedule.delay else [])
-        assert in_flight[: len(applied)] == applied
-        del in_flight[: len(applied)]
-        for fragment in schedule.sent_at(step):
-            assert step >= schedule.sync_every, "the first send waits for a whole cycle"
-            assert fragment not in in_flight
+        sent, applied = schedule.sent_at(step), schedule.applied_at(step)
+        early = schedule.is_beginning(step)
+        delay = 0 if early else schedule.delay
+        for fragment in sent:
+            cycle = schedule.beginning_every if early else schedule.sync_every
+            assert step >= cycle, "the first send waits for a whole cycle"
+            assert fragment not in [one for _, one in in_flight] or not delay
             rounds[fragment] += 1
-            in_flight += [fragment] * bool(schedule.delay)
+            in_flight.append((step, fragment))
+        due = [one for one in in_flight if one[0] == step - delay]
+        assert applied == [fragment for _, fragment in due]
+        assert in_flight[: len(due)] == due
+        del in_flight[: len(due)]
+        assert not (early and in_flight), "nothing is in flight when the beginning ends"
     assert rounds == [schedule.outer_round(p, last) for p in range(schedule.fragments)]
+
+
+@given(schedules())
+def test_a_beginning_changes_no_later_turn(schedule: Schedule) -> None:
+    plain = replace(schedule, beginning_steps=0)
+    first = schedule.beginning_steps + 1
+    for step in range(first, first + 2 * schedule.sync_every):
+        assert schedule.sent_at(step) == plain.sent_at(step)
 
 
 def test_the_papers_example() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sgd, sharded
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
+    Beginning,
     Fragments,
     OuterOptimizer,
     Overlap,
@@ -29,52 +30,72 @@ from torchtitan_diloco.distributed.world import WORKER
 State = dict[str, Any]
 
 
-def _interrupted(wire: Quantization, pattern: Fragments, stop_at: int) -> list[Any]:
-    """Return the fragments in flight at a save, and the ends of the saved and the resumed run."""
+STOPS = {3: 0, 12: 5, 13: 4, 16: 2}
+"""Step of a save -> fragments that are in flight then."""
+
+
+def _interrupted(wire: Quantization, pattern: Fragments) -> tuple[list[int], Any, list[Any]]:
+    """Return the fragments in flight at each save, and the ends of the saved and resumed runs."""
     world = join(2)
-    chosen = replace(config(2, delay=5, name="adam", lr=0.05), quantization=wire, fragments=pattern)
-    model, again = Net(), Net()
-    outer, resumed = (StreamingDiLoCo(one, world.group(WORKER), chosen) for one in (model, again))
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.02) for one in (model, again)]
-    for step in range(1, stop_at + 1):
-        inner_step(model, optimizers[0], world.worker, step)
-        outer.step()
-    saved = copy.deepcopy((model.state_dict(), optimizers[0].state_dict(), outer.state_dict()))
-    again.load_state_dict(saved[0])
-    optimizers[1].load_state_dict(saved[1])
-    assert resumed.load_state_dict(saved[2]) == []
-    ends = []
-    for current, optimizer, loop in zip((model, again), optimizers, (outer, resumed), strict=True):
-        for step in range(stop_at + 1, 40):
-            inner_step(current, optimizer, world.worker, step)
-            loop.step()
-        state = loop.state_dict()
+    chosen = replace(
+        config(2, name="adam", lr=0.05),
+        overlap=Overlap(delay=5, mixing_end=0.0),
+        beginning=Beginning(steps=5),
+        quantization=wire,
+        fragments=pattern,
+    )
+    saves: list[Any] = []
+
+    def train(begin: int = 0, saved: Any = None) -> Any:
+        model = Net()
+        outer = StreamingDiLoCo(model, world.group(WORKER), chosen, total_steps=39)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            assert outer.load_state_dict(saved[2]) == []
+        for step in range(begin + 1, 40):
+            inner_step(model, optimizer, world.worker, step)
+            outer.step()
+            if saved is None and step in STOPS:
+                parts = model.state_dict(), optimizer.state_dict(), outer.state_dict()
+                saves.append(copy.deepcopy(parts))
+        state: Any = outer.state_dict()
         assert state.pop("exchanged")["diloco/sent_bytes"] > 0
-        ends.append((parameters(current), state))
-    return [len(saved[2]["facts"]["in_flight"]), *ends]
+        outer.close()
+        return parameters(model), state
+
+    went_on = train()
+    resumed = [train(step, saved) for step, saved in zip(STOPS, saves, strict=True)]
+    return [len(saved[2]["facts"]["in_flight"]) for saved in saves], went_on, resumed
 
 
 def assert_same(left: Any, right: Any) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("stop_at", "in_flight"), [(7, 0), (12, 5), (13, 4), (16, 2)])
 @pytest.mark.parametrize(
-    "wire",
-    [Quantization(), Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)],
+    ("wire", "pattern"),
+    [
+        (Quantization(), "strided"),
+        (
+            Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True),
+            "balanced",
+        ),
+    ],
     ids=["fp32", "fp4-stochastic-feedback"],
 )
-@pytest.mark.parametrize("pattern", ["strided", "balanced"])
 def test_resumed_is_uninterrupted_bit_for_bit(
-    processes: ProcessPool, wire: Quantization, pattern: Any, stop_at: int, in_flight: int
+    processes: ProcessPool, wire: Quantization, pattern: Any
 ) -> None:
     fragments = Fragments(pattern=pattern, layers_per_fragment=2)
-    for saved, went_on, resumed in processes.run(_interrupted, 2, wire, fragments, stop_at):
-        assert saved == in_flight
-        assert_same(went_on[0], resumed[0])
-        assert went_on[1]["facts"] == resumed[1]["facts"]
-        assert_same(went_on[1]["shared"], resumed[1]["shared"])
-        assert_same(went_on[1]["own"], resumed[1]["own"])
+    for flying, went_on, ends in processes.run(_interrupted, 2, wire, fragments):
+        assert flying == list(STOPS.values())
+        for resumed in ends:
+            assert_same(went_on[0], resumed[0])
+            assert went_on[1]["facts"] == resumed[1]["facts"]
+            assert_same(went_on[1]["shared"], resumed[1]["shared"])
+            assert_same(went_on[1]["own"], resumed[1]["own"])
 
 
 def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
@@ -104,6 +125,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     [
         ({"sync_every": 12}, ["applied now"]),
         ({"overlap": Overlap(delay=2)}, ["applied now"]),
+        ({"beginning": Beginning(steps=20)}, ["applied now"]),
         ({"fragments": Fragments(layers_per_fragment=8)}, ["applied now"]),
         ({"fragments": Fragments(pattern="balanced", layers_per_fragment=4)}, ["applied now"]),
         (

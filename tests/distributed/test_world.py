@@ -1,32 +1,33 @@
 """The grid of ranks, its groups and their timeouts."""
 
-import os
+import logging
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.processes import ProcessPool
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
+from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.distributed import world as world_module
 from torchtitan_diloco.distributed.world import (
     FSDP,
-    NCCL_ERROR_HANDLING,
     WORKER,
     World,
     join_world,
     leave_world,
+    mesh_of_one,
+    pick_device,
     split_world,
 )
 
 
-def join(workers: int, *, outer_loop: bool = False, **timeouts: int) -> World:
-    distributed = Distributed(**timeouts)
-    return join_world(
-        distributed, Link(), device="cpu", workers=workers, fsdp=0, outer_loop=outer_loop
-    )
+def join(workers: int, **timeouts: int) -> World:
+    return join_world(Distributed(**timeouts), Link(), device="cpu", workers=workers, fsdp=0)
 
 
 def test_a_single_process_has_no_process_groups() -> None:
@@ -50,7 +51,6 @@ def test_numbers_that_do_not_fit(size: int, workers: int, fsdp: int, reason: str
     ("device", "link", "reason"),
     [
         ("cuda", Link(), r'run.device = "cuda", .* "cpu"'),
-        ("cpu", Link(backend="nccl"), r'backend = "nccl" needs a GPU'),
         ("cpu", Link(interface="nosuch0"), r'interface = "nosuch0" is no .*choose one of .*lo'),
     ],
 )
@@ -94,29 +94,70 @@ def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
     assert processes.run(_wait_for_a_silent_rank, 2) == ["gave up", "was silent"]
 
 
-def _watchdog_of_each_group(outer_loop: bool, set_by_user: str) -> list[str | None]:
-    """Return the variable while the groups (worker), (fsdp) and others are made, and afterwards."""
-    seen: list[str | None] = []
-    original: Any = dist.new_subgroups_by_enumeration
+def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tuple[Any, ...]]:
+    """Return (backend, ranks, seconds, device) of each group that four ranks on GPUs would make."""
+    device, made = torch.device("cuda", 0), list[tuple[Any, ...]]()
 
-    def new_subgroups(*given: Any, **more: Any) -> Any:
-        seen.append(os.environ.get(NCCL_ERROR_HANDLING))
-        return original(*given, **more)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str = "", **more: Any) -> object:
+        seconds = None if timeout is None else timeout.total_seconds()
+        made.append((backend, tuple(ranks or range(4)), seconds, more.get("device_id")))
+        return object()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(NCCL_ERROR_HANDLING, raising=False)
-        if set_by_user:
-            patch.setenv(NCCL_ERROR_HANDLING, set_by_user)
-        patch.setattr(dist, "new_subgroups_by_enumeration", new_subgroups)
-        join(2, outer_loop=outer_loop)
-        return [*seen, os.environ.get(NCCL_ERROR_HANDLING)]
+    def init_process_group(backend: str, **more: Any) -> None:
+        made.append((backend, "all", None, more.get("device_id")))
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(world_module, "pick_device", lambda *_, **__: device)
+    monkeypatch.setattr(world_module, "_watch", lambda *_: Liveness(None))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(DeviceMesh, "from_group", lambda *_, **__: None)
+    limits = Distributed(train_timeout_seconds=300), Link(timeout_seconds=600)
+    join_world(*limits, device="cuda", workers=2, fsdp=0, outer_loop=outer_loop)
+    return made
 
 
-@pytest.mark.parametrize(
-    ("outer_loop", "set_by_user", "expected"),
-    [(True, "", ["0", None, None, None]), (False, "", [None] * 4), (True, "3", ["3"] * 4)],
-)
-def test_only_the_group_of_the_outer_loop_is_without_a_watchdog(
-    processes: ProcessPool, outer_loop: bool, set_by_user: str, expected: list[str | None]
+@pytest.mark.parametrize("outer_loop", [True, False])
+def test_nccl_joins_only_ranks_that_train_together(
+    monkeypatch: pytest.MonkeyPatch, outer_loop: bool
 ) -> None:
-    assert processes.run(_watchdog_of_each_group, 2, outer_loop, set_by_user) == [expected] * 2
+    """And these wait for each other longer than for another worker, which is named then."""
+    made = groups_on_gpus(monkeypatch, outer_loop)
+    assert made[0] == ("gloo", "all", None, None), "no communicator of all ranks"
+    device, seconds = torch.device("cuda", 0), 660 if outer_loop else 300
+    inside = [("nccl", ranks, seconds, device) for ranks in ((0, 1), (2, 3))]
+    across = [("nccl", ranks, 600, device) for ranks in ((0, 2), (1, 3))]
+    nccl = [group for group in made if group[0] == "nccl"]
+    assert nccl == (inside if outer_loop else across + inside)
+    assert outer_loop == (("gloo", (0, 2), 600, None) in made)
+    assert {group[3] for group in made if group[0] == "gloo"} == {None}
+
+
+def test_a_single_process_can_have_a_mesh() -> None:
+    """On a GPU FSDP2 computes in it as in larger workers."""
+    mesh = mesh_of_one(torch.device("cpu"), "gloo")
+    try:
+        world = World(0, 1, 1, torch.device("cuda"), mesh=mesh)
+        inside = world.fsdp_mesh(all_workers=False)
+        assert inside is not None
+        assert inside.mesh.tolist() == [0]
+        groups = [world.group(dim) for dim in (WORKER, FSDP)]
+        assert [group is not None and group.size() for group in groups] == [1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gpus_that_are_shared_or_have_one_queue_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(logging.getLogger("torchtitan_diloco"), "propagate", True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match="local rank 1 has no GPU of its own, torch sees 1"):
+        pick_device("auto", 1)
+    assert pick_device("auto", 1, share=True) == torch.device("cuda", 0)
+    assert "shares cuda:0 with another" in caplog.text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in caplog.text

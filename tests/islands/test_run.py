@@ -65,6 +65,7 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
         ({"islands__slots": 1}, "islands.slots = 1: must be at least 2"),
         ({"islands__join": "nats://x"}, "islands.local = 2: starts a server of its own"),
         ({"diloco__method": "none"}, "does not work with islands"),
+        ({"diloco__beginning__steps": 9}, "beginning.steps = 9: does not work with islands"),
     ],
 )
 def test_contradictions_are_named(

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_rank
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import (
     begin,
@@ -46,10 +46,7 @@ from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.state_dict import (
-    SavedState,
-    shaped_like,
-)
+from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host, shaped_like
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError, naming_lost_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
@@ -124,7 +121,7 @@ class Checkpointer:
         folder: RunFolder,
         world: World,
         model: nn.Module,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
         outer: OuterLoop,
     ) -> None:
         self._config, self._run, self._world = config, folder.path, world
@@ -133,6 +130,8 @@ class Checkpointer:
         self._saving: Future[str] | None = None
         place = world.worker, folder.first_worker, world.rank_in_worker
         self._writers = _Writers(world.saving, *place)
+        self._copied: torch.cuda.Event | None = None
+        """After the copies of the last save. Only one save at a time is under way."""
         self._timer_start = time.monotonic()
         self.failure = ""
         """Why the last save failed; empty if it did not."""
@@ -160,9 +159,10 @@ class Checkpointer:
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        writes = self._outer.fragment_names or self._writers.shares  # else all hold the same
+        shared = self._writers.shares
+        writes = self._outer.fragment_names or shared  # else all hold the same
         inner = self._copy_inner() if writes else {}
-        outer = self._outer.start_state_dict(self._world.host_mesh)
+        outer = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
         write = partial(self._write, manifest, inner, outer, self._writers)
         self._saving = self._thread.submit(write)
         if not self._config.asynchronous:
@@ -170,8 +170,13 @@ class Checkpointer:
         return time.perf_counter() - started
 
     def _copy_inner(self) -> dict[str, Tensor]:
+        """Copy to host memory. On a GPU the copies are queued before the next step, which changes
+        what is copied; `_write` waits for them."""
         mesh, tensors = self._world.host_mesh, inner_tensors(self._model, self._optimizer)
         inner = {name: _copy_to_host(value, mesh) for name, value in tensors.items()}
+        if self._world.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
         return inner | random_states(self._world.device, self._world.rank_in_worker)
 
     def wait(self) -> None:
@@ -245,6 +250,10 @@ class Checkpointer:
         """Write a checkpoint and return why it failed, the same on every rank, or nothing."""
         started = time.perf_counter()
         path = checkpoint_path(self._run, manifest.step)
+        if self._world.device.type == "cuda":  # else DCP takes memory of GPU 0 in every process
+            torch.cuda.set_device(self._world.device)
+        if self._copied is not None:
+            self._copied.synchronize()
         try:
             writers.agree(lambda: begin(path) if writers.is_first else None)
             nothing = SavedState({}, {}, {}, {})
@@ -324,7 +333,7 @@ def _finish(path: Path, manifest: Manifest) -> None:
 
 def _copy_to_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     local = value.to_local() if isinstance(value, DTensor) else value.detach()
-    return shaped_like(value, local.to("cpu", copy=True), mesh)
+    return shaped_like(value, copy_to_host(local), mesh)
 
 
 def _merge(

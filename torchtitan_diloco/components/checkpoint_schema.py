@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST
+from torchtitan_diloco.components.muon import initial_state
 
 Result = TypeVar("Result")
 VERSION = 3
@@ -120,20 +120,18 @@ def _crc(values: dict[str, Any]) -> int:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def inner_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the parameters and the optimizer's state by name: the tensors themselves.
 
-    State that does not exist yet is created as AdamW does it in its first step.
+    State that does not exist yet is created as in the first step.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
-    on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
+    for group, parameter in pairs:
         state = optimizer.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
-            state["exp_avg"] = torch.zeros_like(parameter.detach())
-            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+            state.update(initial_state(group, parameter))
         for key, value in state.items():
             tensors[f"{OPTIMIZER}{key}/{names[parameter]}"] = value
     return tensors

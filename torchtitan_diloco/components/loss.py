@@ -37,14 +37,10 @@ def chunked_loss(
 ) -> LossSums:
     """Return the loss of hidden [batch, length, width] with weight [vocabulary, width] and targets
     [batch, length]."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            flat, weight, targets.reshape(-1), z_loss, chunk_tokens
-        )
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        flat, weight, targets.reshape(-1), z_loss, chunk_tokens
+    )
     return LossSums(objective, cross_entropy, (targets != IGNORE_INDEX).sum())
 
 

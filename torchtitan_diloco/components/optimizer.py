@@ -1,8 +1,7 @@
-"""Inner optimization: precision, gradient clipping, AdamW and its learning rate."""
+"""Inner optimization: compute dtype, gradient clipping, the optimizer and its learning rate."""
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
+from torchtitan_diloco.components.muon import Muon
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.utils import logger
 
@@ -29,24 +29,29 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[choice]
 
 
-def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
-    """Compute in `dtype` in a process without FSDP2, which would cast by itself."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> torch.optim.Optimizer:
+    """Build AdamW, or Muon for the matrices of the blocks and AdamW for the rest.
 
-
-def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> AdamW:
-    """Build AdamW with weight decay for matrices only, not for the gains of norms."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    others = [parameter for parameter in parameters if parameter.dim() <= 1]
+    Weight decay is for matrices only, not for the gains of norms.
+    """
+    blocks = model.blocks.parameters() if config.name == "muon" else ()  # type: ignore[union-attr]
+    in_blocks = [one for one in blocks if one.requires_grad and one.dim() == 2]
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    others = [one for one in parameters if all(one is not matrix for matrix in in_blocks)]
     decay = 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
-    return AdamW(
-        [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    groups = [
+        {"params": [one for one in others if one.dim() > 1], "weight_decay": decay},
+        {"params": [one for one in others if one.dim() <= 1], "weight_decay": 0.0},
+    ]
+    betas = config.beta1, config.beta2
+    optimizer: torch.optim.Optimizer
+    optimizer = adamw = AdamW(groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=True)
+    if in_blocks:
+        lr = config.matrix_lr or config.lr
+        optimizer = Muon(in_blocks, adamw, lr=lr, momentum=config.momentum, weight_decay=decay)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
 def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
@@ -64,9 +69,10 @@ def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
     return config.floor + (1 - config.floor) * shape
 
 
-def set_lr(optimizer: AdamW, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group to this share of its peak learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group["initial_lr"] * factor
 
 
 def reduce_over_workers(model: nn.Module, enabled: bool) -> None:

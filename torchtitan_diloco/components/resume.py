@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import AdamW
 
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -16,6 +15,7 @@ from torchtitan_diloco.components.checkpoint_folders import (
 )
 from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
+    OPTIMIZER,
     SHARED,
     DamagedError,
     Manifest,
@@ -170,7 +170,7 @@ def restore(
     new_workers: str,
     world: World,
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: torch.optim.Optimizer,
     outer: OuterLoop,
 ) -> list[str]:
     """Load a checkpoint and return what could not be carried over, one line each.
@@ -192,12 +192,15 @@ def restore(
         )
     own = TensorFolder(path, manifest, worker_folder(manifest.nearest(worker)))
     _check_model(path, own, model)
+    notes = list[str]()
     if existed or new_workers == "copy":
         same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
-        _load_inner(own, model, optimizer, world, parameters=existed, random=existed and same_ranks)
+        notes += _load_inner(
+            own, model, optimizer, world, parameters=existed, random=existed and same_ranks
+        )
     if not streamed:
         outer.restart_from_model(manifest.step)
-        return [NO_OUTER_LOOP_SAVED] if streaming else []
+        return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
     shared = TensorFolder(path, manifest, SHARED)
     if existed:
         facts = manifest.outer[worker]
@@ -210,7 +213,7 @@ def restore(
     saved = SavedState.template(model, facts, shared.tensors, own_names, world.host_mesh)
     shared.fill(saved.shared)
     own.fill(saved.own)
-    notes = outer.load_state_dict(saved)
+    notes += outer.load_state_dict(saved)
     if not streaming or manifest.workers == world.workers:
         return notes
     change = f"{manifest.workers} workers are now {world.workers}"
@@ -243,14 +246,19 @@ def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
 def _load_inner(
     saved: TensorFolder,
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: torch.optim.Optimizer,
     world: World,
     *,
     parameters: bool,
     random: bool,
-) -> None:
-    """Load the state of the optimizer, and on request parameters and random states."""
+) -> list[str]:
+    """Load the state of the optimizer, and on request parameters and random states.
+
+    Return what could not be carried over.
+    """
     tensors = inner_tensors(model, optimizer)
+    new = {name for name in tensors if name.startswith(OPTIMIZER) and name not in saved.tensors}
+    tensors = {name: one for name, one in tensors.items() if name not in new}
     if not parameters:
         tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
     states = random_states(world.device, world.rank_in_worker) if random else {}
@@ -259,6 +267,8 @@ def _load_inner(
     for name, state in states.items():
         set_state = torch.cuda.set_rng_state if "/cuda/" in name else torch.set_rng_state
         set_state(state)
+    other = f"optimizer.name was another one: {len(new)} tensors of its state start from zero"
+    return [other] if new else []
 
 
 NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,6 @@ def validate(
     world: World,
     *,
     chunk_tokens: int,
-    precision: AbstractContextManager[object],
 ) -> ValidationResult:
     """Return the loss of the model. Every rank must have the same number of batches."""
     was_training = model.training
@@ -43,8 +41,7 @@ def validate(
     totals = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in batches:
         inputs, targets = inputs.to(world.device), targets.to(world.device)
-        with precision:
-            sums = model(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=chunk_tokens))
+        sums = model(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=chunk_tokens))
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)

@@ -12,6 +12,8 @@ RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_paramete
 PARTS = ("strided", "sequential", "balanced")
 MOMENTUM = ("nesterov", "momentum", "adam", "sign_momentum")
 READ_WITH = {
+    "optimizer.matrix_lr": ("optimizer.name", ("muon",)),
+    "optimizer.momentum": ("optimizer.name", ("muon",)),
     "lr_schedule.decay_fraction": ("lr_schedule.decay", ("wsd",)),
     "lr_schedule.floor": ("lr_schedule.decay", ("cosine", "linear", "wsd")),
     "model.rotary_base": ("model.positions", ("rotary",)),

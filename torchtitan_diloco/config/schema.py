@@ -137,10 +137,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Inner optimizer (AdamW)."""
+    """Inner optimizer."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices of the blocks; AdamW for embeddings, head and norms."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 4e-4
     """Peak learning rate."""
+    matrix_lr: Annotated[float, Meta(gt=0, le=100)] | None = None
+    """Peak learning rate of `muon`, whose updates are scaled to the size of AdamW's. Not set: as
+    `lr`."""
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """Decay rate of the Nesterov momentum of `muon`."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay rate of the first moment."""
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
@@ -206,8 +213,8 @@ class Distributed:
     init_timeout_seconds: Positive = 600
     """Seconds that processes wait for each other at start."""
     train_timeout_seconds: Positive = 300
-    """Seconds after which a collective inside a worker fails and ends the run. Between workers,
-    `diloco.link.timeout_seconds` applies."""
+    """Seconds after which a collective inside a worker fails and ends the run; with several
+    workers at least `diloco.link.timeout_seconds` + 60. Between workers that setting applies."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_diloco.diloco.config import (
+    Beginning,
     DiLoCoConfig,
     Fragments,
     Link,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torchtitan_diloco.diloco.transport import WorkerLostError
 
 __all__ = [
+    "Beginning",
     "DiLoCoConfig",
     "Fragments",
     "Link",

@@ -13,14 +13,17 @@ CHUNK = 8 * BLOCK
 """Values in one message (2 MB in fp32)."""
 IN_FLIGHT = 2**23
 """Bytes in chunks in flight at once: long links need as many as they carry in a round trip."""
+GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
+"""The same for deltas on a GPU, where a kernel for 2 MB takes less time than its launch."""
 
-assert BLOCK % UNIT == 0, "codecs can be called block by block"
+assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
 
-def chunk_and_window(largest: int, codec: Codec) -> tuple[int, int]:
+def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tuple[int, int]:
     """Return values per chunk, and chunks in flight. `largest`: values of the largest fragment."""
-    chunk = min(CHUNK, max(1, largest))
-    return chunk, max(1, min(-(-largest // chunk), IN_FLIGHT // codec.wire_bytes(chunk)))
+    chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
+    chunk = min(chunk, max(1, largest))
+    return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
 
 def slice_size(values: int, workers: int) -> int:

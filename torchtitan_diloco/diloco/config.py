@@ -63,6 +63,24 @@ class Overlap:
     mixing: Fraction = 0.5
     """Weight of the local parameters when a result is applied (alpha). 0: take the shared
     parameters. 1: keep the local ones."""
+    mixing_end: Fraction | None = None
+    """Weight at the end of the run: it changes linearly from `mixing`. Not set: it stays."""
+
+    def mixing_at(self, progress: float) -> float:
+        """Return alpha after this share of the run, from 0 to 1."""
+        end = self.mixing if self.mixing_end is None else self.mixing_end
+        return self.mixing + (end - self.mixing) * min(1.0, progress)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """First steps of a run, in which workers drift apart most easily."""
+
+    steps: NotNegative = 0
+    """Inner steps in which fragments are exchanged more often, averaged plainly, waited for, and
+    taken as they are. 0: none."""
+    sync_every: Positive = 2
+    """Inner steps between two exchanges of the same fragment in the beginning."""
 
 
 CodecName = Literal[
@@ -96,11 +114,8 @@ class Quantization:
 class Link:
     """Communication between workers."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of the process group between workers. `auto`: NCCL if every process has its own GPU,
-    else gloo."""
     interface: str = ""
-    """Network interface for gloo and NCCL, such as `eth0`. Empty: they choose one."""
+    """Network interface between workers, such as `eth0`. Empty: gloo chooses one."""
     timeout_seconds: Positive = 600
     """Seconds that a transfer may take before the run ends on all workers. A worker that dies ends
     it at once; one that is silent is reported after 10 seconds."""
@@ -108,8 +123,9 @@ class Link:
     """Probability that a worker is left out of a round and keeps its own parameters, to study lossy
     links."""
     outer_state: Literal["auto", "cpu", "device"] = "auto"
-    """Memory for the shared parameters and the outer momentum. `cpu`: host memory, pinned if there
-    is a GPU. `device`: GPU memory. `auto`: `cpu` with gloo, `device` with NCCL."""
+    """Memory for the shared parameters and the outer momentum, and where deltas are encoded. `cpu`:
+    host memory, pinned if there is a GPU. `device`: GPU memory; only encoded bytes pass through the
+    host. `auto`: `device` if it takes at most a fifth of the GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +150,7 @@ class DiLoCoConfig:
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
+    beginning: Beginning = field(default_factory=Beginning)
     quantization: Quantization = field(default_factory=Quantization)
     link: Link = field(default_factory=Link)
 

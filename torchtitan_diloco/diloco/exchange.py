@@ -8,7 +8,8 @@ the others' values of it, and sends the mean to all, encoded a second time.
 Messages go from worker to worker and not through collectives, so that a lost worker is known by
 name. The headers go first, then the delta in chunks: some are in flight while others are encoded
 and decoded. On a CPU chunks are processed in pieces that fit the cache, and fp32 is sent from where
-it lies.
+it lies. A delta on a GPU is encoded and averaged there, on the stream of the caller, and only the
+encoded bytes pass through host memory.
 """
 
 import time
@@ -34,6 +35,7 @@ from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
 from torchtitan_diloco.diloco.transport import (
     HEADER_BYTES,
+    Bytes,
     Header,
     Messages,
     Transport,
@@ -55,17 +57,25 @@ class Chunk:
     start: int
     values: Tensor
     residual: Tensor | None
-    payload: Tensor
+    payload: Bytes
     """This worker's encoded values."""
     slices: list[Tensor]
-    outgoing: list[Tensor]
+    outgoing: list[Bytes]
     """Bytes of `payload` for each slice."""
-    incoming: dict[int, Tensor]
+    incoming: dict[int, Bytes]
     """Buffers for the others' values of this worker's slice."""
-    means: list[Tensor]
+    means: list[Bytes]
     """Buffers for the encoded means of all slices."""
     first_hop: Messages = field(default_factory=Messages)
     second_hop: Messages = field(default_factory=Messages)
+
+
+def room(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
+    """Return buffers for encoded bytes. Bytes that are read in place need only those for gloo."""
+    local = torch.zeros(0 if is_read_in_place else size, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        return Bytes(local)
+    return Bytes(local, torch.zeros(size, dtype=torch.uint8, pin_memory=True))
 
 
 class Exchange:
@@ -82,25 +92,28 @@ class Exchange:
         timeout_seconds: float,
     ) -> None:
         """`gather_codec` encodes the means of the second hop; `largest`: values of a fragment."""
-        self._transport = Transport(group, timeout_seconds, device)
+        self._transport = Transport(group, timeout_seconds)
         self.workers, self.me = self._transport.workers, self._transport.me
         self._others = self._transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
         self._codec, self._gather_codec = codec, gather_codec
-        self._chunk, self._window = chunk_and_window(largest, codec)
-        self._piece = min(PIECE, self._chunk) if device.type == "cpu" else self._chunk
+        self._device, on_gpu = device, device.type != "cpu"
+        self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
+        self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
         part = min(self._chunk, slice_size(self._chunk, self.workers))
         meaning = range(self.workers if self.workers > 2 else 0)
 
-        def buffers(workers: Iterable[int], size: int) -> dict[int, Tensor]:
-            return {one: torch.zeros(size, dtype=torch.uint8, device=device) for one in workers}
+        def buffers(workers: Iterable[int], size: int) -> dict[int, Bytes]:
+            return {one: room(size, device) for one in workers}
 
-        window = range(self._window)
-        self._headers = buffers(range(self.workers), HEADER_BYTES)
+        window, whole = range(self._window), codec.wire_bytes(self._chunk)
+        self._headers = {
+            one: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for one in range(self.workers)
+        }
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
         self._means = [buffers(meaning, gather_codec.wire_bytes(part)) for _ in window]
-        self._outgoing = buffers(window, 0 if codec.is_fp32 else codec.wire_bytes(self._chunk))
+        self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
         mean = part if self.workers > 2 else 0
         self._mean = torch.zeros(mean, dtype=torch.float32, device=device)
         self._before = torch.zeros(self._piece, dtype=torch.float32, device=device)
@@ -176,8 +189,30 @@ class Exchange:
                     self._receive_means(following)
         return headers
 
+    def warm_up(self, sizes: Iterable[int], *, feedback: bool) -> None:
+        """Compile the GPU's kernels for the full and the last chunk of deltas of these sizes.
+
+        The first exchange would do it while training keeps the GPU busy.
+        """
+        starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
+        everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
+        for size in starts - {0}:
+            values = torch.zeros(size, device=self._device)
+            chunk = self._chunk_at(0, values, torch.zeros_like(values) if feedback else None)
+            self._encode(chunk, Position())
+            if self.workers == 2:
+                self._average(chunk, everybody, out=values)
+            else:
+                self._encode_mean(chunk, everybody, Position())
+                self._collect_means(chunk)
+
     def close(self) -> None:
         self._transport.close()
+
+    def _synchronize(self) -> None:
+        """Wait for the GPU: host memory is about to be sent, or to be written by gloo."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     @property
     def _traffic(self) -> Traffic:
@@ -196,7 +231,7 @@ class Exchange:
     def _read_headers(self, greeting: Messages, header: Header) -> list[Header]:
         self._traffic.heard = self._transport.wait(greeting)
         headers = [
-            header if worker == self.me else Header.unpack(received.cpu().numpy().tobytes())
+            header if worker == self.me else Header.unpack(received.numpy().tobytes())
             for worker, received in self._headers.items()
         ]
         check_headers(headers, self.me)
@@ -207,7 +242,9 @@ class Exchange:
     def _chunk_at(self, start: int, delta: Tensor, residual: Tensor | None) -> Chunk:
         slot, values = start // self._chunk % self._window, delta[start : start + self._chunk]
         workers, size = range(self.workers), self._codec.wire_bytes
-        payload = values.view(torch.uint8) if self._codec.is_fp32 else self._outgoing[slot]
+        payload = self._outgoing[slot].first(size(values.numel()))
+        if self._codec.is_fp32:
+            payload.local = values.view(torch.uint8)
         bounds = [slice_bounds(values.numel(), self.workers, worker) for worker in workers]
         slices = [values[first:last] for first, last in bounds]
         own, mean_size = size(slices[self.me].numel()), self._gather_codec.wire_bytes
@@ -215,17 +252,20 @@ class Exchange:
             start,
             values,
             None if residual is None else residual[start : start + self._chunk],
-            payload[: size(values.numel())],
+            payload,
             slices,
-            [payload[size(first) : size(last)] for first, last in bounds],
-            {worker: buffer[:own] for worker, buffer in self._incoming[slot].items()},
-            [buffer[: mean_size(slices[one].numel())] for one, buffer in self._means[slot].items()],
+            [payload.part(size(first), size(last)) for first, last in bounds],
+            {worker: buffer.first(own) for worker, buffer in self._incoming[slot].items()},
+            [
+                buffer.first(mean_size(slices[one].numel()))
+                for one, buffer in self._means[slot].items()
+            ],
         )
 
-    def _pieces(self, codec: Codec, values: Tensor, *payloads: Tensor) -> Iterator[list[Tensor]]:
+    def _pieces(self, codec: Codec, values: Tensor, *payloads: Bytes) -> Iterator[list[Tensor]]:
         """Yield values and their bytes in pieces that fit the cache."""
         size = codec.wire_bytes(self._piece)
-        cut = [payload.split(size) for payload in payloads]
+        cut = [payload.local.split(size) for payload in payloads]
         if values.numel():
             yield from map(list, zip(values.split(self._piece), *cut, strict=True))
 
@@ -237,14 +277,21 @@ class Exchange:
             return
         before = self._before[: piece.numel()].copy_(piece)
         yield
-        self._dot += torch.dot(before, piece)
+        # No torch.dot: cuBLAS would get a handle and memory of its own for a background stream.
+        self._dot += before.mul_(piece).sum()
 
     # --- first hop: everybody's delta -------------------------------------------------------------
 
     def _receive(self, chunk: Chunk) -> None:
-        chunk.first_hop = self._transport.receive(chunk.incoming.items())
+        rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
+        chunk.first_hop = self._transport.receive(rooms)
 
     def _send(self, chunk: Chunk, place: Position) -> None:
+        self._encode(chunk, place)
+        parts = [(worker, chunk.outgoing[worker].host) for worker in self._others]
+        self._transport.send(chunk.first_hop, parts)
+
+    def _encode(self, chunk: Chunk, place: Position) -> None:
         started = time.perf_counter()
         if not self._codec.is_fp32:
             pieces = self._pieces(self._codec, chunk.values, chunk.payload)
@@ -255,10 +302,10 @@ class Exchange:
                 else:
                     residual = chunk.residual[start : start + self._piece]
                     self._codec.encode_with_feedback(values, residual, encoded, place.after(start))
+        chunk.payload.download()
+        self._synchronize()
         self._traffic.encoded = time.perf_counter()
         self._traffic.encoding_seconds += self._traffic.encoded - started
-        parts = [(worker, chunk.outgoing[worker]) for worker in self._others]
-        self._transport.send(chunk.first_hop, parts)
 
     def _average(self, chunk: Chunk, headers: list[Header], *, out: Tensor) -> None:
         """Average this worker's slice in the order of the workers.
@@ -268,6 +315,9 @@ class Exchange:
         started = time.perf_counter()
         heard = {one: header.weight for one, header in enumerate(headers) if header.weight > 0}
         payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}
+        for worker in heard:
+            if worker != self.me:
+                payloads[worker].upload()
         if heard:
             scope = self._replacing if self.workers == 2 else nullcontext
             encoded = [payloads[worker] for worker in heard]
@@ -276,16 +326,22 @@ class Exchange:
                     self._codec.average(pieces, list(heard.values()), values)
         else:
             out.zero_()
+        self._synchronize()
         self._traffic.decoding_seconds += time.perf_counter() - started
 
     # --- second hop: the means --------------------------------------------------------------------
 
     def _receive_means(self, chunk: Chunk) -> None:
         if self.workers > 2:
-            rooms = [(worker, chunk.means[worker]) for worker in self._others]
+            rooms = [(worker, chunk.means[worker].host) for worker in self._others]
             chunk.second_hop = self._transport.receive(rooms, MEANS)
 
     def _send_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
+        self._encode_mean(chunk, headers, place)
+        parts = [(worker, chunk.means[self.me].host) for worker in self._others]
+        self._transport.send(chunk.second_hop, parts, MEANS)
+
+    def _encode_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
         start, end = slice_bounds(chunk.values.numel(), self.workers, self.me)
         mean, encoded = self._mean[: end - start], chunk.means[self.me]
         self._average(chunk, headers, out=mean)
@@ -293,14 +349,17 @@ class Exchange:
         pieces = self._pieces(self._gather_codec, mean, encoded)
         for number, (values, payload) in enumerate(pieces):
             self._gather_codec.encode(values, payload, place.after(start + number * self._piece))
+        encoded.download()
+        self._synchronize()
         self._traffic.encoding_seconds += time.perf_counter() - started
-        parts = [(worker, encoded) for worker in self._others]
-        self._transport.send(chunk.second_hop, parts, MEANS)
 
     def _collect_means(self, chunk: Chunk) -> None:
         started = time.perf_counter()
-        for values, payload in zip(chunk.slices, chunk.means, strict=True):
+        for worker, (values, payload) in enumerate(zip(chunk.slices, chunk.means, strict=True)):
+            if worker != self.me:
+                payload.upload()
             for piece, encoded in self._pieces(self._gather_codec, values, payload):
                 with self._replacing(piece):
                     self._gather_codec.decode(encoded, piece)
+        self._synchronize()
         self._traffic.decoding_seconds += time.perf_counter() - started

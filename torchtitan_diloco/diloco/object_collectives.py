@@ -1,4 +1,4 @@
-"""Collectives for small Python values.
+"""Collectives for small Python values, over groups that reach the CPU.
 
 Values travel as MessagePack: decoding it runs no code, unlike the pickle of
 `torch.distributed.all_gather_object`.
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.transport import transports
-
 Value = TypeVar("Value")
 
 
@@ -20,8 +18,8 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]
     """Return the value of every rank of the group, on every rank. All are of one type."""
     if group is None:
         return [value]
-    content = _encode(value, group)
-    size = torch.tensor([content.numel()], device=content.device)
+    content = _encode(value)
+    size = torch.tensor([content.numel()])
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
     dist.all_gather(sizes, size, group=group)
     longest = int(torch.cat(sizes).max())
@@ -37,21 +35,18 @@ def broadcast_object(
     value: Value | None, kind: type[Value], group: dist.ProcessGroup | None
 ) -> Value:
     """Return the value, of type `kind`, that the first rank of the group has given."""
-    content = _encode(value, group)
+    content = _encode(value)
     if group is not None:
-        size = torch.tensor([content.numel()], device=content.device)
+        size = torch.tensor([content.numel()])
         dist.broadcast(size, group_src=0, group=group)
         content = content.new_zeros(int(size)) if group.rank() else content
         dist.broadcast(content, group_src=0, group=group)
     return _decode(content, kind)
 
 
-def _encode(value: object, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the bytes of a value where the backend of the group can send them."""
-    on_host = group is None or "cpu" in transports(group)
-    content = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
-    return content if on_host else content.cuda()
+def _encode(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
 
 
 def _decode(content: Tensor, kind: type[Value]) -> Value:
-    return msgspec.msgpack.decode(content.cpu().numpy().tobytes(), type=kind)
+    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from torchtitan_diloco.diloco.outer_optimizer import (
 )
 
 
+@cache
+def background_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream of all background work: a GPU runs few streams side by side, and FSDP2
+    has several."""
+    return torch.cuda.Stream(device)
+
+
 class OuterState:
     """Shared parameters, optimizer state and one delta of a fragment: flat fp32, allocated once.
 
@@ -27,7 +35,7 @@ class OuterState:
 
     With the state in host memory and the model on a GPU, a snapshot of the parameters is taken on
     the GPU, so that training goes on while it is copied to the host; the result is staged there
-    too. Background work on a GPU has a stream of its own.
+    too.
     """
 
     def __init__(
@@ -53,13 +61,13 @@ class OuterState:
         self.residual = self.slots.pop() if error_feedback else None
         """Encoding error of this worker's deltas that was not sent yet."""
         self.rounds = 0
-        """Outer steps taken; rounds without a participant do not count."""
+        """Steps of the outer optimizer; rounds without a participant do not count."""
         self.norms = DeltaNorms()
         self.checksum = 0
         self._block_norms: list[Tensor] = []
         self._staging: Tensor | None = None
         on_gpu = self._model_device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._model_device) if on_gpu else None
+        self._stream = background_stream(self._model_device) if on_gpu else None
         self._taken: torch.cuda.Event | None = None
         self.read_model()
 
@@ -158,7 +166,7 @@ class OuterState:
         """Record an event behind everything this thread has queued on the GPU."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._model_device))
         return event
 
@@ -166,7 +174,7 @@ class OuterState:
 
     @contextmanager
     def background(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Run the body on the fragment's stream, behind an event, and wait for it at the end.
+        """Run the body on the stream of background work, behind an event, and wait for its end.
 
         The default event is the one at which the delta was taken. No effect on a CPU.
         """
@@ -191,13 +199,15 @@ class OuterState:
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
-    def advance(self, *, measured: bool = False) -> tuple[float, float]:
+    def advance(self, *, average: bool = False, measured: bool = False) -> tuple[float, float]:
         """Turn the mean in `delta` into the next shared copy, on its way to the model's device.
 
-        If measured, return the squared norms of the mean and of the change, otherwise NaN.
+        `average`: by plain averaging, which is no round of the outer optimizer. If measured, return
+        the squared norms of the mean and of the change, otherwise NaN.
         """
-        self.rounds += 1
-        lr, update = outer_lr(self._config, self.rounds), UPDATES[self._config.name]
+        self.rounds += not average
+        lr = 1.0 if average else outer_lr(self._config, self.rounds)
+        update = UPDATES["sgd" if average else self._config.name]
         step = OuterStep(self._config, self.rounds, lr)
         sums, mean_square, change_square = RowSums(self.delta), 0.0, 0.0
         room = torch.empty(min(self._block, 2**24) if measured else 0, device=self.delta.device)

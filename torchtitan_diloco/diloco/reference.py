@@ -45,6 +45,10 @@ class ReferenceDiLoCo:
         delay: int,
         mixing: float,
         outer: OuterOptimizer,
+        mixing_end: float | None = None,
+        total_steps: int = 1,
+        beginning_steps: int = 0,
+        beginning_every: int = 1,
         transmit: Transmit = lambda _, delta: delta,
         gather: Transmit = lambda _, mean: mean,
         feedback: bool = False,
@@ -52,6 +56,8 @@ class ReferenceDiLoCo:
         """`fragments`: names of parameters; `gather`: transmits the mean that goes back to all;
         `feedback`: what was lost of a delta is added to the next one."""
         self.H, self.tau, self.alpha = sync_every, delay, mixing
+        self.alpha_T, self.T = mixing if mixing_end is None else mixing_end, total_steps
+        self.beginning_steps, self.beginning_H = beginning_steps, beginning_every
         self.fragments, self.outer, self.transmit, self.gather = fragments, outer, transmit, gather
         self.feedback, self.lost = feedback, [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
@@ -69,13 +75,18 @@ class ReferenceDiLoCo:
         """Follow inner step t of all workers. A worker of weight 0 is left out of the means."""
         self.t += 1
         t, P = self.t, len(self.fragments)
+        H, tau = (self.beginning_H, 0) if self._is_beginning else (self.H, self.tau)
         for p in range(P):
-            t_p = p * max(1, self.H // P) % self.H
-            if t >= self.H and (t - t_p) % self.H == 0:  # SEND
+            t_p = p * max(1, H // P) % H
+            if t >= H + t_p and (t - t_p) % H == 0:  # SEND
                 mean = self._mean_delta(p, weights or [1.0] * len(self.theta))
                 self.in_flight.append(MeanInFlight(t, p, mean))
-        for message in [one for one in self.in_flight if one.sent == t - self.tau]:  # APPLY
+        for message in [one for one in self.in_flight if one.sent == t - tau]:  # APPLY
             self._apply(message)
+
+    @property
+    def _is_beginning(self) -> bool:
+        return self.t <= self.beginning_steps
 
     def drain(self) -> None:
         for message in list(self.in_flight):
@@ -84,11 +95,17 @@ class ReferenceDiLoCo:
     @torch.no_grad()
     def _apply(self, message: MeanInFlight) -> None:
         self.in_flight.remove(message)
-        for name, gradient in message.mean.items():
-            self.Theta[name].grad = gradient
-        self.optimizers[message.fragment].step()
+        alpha = self.alpha + (self.alpha_T - self.alpha) * self.t / self.T
+        if self._is_beginning:  # plain averaging
+            alpha = 0.0
+            for name, delta in message.mean.items():
+                self.Theta[name] -= delta
+        else:
+            for name, delta in message.mean.items():
+                self.Theta[name].grad = delta
+            self.optimizers[message.fragment].step()
         for theta in self.theta:
-            self._mix(theta, self.fragments[message.fragment], self.alpha)
+            self._mix(theta, self.fragments[message.fragment], alpha)
 
     def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
         """Return a running mean, for the same rounding as the exchange: a codec may magnify it."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 NEVER = math.nan
+Span = tuple[torch.cuda.Event | None, torch.cuda.Event | None]
+"""Begin and end of what the training thread has queued on a GPU; None on a CPU."""
 
 
 @dataclass
@@ -41,8 +43,6 @@ class Traffic:
     """... and when the last of them was there."""
     dot: float = NEVER
     """Scalar product of this worker's delta and the mean, in measured rounds."""
-    moments_are_known: bool = True
-    """For each worker separately: NCCL completes a whole batch of messages at once."""
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
         for worker, size in sizes.items():
@@ -51,12 +51,10 @@ class Traffic:
 
     def heard_after(self, worker: int) -> float:
         """Return seconds from sending this worker's header to receiving the other's."""
-        return self.heard.get(worker, NEVER) - self.header_sent if self.moments_are_known else NEVER
+        return self.heard.get(worker, NEVER) - self.header_sent
 
     def link_seconds(self, worker: int) -> float:
         """Return how long `link_bytes` took, once the other worker had begun to send."""
-        if not self.moments_are_known:
-            return NEVER
         return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
 
 
@@ -92,6 +90,7 @@ class Round:
     mean_square: float = NEVER
     update_square: float = NEVER
     """Squared norm of the change of the shared parameters."""
+    applying: "Span" = (None, None)
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
     """Distance of this worker's parameters from the new shared ones, before both were mixed."""
     flags: int = 0
@@ -158,8 +157,8 @@ class Meter:
     }
 
     def __init__(self) -> None:
-        self.exposed_seconds = 0.0
-        """Since the start of the process."""
+        self._exposed_seconds = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._sums = self.TOTALS.copy()
         self._rounds: deque[Round] = deque(maxlen=256)
 
@@ -171,8 +170,8 @@ class Meter:
 
     def applied(self, round_: Round) -> None:
         self.exchanged(round_)
-        self.expose(round_.applied - round_.asked)
-        self._sums["diloco/exposed_waiting_seconds"] += round_.fetched - round_.asked
+        self.waited(round_.fetched - round_.asked)
+        self.expose(round_.applied - round_.fetched, round_.applying)
         self._sums["diloco/participants"] += round_.participants
         self._sums["diloco/fragments_applied"] += 1
         self._rounds.append(round_)
@@ -181,8 +180,15 @@ class Meter:
         self._sums["diloco/healed_fragments"] += 1
 
     def take(self) -> dict[str, float]:
+        self._read_spans()
         taken, self._sums = self._sums, self.TOTALS.copy()
         return taken
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Since the start of the process."""
+        self._read_spans()
+        return self._exposed_seconds
 
     def take_rounds(self) -> list[Round]:
         taken = list(self._rounds)
@@ -190,10 +196,24 @@ class Meter:
         return taken
 
     def waited(self, seconds: float) -> None:
-        """Count waiting that belongs to no round."""
+        """Count waiting of the training thread."""
         self.expose(seconds)
         self._sums["diloco/exposed_waiting_seconds"] += seconds
 
-    def expose(self, seconds: float) -> None:
-        self._sums["diloco/exposed_seconds"] += seconds
-        self.exposed_seconds += seconds
+    def expose(self, seconds: float, span: Span = (None, None)) -> None:
+        """Count seconds of the training thread, or those of its work on a GPU once they are known:
+        there the thread only queues it, and runs ahead."""
+        begin, end = span
+        if begin is None or end is None:
+            self._sums["diloco/exposed_seconds"] += seconds
+            self._exposed_seconds += seconds
+        else:
+            self._spans.append((begin, end))
+
+    def _read_spans(self) -> None:
+        spans, self._spans = self._spans, []
+        for begin, end in spans:
+            if end.query():
+                self.expose(begin.elapsed_time(end) / 1000)
+            else:
+                self._spans.append((begin, end))

@@ -3,6 +3,8 @@
 import hashlib
 from dataclasses import dataclass
 
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -18,28 +20,55 @@ class Schedule:
     """P."""
     delay: int
     """tau < H. It may exceed the distance of two sends: then several fragments are in flight."""
+    beginning_steps: int = 0
+    """Steps with an H of their own, and without delay."""
+    beginning_every: int = 1
 
     def offset(self, fragment: int) -> int:
         """Return t_p, the step of the cycle of H steps after which the fragment is sent."""
-        return fragment * max(1, self.sync_every // self.fragments) % self.sync_every
+        return self._offset(fragment, self.sync_every)
 
     def first_send(self, fragment: int) -> int:
+        """Return the first step after which the fragment is sent, in a run without a beginning."""
         return self.sync_every + self.offset(fragment)
+
+    def is_beginning(self, step: int) -> bool:
+        return step <= self.beginning_steps
 
     def sent_at(self, step: int) -> list[int]:
         """Return the fragments to send after this step, several if there are more than H."""
-        return [p for p in range(self.fragments) if self._is_sent(p, step)]
+        return [
+            fragment
+            for fragment in range(self.fragments)
+            if self.outer_round(fragment, step) > self.outer_round(fragment, step - 1)
+        ]
 
     def applied_at(self, step: int) -> list[int]:
-        return self.sent_at(step - self.delay)
+        if self.is_beginning(step):
+            return self.sent_at(step)
+        sent = step - self.delay
+        return [] if self.is_beginning(sent) else self.sent_at(sent)
 
     def outer_round(self, fragment: int, step: int) -> int:
         """Return how often the fragment has been sent by the end of this step."""
-        return max(0, (step - self.first_send(fragment)) // self.sync_every + 1)
+        early = min(step, self.beginning_steps)
+        after = self._turns(fragment, self.sync_every, step)
+        after -= self._turns(fragment, self.sync_every, early)
+        return self._turns(fragment, self.beginning_every, early) + after
 
-    def _is_sent(self, fragment: int, step: int) -> bool:
-        since = step - self.first_send(fragment)
-        return since >= 0 and since % self.sync_every == 0
+    def _turns(self, fragment: int, every: int, step: int) -> int:
+        """Return how often the fragment is sent by the end of a step with one H from the start."""
+        return max(0, (step - self._offset(fragment, every)) // every)
+
+    def _offset(self, fragment: int, every: int) -> int:
+        return fragment * max(1, every // self.fragments) % every
+
+
+def build_schedule(config: DiLoCoConfig, fragments: int) -> Schedule:
+    first = config.beginning
+    return Schedule(
+        config.sync_every, fragments, config.overlap.delay, first.steps, first.sync_every
+    )
 
 
 def is_measured(outer_round: int, every: int) -> bool:

@@ -1,4 +1,7 @@
-"""Before the first step: workers check their settings, agree, and start from worker 0's model."""
+"""Before the first step: workers check their settings, agree, and start from worker 0's model.
+
+And the end of what they have started.
+"""
 
 import hashlib
 import secrets
@@ -13,35 +16,39 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import describe, kernels_name
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
-    Link,
     diloco_mistakes,
     quantization_mistakes,
 )
+from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
-from torchtitan_diloco.diloco.transport import transports
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
 
-MAY_DIFFER = {"diloco.link.interface", "diloco.link.outer_state"}
+MAY_DIFFER = {"diloco.link.interface"}
 """Settings in which workers may differ."""
+GPU_SHARE = 0.2
+"""Share of a GPU's memory that the outer state may take if the settings do not say where it is."""
 
 
-def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None) -> None:
+def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_steps: int) -> None:
     """Raise on settings that are invalid, contradict each other, or do not fit the group."""
-    workers, link = 1 if group is None else group.size(), config.link
+    workers = 1 if group is None else group.size()
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
+    if config.overlap.mixing_end is not None and not total_steps:
+        reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
+        mistakes.append(("diloco.overlap.mixing_end", reason))
     if config.workers not in (1, workers):
         reason = f"is {config.workers}, but the group joins {workers}: leave it out"
         mistakes.append(("diloco.workers", reason))
-    present = sorted(set(transports(group).values()))
-    if workers > 1 and link.backend not in ("auto", *present):
-        reason = f'is "{link.backend}", but the group is of {" and ".join(present)}'
-        mistakes.append(("diloco.link.backend", reason))
+    if workers > 1 and "cpu:gloo" not in str(dist.get_backend_config(group)).split(","):
+        reason = 'cannot send from host memory: hand in dist.new_group(ranks, backend="gloo")'
+        mistakes.append(("group", reason))
     if mistakes:
         raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
 
@@ -50,20 +57,24 @@ def agree_on_run(
     group: dist.ProcessGroup | None,
     config: DiLoCoConfig,
     fragments: tuple[Fragment, ...],
+    device: torch.device,
     *,
     seed: int,
     run_id: str,
 ) -> int:
-    """Raise if workers differ in settings, code or model; return a number unique to this run."""
+    """Raise if workers differ in settings, code or model; return a number unique to this run.
+
+    `device`: of the outer state, on which the size of messages depends.
+    """
     settings = flat_settings(config, "diloco.")
     mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
-    on_gpu = any(part.parameter.is_cuda for fragment in fragments for part in fragment.parts)
     mine |= {
         "code": code_fingerprint(),
         "seed": str(seed),
         "run id": run_id,
         "model": _layout(fragments),
-        "codec kernels": kernels_name() if on_gpu else "torch",
+        "memory of the outer state (diloco.link.outer_state)": device.type,
+        "codec kernels": kernels_name() if device.type == "cuda" else "torch",
     }
     differences = find_differences(gather_objects(mine, group), "worker")
     if differences:
@@ -88,45 +99,29 @@ def _layout(fragments: tuple[Fragment, ...]) -> str:
 
 
 @torch.no_grad()
-def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module, link: Link) -> None:
+def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
     """Set parameters (frozen ones too) and buffers to worker 0's; each rank gets its shard."""
-    backends = {} if link.backend == "gloo" else transports(group)
     for tensor in [*model.parameters(), *model.buffers()]:
         whole = tensor.detach()
-        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        local: Tensor = whole.to_local() if isinstance(whole, DTensor) else whole
         if not local.numel():
             continue
-        sent: Tensor = local if backends.get(local.device.type) == "nccl" else local.cpu()
-        sent = sent.contiguous()
+        sent = local.cpu().contiguous()
         dist.broadcast(sent, group_src=0, group=group)
         if sent is not local:
             local.copy_(sent)
 
 
-def pick_state_device(
-    group: dist.ProcessGroup | None, fragments: tuple[Fragment, ...], link: Link
-) -> torch.device:
-    """Return where the outer state lives: where the group's backend can exchange it."""
-    device = fragments[0].parts[0].local().device
-    if device.type == "cpu":
-        return device
-    if group is None or group.size() == 1:
-        return torch.device("cpu") if link.outer_state == "cpu" else device
-    backends = transports(group)
-    reaches_host = backends.get("cpu") == "gloo" and link.backend != "nccl"
-    reaches_device = backends.get(device.type) == "nccl" and link.backend != "gloo"
-    host = link.outer_state == "cpu" or (link.outer_state == "auto" and not reaches_device)
-    if host and not reaches_host:
-        raise ValueError(
-            'diloco.link.outer_state = "cpu" needs a gloo group between workers: set '
-            'diloco.link.backend = "gloo", or outer_state = "device"'
-        )
-    if not host and not reaches_device:
-        raise ValueError(
-            'diloco.link.outer_state = "device" needs an NCCL group between workers: set '
-            'diloco.link.backend = "nccl", or outer_state = "cpu"'
-        )
-    return torch.device("cpu") if host else device
+def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
+    """Return where the outer state lives, and where deltas are encoded."""
+    locals_ = [part.local() for fragment in fragments for part in fragment.parts]
+    device, choice = locals_[0].device, config.link.outer_state
+    if device.type == "cpu" or choice == "cpu":
+        return torch.device("cpu")
+    buffers = 2 + STATE_BUFFERS[config.outer_optimizer.name] + config.quantization.error_feedback
+    wanted = 4 * buffers * sum(local.numel() for local in locals_)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
 
 
 def limit_threads(background: BackgroundThread, count: int) -> None:
@@ -138,14 +133,33 @@ def limit_threads(background: BackgroundThread, count: int) -> None:
     torch.set_num_threads(threads)
 
 
+def close(
+    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
+) -> None:
+    """End the thread and the groups of an outer loop; `own`: it has made `liveness` itself."""
+    background.close(timeout=0.0 if liveness.is_lost else 5.0)
+    if exchange is not None:
+        exchange.close()
+    if own:
+        liveness.close()
+
+
 def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     residual = " and what encoding lost" * wire.error_feedback
+    falling = "" if end is None else f", at the end {end:g}"
+    beginning = (
+        f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "
+        "waited for"
+    )
     return [
         f"{'outer':<10} each fragment every {config.sync_every} steps, applied {overlap.delay} "
-        f"steps later, local share {overlap.mixing:g}; {outer.name} lr {outer.lr:g}{momentum}",
+        f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
+        f"{momentum}",
+        *([beginning] if first.steps else []),
         f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
         f"{'':<10} {state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, "
         f"one delta{residual}",

@@ -6,7 +6,7 @@ its turn comes.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,11 @@ def shared_parameter_name(name: str) -> str:
 
 def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     """Return the settings that a saved state depends on."""
+    first = config.beginning
     return {
         "diloco.sync_every": config.sync_every,
         "diloco.overlap.delay": config.overlap.delay,
+        "diloco.beginning": [first.steps, first.sync_every] if first.steps else None,
         OPTIMIZER: config.outer_optimizer.name,
     }
 
@@ -46,6 +48,12 @@ def facts_for_new_worker(facts: Facts) -> Facts:
     """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
     own = {"weight": 0.0, "delta_norms": []}
     return facts | {"healed": 0, "fragments": [one | own for one in facts["fragments"]]}
+
+
+def copy_to_host(value: Tensor) -> Tensor:
+    """Return a copy in host memory. From a GPU it is only queued on the current stream."""
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return copy.copy_(value, non_blocking=True)
 
 
 @dataclass
@@ -156,23 +164,28 @@ class Snapshot:
         in_flight: InFlight | None,
         *,
         given_up: bool = False,
+        shared: bool = True,
     ) -> None:
+        """`shared`: copy also what all workers share, not only this worker's own."""
         self.state, self._weight, self._moment = state, weight, state.moment()
         self._in_flight, self._given_up = in_flight, given_up
         self._counted = in_flight is None or in_flight[0].counted
-        self.outer = state.outer if in_flight is None else state.outer.clone()
-        self.next = None if in_flight is None else state.delta
-        self.slots, self.residual = state.slots, state.residual
+        self.residual = state.residual
+        self.outer: Tensor | None = None
+        self.next: Tensor | None = None
+        self.slots: list[Tensor] = []
+        if shared:
+            self.outer = state.outer if in_flight is None else state.outer.clone()
+            self.next = None if in_flight is None else state.delta
+            self.slots = state.slots
 
     def copy_out(self) -> tuple[Facts, dict[str, float]]:
         """Copy to host memory; return the fragment's facts and what its exchange adds to totals."""
 
         def host(buffer: Tensor | None) -> Any:
-            return None if buffer is None else buffer.to("cpu", copy=True)
+            return None if buffer is None else copy_to_host(buffer)
 
-        # The stream of a fragment that is given up waits for the others.
-        scope = nullcontext() if self._given_up else self.state.background(self._moment)
-        with torch.no_grad(), scope:
+        with torch.no_grad(), self.state.background(self._moment):
             self.outer, self.next, self.residual = map(host, (self.outer, self.next, self.residual))
             self.slots = list(map(host, self.slots))
         if self._given_up and self.residual is not None:
@@ -194,10 +207,12 @@ def take_snapshots(
     weights: Sequence[float],
     in_flight: Mapping[int, InFlight],
     given_up: Container[int],
+    *,
+    shared: bool,
 ) -> tuple[list[Snapshot], Facts]:
     """Return a snapshot of each fragment, and what is known so far of `SavedState.facts`."""
     snapshots = [
-        Snapshot(state, weight, in_flight.get(index), given_up=index in given_up)
+        Snapshot(state, weight, in_flight.get(index), given_up=index in given_up, shared=shared)
         for index, (state, weight) in enumerate(zip(states, weights, strict=True))
     ]
     settings, layout = resume_settings(config), layout_of(states)
@@ -215,9 +230,12 @@ def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -
 
     in_flight = [one.state for one in snapshots if one.next is not None]
     names = {part.name for state in in_flight for part in state.fragment.parts}
-    following = [one.outer if one.next is None else one.next for one in snapshots]
-    shared = named(SHARED, states, [one.outer for one in snapshots], mesh)
-    shared |= named(NEXT, states, following, mesh, names)
+    shared: Named = {}
+    outer = [one.outer for one in snapshots if one.outer is not None]
+    if outer:  # else another worker writes it
+        pairs = zip(outer, snapshots, strict=True)
+        following = [now if one.next is None else one.next for now, one in pairs]
+        shared = named(SHARED, states, outer, mesh) | named(NEXT, states, following, mesh, names)
     for number, slots in enumerate(zip(*(one.slots for one in snapshots), strict=True)):
         shared |= named(f"{SLOT}{number}", states, slots, mesh)
     residuals = [one.residual for one in snapshots if one.residual is not None]
@@ -275,7 +293,7 @@ def load(
     `mixing` returns the local share for flags and participants.
     """
     facts, before, notes = saved.facts, saved.facts["settings"], list[str]()
-    changed = {key for key in settings if settings[key] != before[key]}
+    changed = {key for key in settings if settings[key] != before.get(key)}
     in_flight, fragments = list(facts["in_flight"]), fragment_facts(states, facts)
     if in_flight and (facts["layout"] != layout_of(states) or changed - {OPTIMIZER}):
         notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")

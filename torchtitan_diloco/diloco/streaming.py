@@ -42,7 +42,7 @@ from torchtitan_diloco.diloco.fragments import (
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, Meter, Round, is_complete
-from torchtitan_diloco.diloco.schedule import Schedule, is_dropped, is_measured
+from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
 
@@ -57,6 +57,7 @@ class StreamingDiLoCo:
         optimizer: torch.optim.Optimizer | None = None,
         shard_group: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
+        total_steps: int = 0,
         seed: int = 0,
         run_id: str = "",
     ) -> None:
@@ -73,25 +74,27 @@ class StreamingDiLoCo:
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
                 nothing else uses, in which they agree on the norm of a delta.
             liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
+            total_steps: length of the run, over which `overlap.mixing_end` is reached.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
-        startup.check_settings(config, group)
+        startup.check_settings(config, group, total_steps)
         drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
         self.fragment_names = tuple(fragment.name for fragment in self.fragments)
-        self.schedule = Schedule(config.sync_every, len(self.fragments), config.overlap.delay)
+        self.schedule = build_schedule(config, len(self.fragments))
         self.workers, self.worker = (1, 0) if group is None else (group.size(), group.rank())
-        self.step_count = 0
+        self.step_count, self._total_steps = 0, total_steps
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
         self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
-        self._run = startup.agree_on_run(group, config, self.fragments, seed=seed, run_id=run_id)
+        device = startup.pick_state_device(self.fragments, config)
+        parts = config, self.fragments, device
+        self._run = startup.agree_on_run(group, *parts, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
-            startup.broadcast_from_first(group, model, config.link)
+            startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
-        device = startup.pick_state_device(group, self.fragments, config.link)
         wire = config.quantization
         self._states = [
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
@@ -107,14 +110,17 @@ class StreamingDiLoCo:
                 device=device,
                 timeout_seconds=config.link.timeout_seconds,
             )
+            if device.type == "cuda":
+                sizes = [state.values for state in self._states]
+                self._exchanger.warm_up(sizes, feedback=wire.error_feedback)
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
         startup.limit_threads(self._background, wire.threads)
-        parts = self._background, self._exchanger, self._liveness, liveness is None
-        self._finalizer = weakref.finalize(self, _close, *parts)
+        to_close = self._background, self._exchanger, self._liveness, liveness is None
+        self._finalizer = weakref.finalize(self, startup.close, *to_close)
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -135,12 +141,10 @@ class StreamingDiLoCo:
         applied = self.schedule.applied_at(self.step_count)
         if sent or applied:
             drop_gathered(self._model)
-        if self.schedule.delay:
-            self._apply(applied)
+        self._apply([fragment for fragment in applied if fragment not in sent])
         for fragment in sent:
             self._send(fragment)
-        if not self.schedule.delay:
-            self._apply(applied)
+        self._apply(applied)  # without a delay: what was just sent
 
     @one_at_a_time
     def drain(self) -> None:
@@ -169,14 +173,16 @@ class StreamingDiLoCo:
         self._exchanges += 1
         round_.number = self._exchanges
         check_identity(self._model, state.fragment)
+        begin = state.moment()
         state.take_delta()
+        span = begin, state.moment()
         chance = self.config.link.drop_probability
         dropped = is_dropped(chance, self._seed, self.worker, index, outer_round)
         flags, weight = DROPPED if dropped else 0, self._weights[index]
         header = Header(flags, self._run, index, outer_round, step, weight, state.checksum)
         self._weights[index] = 0.0
         round_.taken = time.perf_counter()
-        self._meter.expose(round_.taken - round_.due)
+        self._meter.expose(round_.taken - round_.due, span)
         exchanged = self._background.submit(partial(self._exchange, state, header, round_))
         self._in_flight[index] = round_, exchanged
 
@@ -191,7 +197,10 @@ class StreamingDiLoCo:
             round_.fetched = time.perf_counter()
             measured = is_measured(round_.outer_round, self.config.measure_every)
             mixing = self._mixing(round_.flags, round_.participants)
-            drift = self._states[index].apply(mixing, measured=measured)
+            state = self._states[index]
+            begin = state.moment()
+            drift = state.apply(mixing, measured=measured)
+            round_.applying = begin, state.moment()
             if round_.flags & WENT_WRONG:
                 self._start_afresh(index)
             round_.drift = round_.drift if drift is None else drift
@@ -200,9 +209,10 @@ class StreamingDiLoCo:
 
     def _mixing(self, flags: int, participants: int) -> float:
         """Return the share of local parameters: 0 if they went wrong, 1 for dropped workers."""
-        if flags & WENT_WRONG:
-            return 0.0
-        return 1.0 if flags & DROPPED or not participants else self.config.overlap.mixing
+        if not flags & WENT_WRONG and (flags & DROPPED or not participants):
+            return 1.0
+        averaged = flags & WENT_WRONG or self.schedule.is_beginning(self.step_count)
+        return 0.0 if averaged else self.config.overlap.mixing_at(self.progress)
 
     @one_at_a_time
     def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
@@ -242,10 +252,13 @@ class StreamingDiLoCo:
         """Turn this worker's delta into the next shared copy."""
         round_.begun = time.perf_counter()
         measured = is_measured(header.outer_round, self.config.measure_every)
+        average = self.schedule.is_beginning(header.step)
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
-            flags = header.flags | state.norms.judge(whole, self.config.delta_norm_limit)
+            # Deltas of the beginning are of fewer steps: what is usual is not known yet.
+            norms = healing.DeltaNorms() if average else state.norms
+            flags = header.flags | norms.judge(whole, self.config.delta_norm_limit)
             header = replace(header, flags=flags)
             headers = healing.settle_weights([header])
             if self._exchanger is not None:
@@ -261,7 +274,8 @@ class StreamingDiLoCo:
         with self._advancing:
             with state.background():
                 if round_.participants:
-                    round_.mean_square, round_.update_square = state.advance(measured=measured)
+                    squares = state.advance(average=average, measured=measured)
+                    round_.mean_square, round_.update_square = squares
                 else:
                     state.keep()
             round_.ready = time.perf_counter()
@@ -297,13 +311,17 @@ class StreamingDiLoCo:
         return vars(self._liveness.wait(self.start_state_dict(mesh), self._exchanges))
 
     @one_at_a_time
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> "Future[SavedState]":
+    def start_state_dict(
+        self, mesh: DeviceMesh | None = None, *, shared: bool = True
+    ) -> "Future[SavedState]":
         """Copy the state of this moment in the background, behind what is in flight.
 
-        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs.
+        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs. `shared`:
+        copy also what all workers share, which one of them saves.
         """
         self.check()
-        return self._background.submit(partial(saving.save, *self._take_snapshots(), mesh))
+        snapshots = self._take_snapshots(shared=shared)
+        return self._background.submit(partial(saving.save, *snapshots, mesh))
 
     @one_at_a_time
     def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
@@ -317,10 +335,12 @@ class StreamingDiLoCo:
             given_up, self._in_flight = self._in_flight, {}
             return saving.save(*self._take_snapshots(given_up), mesh)
 
-    def _take_snapshots(self, given_up: Container[int] = ()) -> tuple[list[Snapshot], Facts]:
+    def _take_snapshots(
+        self, given_up: Container[int] = (), *, shared: bool = True
+    ) -> tuple[list[Snapshot], Facts]:
         facts = {"step": self.step_count, "healed": self._healed}
         parts = self._states, self._weights, self._in_flight
-        return saving.take_snapshots(self.config, facts, *parts, given_up)
+        return saving.take_snapshots(self.config, facts, *parts, given_up, shared=shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
@@ -333,10 +353,10 @@ class StreamingDiLoCo:
         saving.check_same_model(self._states, saved)
         self._give_up_in_flight()
         drop_gathered(self._model)
+        self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
         facts, in_flight, notes = saving.load(
             self._states, saved, saving.resume_settings(self.config), self._mixing
         )
-        self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
         self._weights = [record["weight"] for record in facts]
         for index in in_flight:
             outer_round = self.schedule.outer_round(index, facts[index]["sent_step"])
@@ -360,6 +380,11 @@ class StreamingDiLoCo:
 
     # --- reports ----------------------------------------------------------------------------------
 
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, if its length is known."""
+        return self.step_count / self._total_steps if self._total_steps else 0.0
+
     def metrics(self) -> dict[str, float]:
         """Return totals of this rank since the last call.
 
@@ -372,7 +397,7 @@ class StreamingDiLoCo:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that the training thread has spent or waited in the outer loop so far."""
+        """Seconds that training has spent in the outer loop, or waited for it, so far."""
         return self._meter.exposed_seconds
 
     def rounds(self) -> list[Round]:
@@ -387,13 +412,3 @@ class StreamingDiLoCo:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
         memory = sum(state.bytes for state in self._states)
         return [*startup.describe_settings(self.config, self.workers, memory), self.table()]
-
-
-def _close(
-    background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
-) -> None:
-    background.close(timeout=0.0 if liveness.is_lost else 5.0)
-    if exchange is not None:
-        exchange.close()
-    if own:
-        liveness.close()

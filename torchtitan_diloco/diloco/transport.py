@@ -5,12 +5,10 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, as_completed
-from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,14 +24,6 @@ class WorkerLostError(RuntimeError):
         self.workers, self.reason = workers, reason
         names = " or ".join(map(str, workers))
         super().__init__(f"worker {names} left or did not answer in time ({reason})")
-
-
-def transports(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the backend of a process group by type of device."""
-    if group is None:
-        return {}
-    pairs = (part.partition(":") for part in str(dist.get_backend_config(group)).split(","))
-    return {device: backend for device, _, backend in pairs}
 
 
 # --- header ---------------------------------------------------------------------------------------
@@ -110,17 +100,43 @@ def check_headers(headers: list[Header], mine: int) -> None:
 # --- transfers ------------------------------------------------------------------------------------
 
 Parts = Iterable[tuple[int, Tensor]]
-"""(other worker, buffer to send to it or to receive from it)."""
-Operation = Callable[..., dist.Work | None]
-"""dist.isend or dist.irecv."""
+"""(other worker, buffer in host memory to send to it or to receive from it)."""
+
+
+@dataclass
+class Bytes:
+    """Encoded bytes where they are computed. Beside a GPU gloo needs a pinned copy of them."""
+
+    local: Tensor
+    pinned: Tensor | None = None
+
+    @property
+    def host(self) -> Tensor:
+        """Return the memory that gloo sends from and receives into."""
+        return self.local if self.pinned is None else self.pinned
+
+    def first(self, size: int) -> "Bytes":
+        return self.part(0, size)
+
+    def part(self, start: int, end: int) -> "Bytes":
+        pinned = None if self.pinned is None else self.pinned[start:end]
+        return Bytes(self.local[start:end], pinned)
+
+    def download(self) -> None:
+        """Queue a copy to the host."""
+        if self.pinned is not None:
+            self.pinned.copy_(self.local, non_blocking=True)
+
+    def upload(self) -> None:
+        """Queue a copy from the host."""
+        if self.pinned is not None:
+            self.local.copy_(self.pinned, non_blocking=True)
 
 
 @dataclass
 class Messages:
     """Messages in flight between this worker and the others for one purpose."""
 
-    receives: list[dist.P2POp] = field(default_factory=list)
-    """Receives that NCCL posts together with the sends."""
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
     """By worker. Receives come first: their time must not depend on what this worker sends."""
     sizes: dict[int, int] = field(default_factory=dict)
@@ -130,29 +146,23 @@ class Messages:
 
 
 class Transport:
-    """Sends and receives from one thread. Messages of one tag meet in the order they are posted.
+    """Sends and receives by gloo from one thread. Messages of one tag meet in the order they are
+    posted.
 
     Receives are posted as early as possible: gloo announces them over the connection that carries
     what is sent, and behind a large message the two directions of a slow link would take turns.
-    NCCL gets a send and its receive as one operation, as either alone would block the other side.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, timeout_seconds: float, device: torch.device
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         self.workers, self.me = group.size(), group.rank()
         self.others = [worker for worker in range(self.workers) if worker != self.me]
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
-        self._is_nccl = transports(group).get(device.type) == "nccl"
         self._waiters = {one: BackgroundThread(f"diloco-wait-{one}") for one in self.others}
-        # Waiting for NCCL blocks the current stream, which must not be the one that trains.
-        streams = self.others if self._is_nccl else []
-        self._streams = {worker: torch.cuda.Stream(device) for worker in streams}
         self.begin()
 
     def begin(self) -> None:
         """Start counting for a new exchange."""
-        self.traffic = Traffic(moments_are_known=not self._is_nccl or self.workers == 2)
+        self.traffic = Traffic()
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
         """Post receives into buffers. Empty messages are not sent."""
@@ -160,10 +170,8 @@ class Transport:
         for worker, buffer in parts:
             if buffer.numel():
                 messages.sizes[worker] = buffer.numel()
-                room = self._whole_buffer(buffer)
-                messages.receives.append(self._operation(dist.irecv, worker, room, tag))
-        if not self._is_nccl:
-            self._post(messages, [])
+                receive = partial(dist.irecv, _whole_buffer(buffer), group_src=worker)
+                self._post(messages, worker, receive, tag)
         return messages
 
     def send(
@@ -174,17 +182,15 @@ class Transport:
         `watched`: threads wait for the arrivals, so that their moments are known. With more than
         two workers they always do, as the first to fail is the lost one.
         """
-        operations = []
         for worker, buffer in parts:
             if buffer.numel():
-                operations.append(self._operation(dist.isend, worker, buffer, tag))
+                self._post(messages, worker, partial(dist.isend, buffer, group_dst=worker), tag)
                 self.traffic.bytes_sent += buffer.numel()
-        self._post(messages, operations)
         self.traffic.bytes_received += sum(messages.sizes.values())
         if watched or self.workers > 2:
             for worker, waiter in self._waiters.items():
                 works = messages.works.get(worker, [])
-                messages.arrivals[worker] = waiter.submit(partial(self._watch, worker, works))
+                messages.arrivals[worker] = waiter.submit(partial(self._wait_for, worker, works))
 
     def wait(self, messages: Messages) -> dict[int, float]:
         """Wait for all messages and return when each worker's arrived, or raise WorkerLostError."""
@@ -203,46 +209,33 @@ class Transport:
         for waiter in self._waiters.values():
             waiter.close(timeout=0.0)
 
-    def _watch(self, worker: int, works: list[dist.Work]) -> float:
-        with torch.cuda.stream(self._streams[worker]) if self._streams else nullcontext():
-            return self._wait_for(worker, works)
-
     def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
-        """Return when the first was complete. NCCL does not know whom of a batch it lost."""
+        """Return when the first was complete."""
         first = math.nan
         for number, work in enumerate(works):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                lost = self.others if self._is_nccl else [worker]
-                raise WorkerLostError(lost, cause_of(error)) from error
+                raise WorkerLostError([worker], cause_of(error)) from error
             if number == 0:
                 first = time.perf_counter()
         return first
 
-    def _post(self, messages: Messages, sends: list[dist.P2POp]) -> None:
-        """Post one by one with gloo, so that a failure names its worker, as one batch with NCCL."""
-        operations, messages.receives = messages.receives + sends, []
-        batches = [operations] if self._is_nccl else [[operation] for operation in operations]
-        for batch in filter(None, batches):
-            workers = [operation.group_peer for operation in batch]
-            try:
-                works = dist.batch_isend_irecv(batch)
-            except RuntimeError as error:
-                raise WorkerLostError(sorted(set(workers)), cause_of(error)) from error
-            for number, worker in enumerate(workers):  # NCCL returns one work for the whole batch
-                work = works[min(number, len(works) - 1)]
-                messages.works.setdefault(worker, []).append(work)
+    def _post(
+        self, messages: Messages, worker: int, start: Callable[..., dist.Work | None], tag: int
+    ) -> None:
+        try:
+            work = start(group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise WorkerLostError([worker], cause_of(error)) from error
+        assert work is not None, "this rank is in the group"
+        messages.works.setdefault(worker, []).append(work)
 
-    def _operation(self, kind: Operation, worker: int, buffer: Tensor, tag: int) -> dist.P2POp:
-        return dist.P2POp(kind, buffer, group=self._group, tag=tag, group_peer=worker)
 
-    def _whole_buffer(self, message: Tensor) -> Tensor:
-        """Return all memory of the buffer, for a worker that sends more than expected.
+def _whole_buffer(message: Tensor) -> Tensor:
+    """Return all memory of the buffer, for a worker that sends more than expected.
 
-        Gloo aborts the process on a message that does not fit, before its header can be checked.
-        """
-        if self._is_nccl:
-            return message
-        assert message.storage_offset() == 0, "the message would be written elsewhere"
-        return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)
+    Gloo aborts the process on a message that does not fit, before its header can be checked.
+    """
+    assert message.storage_offset() == 0, "the message would be written elsewhere"
+    return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)

@@ -2,8 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -15,16 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.utils import logger
 
 WORKER, FSDP = "worker", "fsdp"
-NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+LONGER_THAN_LINK_SECONDS = 60
+"""For which ranks of a worker wait longer for each other than for another worker. Else those that
+wait for the rank that waits for the link would give up first, and the lost worker is not named."""
 SAVING_TIMEOUT_SECONDS = 7200
 """Seconds that ranks wait for each other in a save. Disks may be slow."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks. A single process has no process groups: they are all None."""
+    """This rank among all ranks. A single process has no groups but those of FSDP2 on a GPU."""
 
     rank: int
     size: int
@@ -67,7 +68,8 @@ class World:
         """Return the ranks that average gradients: those of all workers, or of this one."""
         if self.mesh is None or (all_workers and self.workers > 1):
             return self.mesh
-        return self.mesh[FSDP] if self.ranks_per_worker > 1 else None
+        # A single GPU also computes under FSDP2, so that there is one kind of mixed precision.
+        return self.mesh[FSDP] if self.ranks_per_worker > 1 or self.device.type == "cuda" else None
 
 
 def split_world(size: int, workers: int, fsdp: int) -> int:
@@ -98,10 +100,17 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     count = torch.cuda.device_count()
     if local_rank >= count and not share:
         raise ValueError(
-            f"local rank {local_rank} has no GPU of its own, torch sees {count}: lower NPROC, or "
-            'set diloco.link.backend = "gloo" to let workers of one process each share a GPU'
+            f"local rank {local_rank} has no GPU of its own, torch sees {count}: lower NPROC (only "
+            "workers of one process each can share a GPU)"
         )
     device = torch.device("cuda", local_rank % count)
+    if local_rank >= count:
+        logger.warning(f"this worker shares {device} with another one, as there are {count} GPUs")
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts training and the outer loop in one queue of the "
+            "GPU, so that they wait for each other: unset it"
+        )
     torch.cuda.set_device(device)
     return device
 
@@ -117,33 +126,32 @@ def join_world(
 ) -> World:
     """Connect to the processes that the launcher started (torchrun's environment variables).
 
-    With `outer_loop`, the group between workers belongs to the outer loop, which finds lost workers
-    by itself.
+    With `outer_loop`, workers train on their own. Then the group between them is of gloo also on
+    GPUs: NCCL needs one order of operations on all streams of a GPU, which the outer loop's
+    background thread and the collectives of FSDP2 do not have.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     ranks_per_worker = split_world(size, workers, fsdp)
-    share = link.backend == "gloo" and ranks_per_worker == 1
-    chosen = pick_device(device, local_rank, share=share)
+    chosen = pick_device(device, local_rank, share=outer_loop and ranks_per_worker == 1)
+    inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     if size == 1:
-        return World(rank, size, workers, chosen)
+        mesh = mesh_of_one(chosen, inner_backend) if inner_backend == "nccl" else None
+        return World(rank, size, workers, chosen, mesh=mesh)
 
-    use_nccl = chosen.type == "cuda" and not share
-    _check_link(link, chosen)
     if link.interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = link.interface
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
-        timeout=timedelta(seconds=distributed.init_timeout_seconds),
-        device_id=chosen if use_nccl else None,
-    )
+        _use_interface(link.interface, nccl=not outer_loop)
+    # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
+    init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
+    dist.init_process_group("gloo", timeout=init_timeout)
     grid = torch.arange(size).view(workers, ranks_per_worker)
-    inner_backend = "nccl" if use_nccl else "gloo"
-    outer_backend = inner_backend if link.backend == "auto" else link.backend
-    with nccl_watchdog_disabled() if outer_loop else nullcontext():
-        across = _own_group(grid.t(), outer_backend, link.timeout_seconds)
-    inside = _own_group(grid, inner_backend, distributed.train_timeout_seconds)
+    inner_timeout = distributed.train_timeout_seconds
+    if outer_loop and workers > 1:
+        inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
+    outer_backend = "gloo" if outer_loop else inner_backend
+    across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
+    inside = _own_group(grid, inner_backend, inner_timeout, chosen)
     link_timeout = timedelta(seconds=link.timeout_seconds)
     saving_timeout = timedelta(seconds=SAVING_TIMEOUT_SECONDS)
     own_ranks = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
@@ -165,26 +173,41 @@ def join_world(
     )
 
 
-def _check_link(link: Link, device: torch.device) -> None:
-    if link.backend == "nccl" and device.type != "cuda":
+def mesh_of_one(device: torch.device, backend: str) -> DeviceMesh:
+    """Return the grid of a single process."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    grid = torch.zeros(1, 1, dtype=torch.int)
+    groups = [_own_group(grid, name, 300, device) for name in ("gloo", backend)]
+    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
+
+
+def _use_interface(name: str, *, nccl: bool) -> None:
+    present = [known for _, known in socket.if_nameindex()]
+    if name not in present:
         raise ValueError(
-            f'diloco.link.backend = "nccl" needs a GPU, and this run is on {device}: use "auto" or '
-            '"gloo"'
-        )
-    present = [name for _, name in socket.if_nameindex()]
-    if link.interface and link.interface not in present:
-        raise ValueError(
-            f'diloco.link.interface = "{link.interface}" is no network interface of this machine: '
+            f'diloco.link.interface = "{name}" is no network interface of this machine: '
             f"choose one of {', '.join(present)}, or leave it empty"
         )
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if nccl:
+        os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
-def _own_group(lines: torch.Tensor, backend: str, seconds: int) -> dist.ProcessGroup:
+def _own_group(
+    lines: torch.Tensor, backend: str, seconds: int, device: torch.device | None = None
+) -> dist.ProcessGroup:
     """Create one process group for each row of `lines` and return the one of this rank."""
-    own: dist.ProcessGroup
-    own, _ = dist.new_subgroups_by_enumeration(
-        lines.tolist(), timeout=timedelta(seconds=seconds), backend=backend
-    )
+    own: dist.ProcessGroup | None = None
+    for ranks in lines.tolist():
+        group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=seconds),
+            backend=backend,
+            device_id=device if backend == "nccl" else None,  # NCCL connects at once then
+        )
+        own = group if dist.get_rank() in ranks else own
+    assert own is not None
     return own
 
 
@@ -194,23 +217,6 @@ def _watch(grid: torch.Tensor, rank: int) -> Liveness:
     peers = {*grid[worker].tolist(), *grid[:, index].tolist()} - {rank}
     workers = [one // grid.size(1) for one in range(grid.numel())]
     return Liveness(dist.new_group(backend="gloo"), workers=workers, peers=sorted(peers))
-
-
-@contextmanager
-def nccl_watchdog_disabled() -> Iterator[None]:
-    """Create groups inside that NCCL's watchdog does not watch.
-
-    The watchdog ends the process after an error or a timeout, before the outer loop, which has a
-    timeout of its own, can name the lost worker and let a save finish. A value that the user has
-    set stays.
-    """
-    set_by_user = NCCL_ERROR_HANDLING in os.environ
-    os.environ.setdefault(NCCL_ERROR_HANDLING, "0")
-    try:
-        yield
-    finally:
-        if not set_by_user:
-            del os.environ[NCCL_ERROR_HANDLING]
 
 
 def leave_world(world: World) -> None:

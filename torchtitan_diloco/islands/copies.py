@@ -273,6 +273,7 @@ class Encoder:
 
     def __init__(self, config: DiLoCoConfig, seed: int, shard: int) -> None:
         self._codec, self._where = build_codec(config.quantization), (seed, shard)
+        self._decoder = build_codec(config.quantization)  # of the training thread
 
     @torch.no_grad()
     def encode(self, delta: Tensor, fragment: int, number: int, slot: int) -> Tensor:
@@ -285,6 +286,12 @@ class Encoder:
         for index, (values, encoded) in enumerate(pieces):
             self._codec.encode(values, encoded, Position(key, index * PIECE))
         return payload.cpu()
+
+    def decoded(self, payload: Tensor, like: Tensor) -> Tensor:
+        """Return what other islands see of a payload, in the shape of `like`."""
+        values = torch.empty_like(like)
+        self._decoder.decode(payload.to(values.device), values)
+        return values
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
@@ -82,13 +81,13 @@ class IslandDiLoCo(StreamingDiLoCo):
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
         config = replace(config, workers=1)
-        super().__init__(model, None, config, optimizer=optimizer, liveness=liveness, seed=seed)
+        build = partial(super().__init__, optimizer=optimizer, liveness=liveness, seed=seed)
+        build(model, None, config, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
-        self._decoder = build_codec(config.quantization)
         self._facts = facts or {}
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
@@ -163,6 +162,11 @@ class IslandDiLoCo(StreamingDiLoCo):
     def clock(self) -> int:
         """Tokens of the run so far."""
         return self._seat.clock
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's tokens that all islands have trained on."""
+        return self.clock / self._seat.total_tokens
 
     @property
     def finished(self) -> bool:
@@ -287,7 +291,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         if decision.mode is Mode.MIX:
             measured = is_measured(decision.version, self.config.measure_every)
             state.delta = new
-            drift = state.apply(self.config.overlap.mixing, measured=measured)
+            drift = state.apply(self._mixing(0, 1), measured=measured)
             round_.drift = round_.drift if drift is None else drift
         else:
             # A fragment that was healed since does not contain the work of its part any more.
@@ -301,7 +305,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                 self._start_afresh(fragment)
                 round_.flags = NOT_FINITE
             else:
-                add_change(state, new, old, None if own is None else self._decoded(state, own))
+                sent = None if own is None else self._encoder.decoded(own, new)
+                add_change(state, new, old, sent)
         if decision.number:
             self._healed_since.discard(fragment)
         copy.drop_before(decision.version)
@@ -320,11 +325,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_ = Round(decision.fragment, decision.version, self.step_count, values, due=now)
         round_.taken = round_.begun = round_.ready = now
         return round_
-
-    def _decoded(self, state: OuterState, payload: Tensor) -> Tensor:
-        values = torch.empty_like(state.outer)
-        self._decoder.decode(payload.to(values.device), values)
-        return values
 
     # --- background thread ------------------------------------------------------------------------
 
@@ -350,7 +350,12 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(self, mesh: DeviceMesh | None = None) -> Future[SavedState]:
+    def start_state_dict(
+        self,
+        mesh: DeviceMesh | None = None,
+        *,
+        shared: bool = True,  # noqa: ARG002 - each island saves on its own
+    ) -> Future[SavedState]:
         """Copy the newest shared copies, between two records of the log.
 
         What this island has trained since its last part is not saved in them: who starts again

@@ -11,7 +11,7 @@ on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import NamedTuple
@@ -26,9 +26,15 @@ from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.chunks import chunk_and_window
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Fragments, Quantization
+from torchtitan_diloco.diloco.config import (
+    Beginning,
+    DiLoCoConfig,
+    Fragments,
+    Overlap,
+    Quantization,
+)
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
 from torchtitan_diloco.models import LanguageModel, build_model
 from torchtitan_diloco.utils import all_reduce_bytes
@@ -74,6 +80,11 @@ class Prediction:
     """Waiting of the training thread."""
     sent_bytes_per_step: float
 
+    def after(self, beginning: "Prediction", share: float) -> "Prediction":
+        """Return the means of a run, of whose steps the beginning has this share."""
+        early, late = (np.array(astuple(one)) for one in (beginning, self))
+        return Prediction(*(min(1.0, share) * early + max(0.0, 1 - share) * late).tolist())
+
     @property
     def step_seconds(self) -> float:
         return self.compute_seconds_per_step + self.exposed_seconds_per_step
@@ -99,9 +110,13 @@ def predict(
     `fragments` are the parameters of each, in the order of their turns. `ranks` share the link of
     a worker.
     """
-    schedule = Schedule(diloco.sync_every, len(fragments), diloco.overlap.delay)
-    if steps is not None and steps > MAX_ROUNDS * schedule.sync_every:
-        steps = None
+    if steps is None:
+        diloco = replace(diloco, beginning=Beginning())
+    elif steps > MAX_ROUNDS * diloco.sync_every:
+        often = replace(diloco, sync_every=diloco.beginning.sync_every, overlap=Overlap(delay=0))
+        early, later = (predict(fragments, one, conditions, ranks=ranks) for one in (often, diloco))
+        return later.after(early, diloco.beginning.steps / steps)
+    schedule = build_schedule(diloco, len(fragments))
     total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
     exchanges = [
         predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks)
@@ -146,19 +161,22 @@ def predict_observed(
         return math.nan
     fragments = [sizes[fragment] for fragment in range(len(sizes))]
     steps = summary.step - summary.counted_after_step
+    first = max(0, diloco.beginning.steps - summary.counted_after_step)
+    diloco = replace(diloco, beginning=replace(diloco.beginning, steps=first))
     return 100 * predict(fragments, diloco, summary.observed, ranks=ranks, steps=steps).utilisation
 
 
+@cache
 def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]:
     """Return (inner step, kind, fragment) of all sends and applies in a worker's order."""
     found = []
-    for fragment in range(schedule.fragments):
-        first = schedule.first_send(fragment)
-        last = first + STEADY_ROUNDS * schedule.sync_every - 1 if steps is None else steps
-        for sent in range(first, last + 1, schedule.sync_every):
-            due = sent + schedule.delay
-            applied = due if steps is None else min(due, steps)
-            kind = APPLY if schedule.delay and applied == due else APPLY_AT_ONCE
+    last = (STEADY_ROUNDS + 1) * schedule.sync_every - 1 if steps is None else steps
+    for sent in range(1, last + 1):
+        delay = 0 if schedule.is_beginning(sent) else schedule.delay
+        due = sent + delay
+        applied = due if steps is None else min(due, steps)
+        kind = APPLY if delay and applied == due else APPLY_AT_ONCE
+        for fragment in schedule.sent_at(sent):
             found += [(sent, SEND, fragment), (applied, kind, fragment)]
     return sorted(found)
 
@@ -173,6 +191,7 @@ def predict_exchange(
     """Return the bytes that each worker sends, and receives, for a fragment, and the seconds.
 
     Encoding, transfer and decoding of chunks overlap. `largest`: values of the largest fragment.
+    Chunks are those of a CPU: on a GPU more of them are in flight, so long links idle less.
     """
     others = conditions.workers - 1
     outer = 4 * values / conditions.outer_bytes_per_second
@@ -253,13 +272,15 @@ class Workload:
         return _fragment_sizes(self.model, config)
 
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
-        """Predict the steady state."""
+        """Predict the steady state, or with a beginning the whole run."""
         if diloco.method == "none":
             layers = Fragments(pattern="sequential", layers_per_fragment=1)
             *blocks, rest = self.fragments(layers)
             return predict_data_parallel((*reversed(blocks), rest), conditions)
         speeds = self.with_speeds(diloco, conditions)
-        return predict(self.fragments(diloco.fragments), diloco, speeds, ranks=self.ranks)
+        steps = self.plan.total_steps if diloco.beginning.steps else None
+        fragments = self.fragments(diloco.fragments)
+        return predict(fragments, diloco, speeds, ranks=self.ranks, steps=steps)
 
     def needed_bits_per_second(
         self, diloco: DiLoCoConfig, conditions: Conditions, utilisation: float
@@ -287,7 +308,7 @@ class Workload:
         Measured speeds stay. Else work on the host takes time, on the device none.
         """
         link, codec = diloco.link, diloco.quantization.codec
-        if not (self.on_cpu or link.backend == "gloo" or link.outer_state == "cpu"):
+        if not (self.on_cpu or link.outer_state == "cpu"):
             return conditions
         cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second

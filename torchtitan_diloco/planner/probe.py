@@ -48,7 +48,7 @@ def conditions_of_run(run: Path) -> Conditions:
     if observed is None:
         raise ValueError(
             f"the run of {path} measured no links: give a run of several workers in which every "
-            "fragment was exchanged (over NCCL: a run of two workers)"
+            "fragment was exchanged"
         )
     return observed
 
