@@ -1,6 +1,8 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
+import io
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -242,6 +244,20 @@ def test_the_speed_of_the_first_step_is_no_outlier_in_tensorboard(tmp_path: Path
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [one.step for one in board.Scalars("train/loss")] == [2, 4, 6]
     assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4, 6]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_a_terminal_shows_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with telemetry(None) as own:
+            train(own, [1, 2, 3])
+            own.publish(3, all=True)
+        assert ("3/20 [" in stream.getvalue()) == stream.isatty()
 
 
 def test_only_the_first_rank_writes_and_only_with_a_folder(tmp_path: Path) -> None:
