@@ -225,8 +225,10 @@ def all_reduce_bytes(parameters: float, workers: int) -> float:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this checkout for this Python."""
-    return f"{sys.executable} -m pip install -e '{REPOSITORY}[{extra}]'"
+    """Return the command that installs an extra for this Python."""
+    checkout = (REPOSITORY / "pyproject.toml").exists()
+    package = f"-e '{REPOSITORY}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
+    return f"{sys.executable} -m pip install {package}"
 
 
 class GarbageControl:

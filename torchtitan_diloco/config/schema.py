@@ -89,7 +89,8 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), a `.tiktoken` file, or a tiktoken encoding such as `gpt2`."""
+    """`bytes` (one token per byte), a `.tiktoken` file, a Hugging Face `tokenizer.json` of
+    byte-level BPE (GPT-2, Llama 3), or a tiktoken encoding such as `gpt2`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02
