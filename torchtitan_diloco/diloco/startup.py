@@ -5,6 +5,7 @@ And the end of what they have started.
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import describe, kernels_name
+from torchtitan_diloco.diloco.codecs import (
+    build_codec,
+    build_gather_codec,
+    describe,
+    kernels_name,
+)
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
     diloco_mistakes,
@@ -25,6 +31,7 @@ from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
 
 MAY_DIFFER = {"diloco.link.interface"}
@@ -122,6 +129,29 @@ def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> 
     wanted = 4 * buffers * sum(local.numel() for local in locals_)
     total = torch.cuda.get_device_properties(device).total_memory
     return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
+
+
+def build_exchange(
+    group: dist.ProcessGroup | None,
+    config: DiLoCoConfig,
+    states: Sequence[OuterState],
+    device: torch.device,
+) -> Exchange | None:
+    """Return the exchange between the workers of `group`, ready to be used; None for one worker."""
+    if group is None or group.size() == 1:
+        return None
+    wire, sizes = config.quantization, [state.values for state in states]
+    exchange = Exchange(
+        group,
+        build_codec(wire),
+        build_gather_codec(wire),
+        largest=max(sizes),
+        device=device,
+        timeout_seconds=config.link.timeout_seconds,
+    )
+    if device.type == "cuda":
+        exchange.warm_up(sizes, feedback=wire.error_feedback)
+    return exchange
 
 
 def limit_threads(background: BackgroundThread, count: int) -> None:

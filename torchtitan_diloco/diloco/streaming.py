@@ -29,10 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
-from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.codecs.stochastic import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
     check_identity,
@@ -100,19 +98,7 @@ class StreamingDiLoCo:
             OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
             for fragment in self.fragments
         ]
-        self._exchanger: Exchange | None = None
-        if group is not None and self.workers > 1:
-            self._exchanger = Exchange(
-                group,
-                build_codec(wire),
-                build_gather_codec(wire),
-                largest=max(state.values for state in self._states),
-                device=device,
-                timeout_seconds=config.link.timeout_seconds,
-            )
-            if device.type == "cuda":
-                sizes = [state.values for state in self._states]
-                self._exchanger.warm_up(sizes, feedback=wire.error_feedback)
+        self._exchanger = startup.build_exchange(group, config, self._states, device)
         self._in_flight: dict[int, InFlight] = {}
         self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
