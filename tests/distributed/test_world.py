@@ -1,6 +1,8 @@
 """The grid of ranks, its groups and their timeouts."""
 
 import logging
+import os
+import socket
 import time
 from typing import Any
 
@@ -146,3 +148,28 @@ def test_gpus_that_are_shared_or_have_one_queue_are_said(
     assert pick_device("auto", 1, share=True) == torch.device("cuda", 0)
     assert "shares cuda:0 with another" in caplog.text
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in caplog.text
+
+
+def _interface_of_each_group() -> list[tuple[bool, str]]:
+    """Return for each group whether it joins workers, and the interface that it is made for."""
+    seen: list[tuple[bool, str]] = []
+    original: Any = dist.new_group
+
+    def new_group(ranks: list[int] | None = None, *given: Any, **more: Any) -> Any:
+        joins_workers = len({rank // 2 for rank in ranks or range(4)}) > 1
+        seen.append((joins_workers, os.environ["GLOO_SOCKET_IFNAME"]))
+        return original(ranks, *given, **more)
+
+    loopback = os.environ["GLOO_SOCKET_IFNAME"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(socket, "if_nameindex", lambda: [(1, loopback), (2, f"{loopback},")])
+        link = Link(interface=f"{loopback},")  # another name of the same one for gloo
+        join_world(Distributed(), link, device="cpu", workers=2, fsdp=0, outer_loop=True)
+    return seen
+
+
+def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool) -> None:
+    for seen in processes.run(_interface_of_each_group, 4):
+        assert {joins for joins, _ in seen} == {True, False}
+        assert all(joins == interface.endswith(",") for joins, interface in seen)
