@@ -195,7 +195,7 @@ def test_so_does_data_parallelism_and_it_becomes_diloco(
 ) -> None:
     base = {"diloco.workers": 2, "checkpoint.every": 8}
     processes.run(run, 2, chosen(text, tmp_path / "one", **base))
-    resume = {"checkpoint.resume": checkpoint(tmp_path / "one", 8)}
+    resume: dict[str, Any] = {"checkpoint.resume": checkpoint(tmp_path / "one", 8)}
     processes.run(run, 2, chosen(text, tmp_path / "again", **base, **resume))
     assert_same_end(tmp_path / "one", tmp_path / "again")
     resume |= {"training.steps": 10}
@@ -205,10 +205,11 @@ def test_so_does_data_parallelism_and_it_becomes_diloco(
 
 
 def test_saving_changes_nothing(text: Path, template: Path, tmp_path: Path) -> None:
-    for name, changes in {
+    cases: dict[str, dict[str, Any]] = {
         "without": {"checkpoint.every": 0},
         "waiting": {"checkpoint.asynchronous": "false"},
-    }.items():
+    }
+    for name, changes in cases.items():
         run(chosen(text, tmp_path / name, **changes))
         assert_same_end(tmp_path / name, template)
 

@@ -5,6 +5,7 @@ And the end of what they have started.
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import describe, kernels_name
+from torchtitan_diloco.diloco.codecs import (
+    build_codec,
+    build_gather_codec,
+    describe,
+    kernels_name,
+)
 from torchtitan_diloco.diloco.config import (
     DiLoCoConfig,
     diloco_mistakes,
@@ -25,6 +31,7 @@ from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
 
 MAY_DIFFER = {"diloco.link.interface"}
@@ -40,9 +47,13 @@ def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
-    if config.overlap.mixing_end is not None and not total_steps:
+    needs_length = {
+        "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
+        "diloco.average_at_end": config.average_at_end,
+    }
+    for key in (key for key, is_set in needs_length.items() if is_set and not total_steps):
         reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
-        mistakes.append(("diloco.overlap.mixing_end", reason))
+        mistakes.append((key, reason))
     if config.workers not in (1, workers):
         reason = f"is {config.workers}, but the group joins {workers}: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -124,6 +135,29 @@ def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> 
     return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
 
 
+def build_exchange(
+    group: dist.ProcessGroup | None,
+    config: DiLoCoConfig,
+    states: Sequence[OuterState],
+    device: torch.device,
+) -> Exchange | None:
+    """Return the exchange between the workers of `group`, ready to be used; None for one worker."""
+    if group is None or group.size() == 1:
+        return None
+    wire, sizes = config.quantization, [state.values for state in states]
+    exchange = Exchange(
+        group,
+        build_codec(wire),
+        build_gather_codec(wire),
+        largest=max(sizes),
+        device=device,
+        timeout_seconds=config.link.timeout_seconds,
+    )
+    if device.type == "cuda":
+        exchange.warm_up(sizes, feedback=wire.error_feedback)
+    return exchange
+
+
 def limit_threads(background: BackgroundThread, count: int) -> None:
     """Let torch use so many threads for the tasks of a background thread."""
     # The first get_num_threads() of a thread resets its number; the last line restores ours.
@@ -144,9 +178,13 @@ def close(
         liveness.close()
 
 
-def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:
+def describe_settings(
+    config: DiLoCoConfig, workers: int, states: Sequence[OuterState]
+) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    memory = sum(state.bytes for state in states)
+    place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     residual = " and what encoding lost" * wire.error_feedback
@@ -160,7 +198,8 @@ def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> l
         f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
         f"{momentum}",
         *([beginning] if first.steps else []),
+        *([f"{'':<10} at the end the average of the workers"] if config.average_at_end else []),
         f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
-        f"{'':<10} {state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, "
-        f"one delta{residual}",
+        f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
+        f"optimizer, one delta{residual}",
     ]
