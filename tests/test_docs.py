@@ -47,7 +47,7 @@ def start(*command: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert outcome.returncode == 0, f"{shlex.join(command)}\n\n{outcome.stdout[-4000:]}"

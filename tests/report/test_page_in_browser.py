@@ -81,7 +81,7 @@ def measure(folder: Path, size: tuple[int, int], dark: bool) -> list[dict[str, A
         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
         (folder / "window.html").as_uri(),
     ]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     found = dict(re.findall(r'data-measured([01])="([^"]*)"', outcome.stdout))
     assert len(found) == 2, outcome.stderr[-2000:]
     return [json.loads(html.unescape(found[number])) for number in ("0", "1")]
