@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.network import LOOPBACK, Network, NoNetworkError
-from tests.processes import FORKS, PATIENCE
-
-__all__ = ["PATIENCE", "enter", "network_of", "processes_in"]
+from tests.processes import FORKS
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class ProcessPool:
         function: Callable[..., Any],
         size: int,
         *arguments: Any,
+        timeout: float = PATIENCE,
         dying: Collection[int] = (),
     ) -> list[Any]:
         """Run function(*arguments) on `size` ranks and return the results by rank.
@@ -56,7 +57,7 @@ class ProcessPool:
                 "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
             }
             pipe.send((function, arguments, environment))
-        results = self._collect(pipes, time.monotonic() + PATIENCE, dying)
+        results = self._collect(pipes, time.monotonic() + timeout, dying)
         if dying:
             self.close()
         return results

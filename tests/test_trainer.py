@@ -324,17 +324,22 @@ def test_a_paused_run_warns_saves_and_says_how_it_goes_on(
     assert saved == ["step-00000003"]
 
 
-def test_a_signal_ends_the_run_after_a_whole_step(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def sending(number: int, step: int, worker: int | None = None) -> Any:
+    """Send processes a signal in a step: those of one worker, or all that are patched."""
     plain = Trainer.train_step
 
     def train_step(self: Trainer, batches: Any) -> StepResult:
-        if self.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.step == step and worker in (None, self.world.worker):
+            os.kill(os.getpid(), number)
         return plain(self, batches)
 
-    with patch.object(Trainer, "train_step", train_step):
+    return patch.object(Trainer, "train_step", train_step)
+
+
+def test_a_signal_ends_the_run_after_a_whole_step(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sending(signal.SIGTERM, 2):
         assert main(words(settings(text))) == 0
     assert "stopped after step 3 of 8, as asked by a signal" in capsys.readouterr().out
 
@@ -380,24 +385,13 @@ def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool)
 
 def _lose_worker_1(chosen: dict[str, str]) -> tuple[int, str]:
     """Return the exit code of worker 0 and what it prints as errors."""
-    plain = Trainer.train_step
-
-    def train_step(self: Trainer, batches: Any) -> StepResult:
-        if self.step == 30 and self.world.worker == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, batches)
-
-    with (
-        patch.object(Trainer, "train_step", train_step),
-        redirect_stderr(StringIO()) as errors,
-    ):
+    with sending(signal.SIGKILL, 30, worker=1), redirect_stderr(StringIO()) as errors:
         return main(words(chosen)), errors.getvalue()
 
 
 def test_a_lost_worker_is_named_in_a_line(text: Path, processes: ProcessPool) -> None:
     """With an exchange in flight, and without a launcher that ends the survivor."""
-    endless = {"training.steps": 100_000, "validation.every": 0}
-    chosen = streaming(text, **endless)
+    chosen = streaming(text, training__steps=100_000, validation__every=0)
     (code, errors), _ = processes.run(_lose_worker_1, 2, chosen, dying={1})
     assert code == 3, errors
     (line,) = [line for line in errors.splitlines() if "error:" in line]

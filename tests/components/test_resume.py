@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.components.test_checkpoint_schema import Touch
 from tests.conftest import write_text
 from tests.processes import DIED, ProcessPool
-from tests.test_trainer import curve, join, records, settings
+from tests.test_trainer import curve, join, records, sending, settings
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
 from torchtitan_diloco.components.checkpoint_schema import (
     TensorFolder,
@@ -69,18 +69,10 @@ def run(wanted: dict[str, str]) -> str:
 
 def run_and_send(number: int, step: int, wanted: dict[str, str]) -> None:
     """Train, and send this process a signal in the middle of a step."""
-    original = Trainer.train_step
-
-    def train_step(self: Trainer, batches: Any) -> Any:
-        if self.step == step:
-            os.kill(os.getpid(), number)
-        return original(self, batches)
-
-    Trainer.train_step = train_step  # type: ignore[method-assign]
     try:
-        run(wanted)
+        with sending(number, step):
+            run(wanted)
     finally:
-        Trainer.train_step = original  # type: ignore[method-assign]
         if number == signal.SIGKILL:  # this rank has noticed the death of another one first
             os.kill(os.getpid(), number)
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from benchmarks.network import LOOPBACK, read_counters
 from tests.diloco.toy import AVERAGE_EVERY_STEP, join
-from tests.network import PATIENCE, network_of, processes_in
+from tests.network import network_of, processes_in
+from tests.processes import PATIENCE
 from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName

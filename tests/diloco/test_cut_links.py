@@ -12,7 +12,8 @@ from torch import nn
 
 from benchmarks.network import port_of
 from tests.diloco.toy import AVERAGE_EVERY_STEP, join
-from tests.network import PATIENCE, network_of, processes_in
+from tests.network import network_of, processes_in
+from tests.processes import PATIENCE
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco.heartbeat import Pace
 from torchtitan_diloco.diloco.liveness import Liveness

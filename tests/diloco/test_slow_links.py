@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.diloco.toy import AVERAGE_EVERY_STEP, join
-from tests.network import PATIENCE, network_of, processes_in
+from tests.network import network_of, processes_in
+from tests.processes import PATIENCE
 from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import WORKER
 
