@@ -40,7 +40,8 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, leader
-from torchtitan_diloco.islands.connection import Connected, Connection, LogRecord
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.events import Connected, LogRecord
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.log import Entry, State
 from torchtitan_diloco.islands.server import local_server

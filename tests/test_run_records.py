@@ -80,7 +80,7 @@ def check_records(folder: Path) -> None:
     assert {event["pid"] for event in events} == {0, 1}, "both workers"
     assert {event["args"]["fragment"] for event in events} == {0, 1, 2}
     board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    weights = board.Scalars(f"round_weight_mean_over_workers/fragment_{fragment}")
+    weights = board.Scalars(f"z_round_weight_mean_over_workers/fragment_{fragment}")
     assert len(weights) == len(own)
 
 

@@ -178,6 +178,8 @@ class _Run:
                 "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to it as the others do
             }
+        environment["LOCAL_WORLD_SIZE"] = str(self._processes)
+        _say(f"starting {self._processes} processes" if self._processes > 1 else "starting")
         command = [sys.executable, "-u", "-c", RUN_RANK, str(os.getpid()), *program]
         ranks: dict[int, subprocess.Popen[bytes]] = {}
         try:

@@ -27,9 +27,10 @@ from torchtitan_diloco.components.optimizer import (
 from torchtitan_diloco.components.profiling import build_profiler
 from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
-from torchtitan_diloco.components.run_folder import RunFolder, claim_run_folder
+from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
     after_step,
+    check_size,
     log_early_end,
     log_plan,
     plan_run,
@@ -40,7 +41,7 @@ from torchtitan_diloco.components.telemetry import StepResult, Telemetry
 from torchtitan_diloco.components.validation import Validator, validate
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
-from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.config.schema import chosen_settings, flat_settings, portable
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
@@ -62,12 +63,13 @@ OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config, self.world, self.toml = config, world, to_toml(portable(config))
         self.ranks = config.workers * world.ranks_per_worker
         """Ranks of all workers, also of those on other islands."""
         self.island: IslandRun | None = None
         self.lag = answer_lag(world, config.diloco)
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
+        logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = open_tokenizer(config.data)
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
@@ -92,9 +94,12 @@ class Trainer:
     def run(self) -> Path:
         """Train to the last step, or until `stop_after` or a signal, and return the folder."""
         config, stop_after = self.config, self.config.training.stop_after
-        run_folder = self._claim_folder(stops_early=0 < stop_after < self.plan.total_steps)
+        stops_early = 0 < stop_after < self.plan.total_steps
+        claim = partial(claim_run_folder, self.world, config.run, config.checkpoint)
+        run_folder = claim(self.start, self.toml, stops_early=stops_early)
         folder = run_folder.path
-        self._log_plan(folder)
+        for line in (f"{'folder':<10} {folder}", *self.outer.describe()):
+            logger.info(line)
         self._resume()
         self.begin()
         sections = config.training, config.checkpoint, config.metrics, config.validation
@@ -214,9 +219,9 @@ class Trainer:
         )
 
     def _open_telemetry(self, folder: Path) -> Telemetry:
-        flops = self.model.flops_per_token(self.config.training.sequence_length)
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed
-        return Telemetry(*parts, flops_per_token=flops, lag=self.lag)
+        flops, chosen = self.flops_per_token, chosen_settings(self.config)
+        return Telemetry(*parts, flops_per_token=flops, lag=self.lag, settings=chosen)
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records
@@ -249,7 +254,7 @@ class Trainer:
             workers=1 if self.config.diloco.method == "none" else self.world.workers,
             ranks_per_worker=self.world.ranks_per_worker,
             data=self._data_identity(),
-            config=self._toml(),
+            config=self.toml,
             tokenizer=self.tokenizer.fingerprint,
         )
 
@@ -277,7 +282,7 @@ class Trainer:
             f"resumed from {self.start.checkpoint}: step {manifest.step}, "
             f"{manifest.state.tokens:,} tokens"
         )
-        changes = changed_settings(manifest.config, self._toml())
+        changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")
 
@@ -289,17 +294,6 @@ class Trainer:
             "run.seed": self.config.run.seed,
             "data.shuffle": self.config.data.shuffle,
         }
-
-    def _toml(self) -> str:
-        """Return the configuration that starts the same run again, in a folder of its own."""
-        islands = replace(self.config.islands, join="")  # it contains a password
-        run = replace(self.config.run, folder="")
-        return to_toml(replace(self.config, run=run, islands=islands))
-
-    def _claim_folder(self, *, stops_early: bool) -> RunFolder:
-        run, save = self.config.run, self.config.checkpoint
-        saves = bool(save.every or save.every_minutes or save.at_end or stops_early)
-        return claim_run_folder(self.world, run, save.resume, self.start, self._toml(), saves=saves)
 
     def _validation_missed(self) -> bool:
         """Return whether a signal came between the resumed step and its validation."""
@@ -313,7 +307,10 @@ class Trainer:
         config, device = self.config, self.world.device
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
-        counts = self.model.parameter_counts()
+        self.flops_per_token, counts = (
+            self.model.flops_per_token(length),
+            self.model.parameter_counts(),
+        )
         self.plan = plan_run(
             config.training,
             self.ranks,
@@ -323,6 +320,7 @@ class Trainer:
             start_step=0 if config.islands.join else self.resumed.step,
             start_tokens=0 if config.islands.join else self.resumed.tokens,
         )
+        self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")
         parallelize(
@@ -374,19 +372,20 @@ class Trainer:
         local, validated = config.validation.local, self.resumed.validated
         return Validator(self.outer, evaluate, local=local, validated=validated)
 
-    def _log_plan(self, folder: Path) -> None:
+    def _log_plan(self) -> None:
+        """Log what is built, and refuse what does not fit, before memory is taken."""
         config = self.config
         model_line = (
             f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
             f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
-        log_plan(self.plan, config.training, self.world, model_line, data_line, folder)
-        for line in self.outer.describe():
-            logger.info(line)
-        warnings = run_warnings(config, self.plan.total_steps) if self.world.is_first else []
-        for warning in warnings:
-            logger.warning(warning)
+        log_plan(self.plan, config.training, self.world, model_line, data_line)
+        outer_loop = config.diloco.method == "streaming"
+        check_size(self.plan, self.world, self.flops_per_token, outer_loop=outer_loop)
+        for warning in run_warnings(config, self.plan.total_steps):
+            if self.world.is_first:
+                logger.warning(warning)
 
     def _assert_agreement(self) -> None:
         settings = flat_settings(self.config).items()

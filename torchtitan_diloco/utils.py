@@ -138,6 +138,28 @@ def peak_memory_bytes(device: "torch.device") -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
+def free_memory_bytes(device: "torch.device") -> float:
+    """Return the memory of a GPU, or what this machine or container has left; else infinity."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    found = [math.inf]
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # "max" is no limit
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(float(limit - used))
+    return min(found)
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Let this process get a signal when its parent has ended, however it did. Only on Linux."""
     if sys.platform == "linux":
@@ -203,8 +225,10 @@ def all_reduce_bytes(parameters: float, workers: int) -> float:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this checkout for this Python."""
-    return f"{sys.executable} -m pip install -e '{REPOSITORY}[{extra}]'"
+    """Return the command that installs an extra for this Python."""
+    checkout = (REPOSITORY / "pyproject.toml").exists()
+    package = f"-e '{REPOSITORY}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
+    return f"{sys.executable} -m pip install {package}"
 
 
 class GarbageControl:

@@ -1,6 +1,8 @@
 """Steps through telemetry: what is recorded, when it is read, and where it is written."""
 
+import io
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -223,11 +225,39 @@ def test_tensorboard_and_trace(tmp_path: Path) -> None:
         own.write(2, {"validation/loss_nats_per_token_global": 1.5, "unknown": None})
         own.write_trace()
     assert (tmp_path / "traces/fragments.json").exists()
-    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
-    validated, rounds = "validation/loss_nats_per_token_global", "round_participants/fragment_0"
-    assert {LOSS, SENT, validated, rounds} < set(tags["scalars"])
-    unknown = {"unknown", "speed/mfu_percent", "round_update_norm/fragment_0"}
-    assert not unknown & set(tags["scalars"])
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"train/loss", "val/loss", f"z_{SENT}", "z_round_participants/fragment_0"} < tags
+    assert not {"z_unknown", "speed/mfu_pct", "z_round_update_norm/fragment_0"} & tags
+    first = [tag for tag in sorted(tags) if not tag.startswith("z_")]
+    assert sorted(tags)[: len(first)] == first
+    assert len(first) <= 12
+    for tag in first:
+        assert "," in board.SummaryMetadata(tag).summary_description, "unit and scope"
+    assert board.PluginTagToContent("hparams").keys() >= {"_hparams_/session_start_info"}
+
+
+def test_the_speed_of_the_first_step_is_no_outlier_in_tensorboard(tmp_path: Path) -> None:
+    with telemetry(tmp_path, tensorboard=True, state=RunState(1)) as own:
+        train(own, range(2, 7))
+        own.publish(6, all=True)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [one.step for one in board.Scalars("train/loss")] == [2, 4, 6]
+    assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4, 6]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_a_terminal_shows_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with telemetry(None) as own:
+            train(own, [1, 2, 3])
+            own.publish(3, all=True)
+        assert ("3/20 [" in stream.getvalue()) == stream.isatty()
 
 
 def test_only_the_first_rank_writes_and_only_with_a_folder(tmp_path: Path) -> None:

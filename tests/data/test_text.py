@@ -121,6 +121,14 @@ def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path: Path, before: int)
             documents(path)
 
 
+def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "a"}\n{"body": "b"}\n')
+    corpus = open_corpus(str(path), "body")
+    assert [piece.text for piece in corpus.pieces()] == ["a", "b"]
+    assert corpus.fingerprint != open_corpus(str(path)).fingerprint
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

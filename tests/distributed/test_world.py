@@ -1,7 +1,8 @@
 """The grid of ranks, its groups and their timeouts."""
 
 import logging
-import time
+import os
+import socket
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from torchtitan_diloco.distributed.world import (
     World,
     join_world,
     leave_world,
-    mesh_of_one,
     pick_device,
     split_world,
 )
@@ -78,20 +78,19 @@ def test_consecutive_ranks_form_a_worker(processes: ProcessPool) -> None:
 
 
 def _wait_for_a_silent_rank() -> str:
-    world = join(1, train_timeout_seconds=2)
-    if world.rank == 1:
-        time.sleep(6)
-        return "was silent"
-    started = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(1), group=world.group(FSDP))
-    except RuntimeError:
-        return "gave up" if time.monotonic() - started < 5.5 else "waited too long"
-    return "went on"
+    """Rank 1 is silent until rank 0 has given up; the groups of both have other timeouts."""
+    world, outcome = join(1, train_timeout_seconds=2), ""
+    if world.rank == 0:
+        with pytest.raises(RuntimeError) as error:
+            dist.all_reduce(torch.ones(1), group=world.group(FSDP))
+        outcome = str(error.value)
+    dist.barrier(group=world.control)
+    return outcome
 
 
 def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
-    assert processes.run(_wait_for_a_silent_rank, 2) == ["gave up", "was silent"]
+    gave_up, _ = processes.run(_wait_for_a_silent_rank, 2)
+    assert "Timed out waiting 2000ms" in gave_up
 
 
 def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tuple[Any, ...]]:
@@ -134,20 +133,6 @@ def test_nccl_joins_only_ranks_that_train_together(
     assert {group[3] for group in made if group[0] == "gloo"} == {None}
 
 
-def test_a_single_process_can_have_a_mesh() -> None:
-    """On a GPU FSDP2 computes in it as in larger workers."""
-    mesh = mesh_of_one(torch.device("cpu"), "gloo")
-    try:
-        world = World(0, 1, 1, torch.device("cuda"), mesh=mesh)
-        inside = world.fsdp_mesh(all_workers=False)
-        assert inside is not None
-        assert inside.mesh.tolist() == [0]
-        groups = [world.group(dim) for dim in (WORKER, FSDP)]
-        assert [group is not None and group.size() for group in groups] == [1, 1]
-    finally:
-        dist.destroy_process_group()
-
-
 def test_gpus_that_are_shared_or_have_one_queue_are_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,3 +146,28 @@ def test_gpus_that_are_shared_or_have_one_queue_are_said(
     assert pick_device("auto", 1, share=True) == torch.device("cuda", 0)
     assert "shares cuda:0 with another" in caplog.text
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in caplog.text
+
+
+def _interface_of_each_group() -> list[tuple[bool, str]]:
+    """Return for each group whether it joins workers, and the interface that it is made for."""
+    seen: list[tuple[bool, str]] = []
+    original: Any = dist.new_group
+
+    def new_group(ranks: list[int] | None = None, *given: Any, **more: Any) -> Any:
+        joins_workers = len({rank // 2 for rank in ranks or range(4)}) > 1
+        seen.append((joins_workers, os.environ["GLOO_SOCKET_IFNAME"]))
+        return original(ranks, *given, **more)
+
+    loopback = os.environ["GLOO_SOCKET_IFNAME"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(socket, "if_nameindex", lambda: [(1, loopback), (2, f"{loopback},")])
+        link = Link(interface=f"{loopback},")  # another name of the same one for gloo
+        join_world(Distributed(), link, device="cpu", workers=2, fsdp=0, outer_loop=True)
+    return seen
+
+
+def test_an_interface_is_for_groups_between_workers_only(processes: ProcessPool) -> None:
+    for seen in processes.run(_interface_of_each_group, 4):
+        assert {joins for joins, _ in seen} == {True, False}
+        assert all(joins == interface.endswith(",") for joins, interface in seen)

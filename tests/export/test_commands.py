@@ -91,6 +91,9 @@ def test_the_exported_weights_are_the_shared_parameters(
     assert config.run.folder == ""
     assert config.data.tokenizer == str(folder / "tokenizer.tiktoken")
 
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert set(modes.values()) == {folder.stat().st_mode & 0o666}, "the user's umask"
+
     half = tmp_path / "half"
     path = str(checkpoint_path(sharded, 24))
     assert export.main([path, "--dtype", "bfloat16", "--out", str(half)]) == 0

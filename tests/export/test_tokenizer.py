@@ -1,5 +1,6 @@
 """The converted tokenizer gives the same ids for every text."""
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from torchtitan_diloco.export.hugging_face import (
 )
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
+README = (REPOSITORY / "README.md").read_text()
 BYTES = {bytes([byte]): byte for byte in range(256)}
 NAMED = tiktoken_ext.openai_public.ENCODING_CONSTRUCTORS
 ODD = ["\n", "\r\n", "  ", "\t", "\u00a0", "\u3000", "'s", "'LL", "'\u017f", "1234567", "\u0663"]
@@ -47,7 +49,7 @@ def from_ranks(
 
 @cache
 def learned_ranks() -> dict[bytes, int]:
-    texts = [(REPOSITORY / "README.md").read_text(), "\u00e9\u00e8 \u4e2d\u6587 \u4e2d\u6587 " * 9]
+    texts = [README, "\u00e9\u00e8 \u4e2d\u6587 \u4e2d\u6587 " * 9]
     return ranks_of(learn_bpe(iter(texts), 1000))
 
 
@@ -104,6 +106,26 @@ def test_any_order_of_ranks_is_converted(words: list[bytes], texts: list[str]) -
     converted = convert_tokenizer(ours)
     for text in texts:
         assert converted.encode(text, add_special_tokens=False).ids == ours.encode(text).tolist()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "learned", "gpt2", "cl100k_base"])
+def test_a_tokenizer_json_gives_the_same_ids(kind: str, tmp_path: Path) -> None:
+    ours, converted = pair(kind)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(converted.to_str())
+    if kind == "gpt2":
+        content = json.loads(path.read_text())
+        content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
+        path.write_text(json.dumps(content))
+    if kind == "bytes":  # no merges
+        with pytest.raises(ValueError, match=r"is no tokenizer.json of byte-level BPE"):
+            build_tokenizer(str(path))
+        return
+    read = build_tokenizer(str(path))
+    assert (read.end_of_document, read.vocab_size) == (ours.end_of_document, ours.vocab_size)
+    for text in (README, *ODD, "a\nb  \n", "   \n \n\n  x  \n  "):
+        assert read.encode(text).tolist() == ours.encode(text).tolist()
+        assert read.decode(read.encode(text)) == text
 
 
 def test_a_conversion_that_differs_is_refused() -> None:

@@ -14,20 +14,21 @@ from torchtitan_diloco.components.timeline import write_trace
 from torchtitan_diloco.utils import logger, read_json_lines
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from torchtitan_diloco.components.board import Board
 
 
 class RecordFiles:
     """Writes records to the folder of a run; to nothing if it is None.
 
     A run that was resumed after `step` does not keep the records of later steps, which it repeats.
-    A full disk loses records, but does not end the run.
+    A full disk loses records, but does not end the run. `settings` are shown in TensorBoard; None:
+    no TensorBoard.
     """
 
-    def __init__(self, folder: Path | None, step: int, *, board: bool) -> None:
+    def __init__(self, folder: Path | None, step: int, settings: Mapping[str, Any] | None) -> None:
         self._folder = folder
         self._lines: TextIO | None = None
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._failed = False
         self._writing = threading.Lock()
         if folder is None:
@@ -35,24 +36,20 @@ class RecordFiles:
         path = folder / "metrics.jsonl"
         drop_records_after(path, step)
         self._lines = path.open("a", buffering=1, encoding="utf-8")
-        if board:
-            from torch.utils import tensorboard  # slow to import
+        if settings is not None:
+            from torchtitan_diloco.components import board  # slow to import
 
-            self._board = tensorboard.SummaryWriter(
-                str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10
-            )
+            self._board = board.Board(folder / "tensorboard", step, settings)
 
     def write(
         self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
     ) -> None:
-        """Write a line of JSON and the TensorBoard scalars of a step, without those of None."""
+        """Write a line of JSON and the TensorBoard scalars of a step."""
         with self._tolerating_a_full_disk():
             if self._lines is not None:
                 self._lines.write(to_line(line))
             if self._board is not None:
-                for tag, value in (scalars or {}).items():
-                    if value is not None:
-                        self._board.add_scalar(tag, value, step)
+                self._board.add(step, scalars or {})
 
     def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
         """Write a trace file of these rounds."""

@@ -15,7 +15,7 @@ from typing import Self, TextIO
 
 from torchtitan_diloco.components.checkpoint_folders import set_aside
 from torchtitan_diloco.components.resume import Start, find_candidates
-from torchtitan_diloco.config.schema import Run
+from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks, on_first_rank
 from torchtitan_diloco.distributed.world import World
@@ -54,13 +54,15 @@ class RunFolder:
 
 
 def claim_run_folder(
-    world: World, run: Run, resume: str, start: Start, toml: str, *, saves: bool
+    world: World, run: Run, checkpoint: Checkpoint, start: Start, toml: str, *, stops_early: bool
 ) -> RunFolder:
     """Create the folder of a run, lock it and write the configuration `toml` into it.
 
-    `resume` is `checkpoint.resume`. If the run `saves`, this is done on every disk: workers in
-    other places may have one of their own.
+    If the run saves, this is done on every disk: workers in other places may have one of their own.
+    `stops_early`: by `training.stop_after`, which saves.
     """
+    settings = checkpoint.every, checkpoint.every_minutes, checkpoint.at_end
+    saves, resume = any(settings) or stops_early, checkpoint.resume
     created = on_first_rank(world, str, lambda: str(_create(start.folder, run.folder, run.name)))
     path, first_worker = Path(start.folder or run.folder or created).expanduser(), 0
     if saves:

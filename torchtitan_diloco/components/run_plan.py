@@ -9,12 +9,25 @@ import torch
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
+from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import GIB, describe_device, logger
+from torchtitan_diloco.utils import (
+    GIB,
+    available_cores,
+    describe_device,
+    free_memory_bytes,
+    local_ranks,
+    logger,
+    peak_flops,
+)
 
 INNER_BYTES = 16
 """Bytes of a parameter, its gradient and AdamW's two moments, all in fp32."""
+OUTER_BYTES = 12
+"""Bytes of its shared copy, outer momentum and delta."""
+CORE_FLOPS, LONG_DAYS = 1e11, 60
+"""FLOP/s that few CPU cores reach, and days after which a run is unlikely to be meant."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +121,9 @@ def validation_due(step: int, finished: bool, every: int) -> bool:
 
 
 def log_plan(
-    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str, folder: Path
+    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str
 ) -> None:
-    """Log how the numbers of the run are derived, one line each."""
+    """Log how the numbers of the run are derived, one line each, before memory is taken."""
     ranks, start = world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} here" if plan.ranks > world.size else ""
@@ -131,10 +144,35 @@ def log_plan(
         f"{total_tokens / plan.parameters:.1f} per parameter",
         "memory": f"{plan.parameters:,} parameters x {INNER_BYTES} bytes / {ranks} ranks = "
         f"{gib:.2f} GiB a rank for parameters, gradients and optimizer, without activations",
-        "folder": str(folder),
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
+
+
+def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_loop: bool) -> None:
+    """Raise if the state of the run cannot fit into memory, and warn if it can hardly end."""
+    device, ranks, smaller = world.device, local_ranks(), "--config 35m, or --config debug to try"
+    tokens = plan.tokens_at(plan.total_steps) - plan.start_tokens
+    peak = peak_flops(device) or (device.type == "cpu" and CORE_FLOPS * available_cores() / ranks)
+    days = flops_per_token * tokens / (peak * plan.ranks) / 86_400 if peak else 0.0
+    if days > LONG_DAYS and world.is_first:
+        logger.warning(
+            f"{tokens:,} tokens take {days:,.0f} days or more on these devices, even at "
+            f"{peak * plan.ranks / 1e12:,.1f} TFLOP/s: use {smaller}, or set --training.steps"
+        )
+
+    def check_memory() -> None:
+        on_host = device.type == "cpu"
+        bytes_each = INNER_BYTES + OUTER_BYTES * (outer_loop and on_host)
+        needed = bytes_each * plan.parameters / world.ranks_per_worker * (ranks if on_host else 1)
+        if needed > (free := free_memory_bytes(device)):
+            raise ValueError(
+                f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this "
+                f"{'machine' if on_host else 'GPU'}, without activations, and {free / GIB:.1f} GiB "
+                f"are free: use more ranks or machines per worker, or a smaller model ({smaller})"
+            )
+
+    on_all_ranks(world, check_memory)
 
 
 def log_early_end(

@@ -11,12 +11,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
 from torch.distributed import ReduceOp
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.record_files import RecordFiles
@@ -50,6 +53,7 @@ COUNTED = (*OF_WORKER, "cross_entropy", "tokens", "gradient_norm", "skipped_step
 """Counters of a rank between two logged steps. A new one is added here and counted by
 `Telemetry.count`; metrics of the outer loop need neither. Those with a slash in their name are
 written: as a sum over ranks if the name ends in _bytes, else as a mean."""
+HIDDEN = "diloco/hidden_percent_mean_over_ranks"
 KEPT_ROUNDS = 1000
 """Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
 
@@ -85,7 +89,7 @@ class Telemetry:
 
     Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder` is the run's, None to write nothing. A resumed run continues `state`. The sums of
-    a logged step are read `lag` steps later.
+    a logged step are read `lag` steps later. `settings` are what TensorBoard compares runs by.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Telemetry:
         *,
         flops_per_token: int,
         lag: int,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.world, self.plan, self._outer, self._lag = world, plan, outer, lag
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
@@ -112,9 +117,19 @@ class Telemetry:
         self.totals: dict[str, float] = dict(state.totals)
         """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
-        folder, board = folder if world.is_first else None, config.tensorboard
-        self.files = RecordFiles(folder, state.step, board=board)
+        shown = (settings or {}) if config.tensorboard else None
+        self.files = RecordFiles(folder if world.is_first else None, state.step, shown)
         self._last_step = state.step
+        self._live = tqdm(
+            total=plan.total_steps,
+            initial=state.step,
+            unit="step",
+            colour="green",
+            leave=False,
+            dynamic_ncols=True,
+            disable=None if world.is_first else True,  # None: only on a terminal
+        )
+        self._stack = ExitStack()
         world.liveness.on_silence = self._silent
 
     @property
@@ -145,6 +160,7 @@ class Telemetry:
             self.count("cross_entropy", result.cross_entropy)
             self.count("tokens", self.plan.tokens_per_step / self.plan.ranks)
         self._counters["gradient_norm"] = result.gradient_norm  # of the last step
+        self._live.update()
         self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
 
     def _waited(self) -> float:
@@ -209,7 +225,9 @@ class Telemetry:
             record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
             record["time/longest_gap_worker"] = gaps.index(max(gaps))
             self.write(logged.step, record)
-            logger.info(_console_line(logged.step, self.plan.total_steps, record))
+            line = _console_line(logged.step, self.plan.total_steps, record)
+            logger.info(line)
+            self._live.set_postfix_str(line.partition("  ")[2])
 
     def _step_record(
         self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
@@ -245,6 +263,9 @@ class Telemetry:
             record[f"{name}_{scope}_over_ranks"] = shown
         for name, share in time_shares(sums).items():
             record[f"time/share_{name}_percent_mean_over_ranks"] = share
+        if exchange := sums.get("diloco/exchange_seconds"):
+            waited = sums.get("diloco/exposed_waiting_seconds", 0.0)
+            record[HIDDEN] = 100 * max(0.0, 1 - waited / exchange)
         if "diloco/sent_bytes" in sums and workers > 1:
             used = 8e-6 * sums["diloco/sent_bytes"] / workers / wall_seconds
             record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used
@@ -268,9 +289,13 @@ class Telemetry:
         self.files.write_trace(self.round_records)
 
     def __enter__(self) -> Self:
+        if not self._live.disable:  # or the lines of the log would break into it
+            self._stack.enter_context(logging_redirect_tqdm([logger]))
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._live.close()
+        self._stack.close()
         self.world.liveness.on_silence = None
         self.files.close()
 
@@ -305,7 +330,8 @@ def _console_line(step: int, total_steps: int, record: Record) -> str:
         f"  gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}"
         f"  lr {record['train/lr']:.2e}"
         f"  {record['speed/tokens_per_second_global']:,.0f} tokens/s"
-        f"  MFU {'n/a' if mfu is None else f'{mfu:.1f} %'}"
+        f"{'' if mfu is None else f'  MFU {mfu:.1f} %'}"
+        f"{f'  hidden {record[HIDDEN]:.0f} %' if HIDDEN in record else ''}"
         f"  memory {record['memory/peak_gib_max_over_ranks']:.2f} GiB"
         f"  ETA {clock(eta)}"
     )

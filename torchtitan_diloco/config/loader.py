@@ -17,7 +17,7 @@ from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.fields import convert, setting_types
 
-CONFIGS_FOLDER = Path(__file__).parents[2] / "train_configs"
+CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "debug"
 COMMAND_LINE = "command line"
 TYPES = setting_types(Config)

@@ -5,7 +5,7 @@ None is "not set". It is left out of TOML files, which have no null.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -89,7 +89,8 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), a `.tiktoken` file, or a tiktoken encoding such as `gpt2`."""
+    """`bytes` (one token per byte), a `.tiktoken` file, a Hugging Face `tokenizer.json` of
+    byte-level BPE (GPT-2, Llama 3), or a tiktoken encoding such as `gpt2`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02
@@ -309,6 +310,18 @@ class Config:
     @property
     def workers_of_job(self) -> int:
         return 1 if self.islands.join else self.diloco.workers
+
+
+def portable(config: Config) -> Config:
+    """Return what starts the same run elsewhere: without its folder, and without the password."""
+    run, islands = replace(config.run, folder=""), replace(config.islands, join="")
+    return replace(config, run=run, islands=islands)
+
+
+def chosen_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that differ from their defaults."""
+    default, chosen = flat_settings(Config()), flat_settings(portable(config))
+    return {key: value for key, value in chosen.items() if value != default[key]}
 
 
 def format_value(value: Any) -> str:

@@ -61,7 +61,8 @@ def _folder(data: Data, key: str, tokenizer: Tokenizer, fraction: float) -> Path
             raise ValueError(
                 f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}). '
                 f"Prepare it{hint} with\n    {_command(source or 'TEXT', data, spec)}\n"
-                f"or set {key} to text: stdlib, files, a folder or a glob."
+                f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens 1e9 stops "
+                "at so many tokens; a token takes 2 bytes on disk (4 with more than 65,536 ids)."
             )
         return folder
     try:

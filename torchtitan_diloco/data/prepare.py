@@ -33,7 +33,14 @@ from torchtitan_diloco.data.shards import (
     read_index,
     write_index,
 )
-from torchtitan_diloco.data.text import PIECE_CHARACTERS, Corpus, Piece, is_held_out, open_corpus
+from torchtitan_diloco.data.text import (
+    PIECE_CHARACTERS,
+    TEXT_FIELD,
+    Corpus,
+    Piece,
+    is_held_out,
+    open_corpus,
+)
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.utils import available_cores
 
@@ -188,13 +195,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--source", help="stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]")
-    add("--tokenizer", default="bytes", help="bytes, a .tiktoken file, or a tiktoken encoding")
+    add(
+        "--tokenizer",
+        default="bytes",
+        help="bytes, a .tiktoken or tokenizer.json file, or a tiktoken encoding",
+    )
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
     shard_help = "a shard is closed once it has so many tokens, such as 100M (default 2**28)"
     add("--shard-tokens", type=parse_quantity, default=DEFAULT_SHARD_TOKENS, help=shard_help)
     add("--threads", type=parse_quantity, help="default: every core")
     add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
+    field_help = "field of the text in JSON lines and data sets (default text)"
+    add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field_help)
     add("--verify", action="store_true", help="check every byte; without --source: only that")
     return parser
 
@@ -218,7 +231,7 @@ def _run(options: argparse.Namespace) -> None:
         raise ValueError(f"--validation-fraction {share:g} is not between 0 and 0.5")
     if options.source is not None:
         done = prepare(
-            open_corpus(options.source),
+            open_corpus(options.source, options.text_field),
             build_tokenizer(options.tokenizer, options.source),
             options.out,
             validation_fraction=options.validation_fraction,

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from torchtitan_diloco.utils import install_command
 
 STDLIB = "stdlib"
+TEXT_FIELD = "text"
 HUGGING_FACE_PREFIX = "hf:"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -78,18 +79,21 @@ class Corpus:
             raise ValueError(f"the corpus {self.spec!r} has no text: all of it is empty")
 
 
-def open_corpus(spec: str) -> Corpus:
-    """Open `stdlib`, `hf:NAME[/SUBSET][:SPLIT]`, or comma-separated files, folders and globs."""
+def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
+    """Open `stdlib`, `hf:NAME[/SUBSET][:SPLIT]`, or comma-separated files, folders and globs.
+
+    `field` is that of the text in JSON lines and in rows of data sets.
+    """
     if spec == STDLIB:
-        return _corpus_of_files(spec, standard_library(Path(sysconfig.get_path("stdlib"))))
+        return _corpus_of_files(spec, standard_library(Path(sysconfig.get_path("stdlib"))), field)
     if spec.startswith(HUGGING_FACE_PREFIX):
-        return _hugging_face_dataset(spec)
+        return _hugging_face_dataset(spec, field)
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
         raise ValueError(
             f'the corpus "{spec}" names no file; give files, folders or globs of {_KINDS}'
         )
-    return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)])
+    return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)], field)
 
 
 def is_held_out(piece: int, fraction: float) -> bool:
@@ -149,16 +153,20 @@ def _find_files(pattern: str) -> list[Path]:
     return files
 
 
-def _corpus_of_files(spec: str, paths: Iterable[Path]) -> Corpus:
+def _corpus_of_files(spec: str, paths: Iterable[Path], field: str) -> Corpus:
     # A dictionary keeps the order, and reads a file that is named twice only once.
     files = {path: _stat(path) for path in paths}
 
     def read(bar: "tqdm[Any]") -> Iterator[Piece]:
         for path in files:
-            yield from read_file(path, bar)
+            yield from read_file(path, bar, field)
 
     total = sum(status.st_size for status in files.values())
-    return Corpus(spec, _fingerprint("", files), total, read)
+    return Corpus(spec, _fingerprint(_unless_usual(field), files), total, read)
+
+
+def _unless_usual(field: str) -> str:
+    return "" if field == TEXT_FIELD else f"{field}\0"
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -181,14 +189,14 @@ def _fingerprint(text: str, files: dict[Path, os.stat_result]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_file(path: Path, bar: "tqdm[Any]") -> Iterator[Piece]:
+def read_file(path: Path, bar: "tqdm[Any]", field: str = TEXT_FIELD) -> Iterator[Piece]:
     """Yield the pieces of one file: a line of `.jsonl` is a document, any other file is one."""
     before = bar.n
     try:
         with path.open("rb") as raw:
             file = _decompressed(path, raw)
             lines = text_kind(path) == ".jsonl"
-            for document in _json_lines(path, file) if lines else [_decoded(path, file)]:
+            for document in _json_lines(path, file, field) if lines else [_decoded(path, file)]:
                 for piece in split_into_pieces(document):
                     yield piece
                     bar.update(before + raw.tell() - bar.n)
@@ -222,7 +230,7 @@ def _decoded(path: Path, file: BinaryIO) -> Iterator[str]:
         line += block.count(b"\n")
 
 
-def _json_lines(path: Path, file: BinaryIO) -> Iterator[tuple[str]]:
+def _json_lines(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[str]]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -230,21 +238,23 @@ def _json_lines(path: Path, file: BinaryIO) -> Iterator[tuple[str]]:
             record = json.loads(line.decode())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
-        yield (_text_field(record, f"{path}, line {number}"),)
+        yield (_text_field(record, field, f"{path}, line {number}"),)
 
 
-def _text_field(record: Any, where: str) -> str:
-    text = record.get("text") if isinstance(record, dict) else None
+def _text_field(record: Any, field: str, where: str) -> str:
+    text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else f"{record!r:.60}"
-        raise ValueError(f'{where}: no field "text" with a string in {found}')
+        raise ValueError(
+            f'{where}: no field "{field}" with a string in {found}: prepare it with --text-field'
+        )
     return text
 
 
 # --- Hugging Face datasets ---
 
 
-def _hugging_face_dataset(spec: str) -> Corpus:
+def _hugging_face_dataset(spec: str, field: str) -> Corpus:
     location, _, split = spec.removeprefix(HUGGING_FACE_PREFIX).partition(":")
     split, files = split or "train", {}
     if location.startswith(("/", ".", "~")):
@@ -258,12 +268,12 @@ def _hugging_face_dataset(spec: str) -> Corpus:
 
     def read(bar: "tqdm[Any]") -> Iterator[Piece]:
         for number, row in enumerate(_rows(spec, source, split)):
-            text = _text_field(row, f"the corpus {spec!r}, row {number}")
+            text = _text_field(row, field, f"the corpus {spec!r}, row {number}")
             yield from split_into_pieces([text])
             bar.update(len(text))
 
     # Whether a dataset on the hub has changed is not known: its fingerprint is that of its name.
-    return Corpus(spec, _fingerprint(f"{spec}\0{split}\0", files), None, read)
+    return Corpus(spec, _fingerprint(f"{spec}\0{split}\0{_unless_usual(field)}", files), None, read)
 
 
 def _rows(spec: str, source: list[str], split: str) -> Any:

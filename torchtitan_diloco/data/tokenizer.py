@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, a `.tiktoken` rank file, or a named encoding of tiktoken."""
+"""Text to tokens and back: bytes, a file of ranks, or a named encoding of tiktoken."""
 
 import base64
 import difflib
@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import tiktoken
+
+from torchtitan_diloco.data.hugging_face_tokenizer import read_tokenizer_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -30,13 +32,16 @@ _BYTES_PATTERN = r"[\s\S]{1,16}"
 class Tokenizer:
     """Encoding of tiktoken with a fingerprint and an end-of-document token."""
 
-    def __init__(self, spec: str, encoding: tiktoken.Encoding, *, pattern: str) -> None:
+    def __init__(
+        self, spec: str, encoding: tiktoken.Encoding, *, pattern: str, end: str = END_OF_DOCUMENT
+    ) -> None:
         self._encoding = encoding
+        self.end_name = end
         self._pattern = pattern
         self.name = spec
         self.vocab_size = encoding.max_token_value + 1
         """Ids are 0 ... vocab_size - 1, special tokens included."""
-        self.end_of_document = encoding.encode_single_token(END_OF_DOCUMENT)
+        self.end_of_document = encoding.encode_single_token(end)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -94,8 +99,10 @@ def build_tokenizer(spec: str, source: str = "TEXT") -> Tokenizer:
 
     `source`: the text that a missing rank file should be learned from, for the error.
     """
+    end = END_OF_DOCUMENT
     if spec == "bytes":
         ranks, pattern = {bytes([byte]): byte for byte in range(256)}, _BYTES_PATTERN
+        special = {end: len(ranks)}
     elif spec.endswith(".tiktoken"):
         path, pattern = Path(spec).expanduser(), SPLIT_PATTERN
         if not path.is_file():
@@ -104,13 +111,15 @@ def build_tokenizer(spec: str, source: str = "TEXT") -> Tokenizer:
                 + _train_command(source, spec)
             )
         ranks = read_ranks(path)
+        special = {end: len(ranks)}
+    elif spec.endswith(".json"):
+        ranks, special, end, pattern = read_tokenizer_json(Path(spec).expanduser())
     else:
         return _named_encoding(spec)
-    special = {END_OF_DOCUMENT: len(ranks)}
     encoding = tiktoken.Encoding(
         spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )
-    return Tokenizer(spec, encoding, pattern=pattern)
+    return Tokenizer(spec, encoding, pattern=pattern, end=end)
 
 
 def _train_command(source: str, out: str) -> str:
@@ -126,7 +135,7 @@ def _named_encoding(name: str) -> Tokenizer:
         hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
         raise ValueError(
             f'data.tokenizer = "{name}" is not a tokenizer.{hint} Use "bytes", a path that ends in '
-            f".tiktoken, or an encoding of tiktoken: {', '.join(sorted(known))}."
+            f".tiktoken or .json, or an encoding of tiktoken: {', '.join(sorted(known))}."
         )
     try:
         encoding = tiktoken.get_encoding(name)

@@ -4,13 +4,13 @@ python -m torchtitan_diloco.data.train_tokenizer --source stdlib --vocab-size 40
 """
 
 import argparse
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.data.files import write_whole
+from torchtitan_diloco.data.hugging_face_tokenizer import byte_characters
 from torchtitan_diloco.data.prepare import parse_quantity
 from torchtitan_diloco.data.text import Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, build_tokenizer, format_ranks
@@ -66,14 +66,6 @@ def ranks_of(learned: Any) -> dict[bytes, int]:
     return {bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()}
 
 
-def byte_characters() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte: itself where Latin-1
-    has a visible one, else the next one from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = itertools.count(0x100)
-    return [chr(byte if byte in visible else next(substitutes)) for byte in range(256)]
-
-
 def _sample(corpus: Corpus, max_bytes: int) -> Iterator[str]:
     """Yield at most so many bytes of text, from all over the corpus if its size is known, else from
     its beginning. Lone surrogates, which UTF-8 cannot hold, are left out."""
@@ -106,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError(f"--out {out} must end in .tiktoken, which marks a rank file")
         if out.exists():
             raise ValueError(f"--out {out} exists, and shards may depend on it; choose another")
-        out.parent.mkdir(parents=True, exist_ok=True)
         ranks = train_tokenizer(open_corpus(options.source), options.vocab_size, options.max_bytes)
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, format_ranks(ranks))
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")

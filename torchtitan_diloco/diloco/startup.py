@@ -178,9 +178,13 @@ def close(
         liveness.close()
 
 
-def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:
+def describe_settings(
+    config: DiLoCoConfig, workers: int, states: Sequence[OuterState]
+) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    memory = sum(state.bytes for state in states)
+    place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     residual = " and what encoding lost" * wire.error_feedback
@@ -196,6 +200,6 @@ def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> l
         *([beginning] if first.steps else []),
         *([f"{'':<10} at the end the average of the workers"] if config.average_at_end else []),
         f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
-        f"{'':<10} {state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, "
-        f"one delta{residual}",
+        f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
+        f"optimizer, one delta{residual}",
     ]

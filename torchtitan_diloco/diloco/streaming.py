@@ -64,7 +64,7 @@ class StreamingDiLoCo:
         Call methods from one thread at a time, `metrics` and `rounds` from the one that trains.
 
         Args:
-            group: joins this rank with the same rank of the other workers. None or a group of one
+            group: joins this rank with the same rank of the others, by gloo. None or a group of one
                 is a single worker.
             optimizer: the inner one. Where this worker takes the shared parameters because its own
                 went wrong, the optimizer's state is dropped, too. Two of its steps without a call
@@ -395,5 +395,5 @@ class StreamingDiLoCo:
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        memory = sum(state.bytes for state in self._states)
-        return [*startup.describe_settings(self.config, self.workers, memory), self.table()]
+        lines = startup.describe_settings(self.config, self.workers, self._states)
+        return [*lines, self.table()]

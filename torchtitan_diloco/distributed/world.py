@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -16,6 +18,7 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.utils import logger
 
 WORKER, FSDP = "worker", "fsdp"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LONGER_THAN_LINK_SECONDS = 60
 """For which ranks of a worker wait longer for each other than for another worker. Else those that
 wait for the rank that waits for the link would give up first, and the lost worker is not named."""
@@ -135,25 +138,27 @@ def join_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     ranks_per_worker = split_world(size, workers, fsdp)
     chosen = pick_device(device, local_rank, share=outer_loop and ranks_per_worker == 1)
-    inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     if size == 1:
-        mesh = mesh_of_one(chosen, inner_backend) if inner_backend == "nccl" else None
-        return World(rank, size, workers, chosen, mesh=mesh)
+        on_gpu = chosen.type == "cuda"
+        return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
 
-    if link.interface:
-        _use_interface(link.interface, nccl=not outer_loop)
-    # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
-    init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
-    dist.init_process_group("gloo", timeout=init_timeout)
     grid = torch.arange(size).view(workers, ranks_per_worker)
     inner_timeout = distributed.train_timeout_seconds
     if outer_loop and workers > 1:
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
+    inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
-    across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
-    inside = _own_group(grid, inner_backend, inner_timeout, chosen)
     link_timeout = timedelta(seconds=link.timeout_seconds)
     saving_timeout = timedelta(seconds=SAVING_TIMEOUT_SECONDS)
+    # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
+    init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
+    with _groups_over(link.interface, nccl=not outer_loop):
+        dist.init_process_group("gloo", timeout=init_timeout)
+        across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
+        control = dist.new_group(backend="gloo", timeout=link_timeout)
+        saving = dist.new_group(backend="gloo", timeout=saving_timeout)
+        liveness = _watch(grid, rank)
+    inside = _own_group(grid, inner_backend, inner_timeout, chosen)
     own_ranks = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
     return World(
         rank,
@@ -163,35 +168,53 @@ def join_world(
         mesh=DeviceMesh.from_group(
             [across, inside], chosen.type, mesh=grid, mesh_dim_names=(WORKER, FSDP)
         ),
-        control=dist.new_group(backend="gloo", timeout=link_timeout),
-        liveness=_watch(grid, rank),
+        control=control,
+        liveness=liveness,
         shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
-        saving=dist.new_group(backend="gloo", timeout=saving_timeout),
+        saving=saving,
         host_mesh=DeviceMesh.from_group(
             own_ranks, "cpu", mesh=grid[rank // ranks_per_worker], mesh_dim_names=(FSDP,)
         ),
     )
 
 
-def mesh_of_one(device: torch.device, backend: str) -> DeviceMesh:
-    """Return the grid of a single process."""
+def world_of_one(device: torch.device, backend: str) -> World:
+    """Return the world of a single process that computes under FSDP2."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     grid = torch.zeros(1, 1, dtype=torch.int)
-    groups = [_own_group(grid, name, 300, device) for name in ("gloo", backend)]
-    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
+    across, inside, host = (
+        _own_group(grid, name, SAVING_TIMEOUT_SECONDS, device) for name in ("gloo", backend, "gloo")
+    )
+    names = WORKER, FSDP
+    mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
+    host_mesh = DeviceMesh.from_group(host, "cpu", mesh_dim_names=(FSDP,))
+    return World(0, 1, 1, device, mesh=mesh, host_mesh=host_mesh)
 
 
-def _use_interface(name: str, *, nccl: bool) -> None:
+@contextmanager
+def _groups_over(name: str, *, nccl: bool) -> Iterator[None]:
+    """Let the gloo groups that are made inside use a network interface, if it has a name.
+
+    NCCL has one interface for all groups of a process, which is then this one.
+    """
+    if not name:
+        yield
+        return
     present = [known for _, known in socket.if_nameindex()]
     if name not in present:
         raise ValueError(
             f'diloco.link.interface = "{name}" is no network interface of this machine: '
             f"choose one of {', '.join(present)}, or leave it empty"
         )
-    os.environ["GLOO_SOCKET_IFNAME"] = name
     if nccl:
         os.environ["NCCL_SOCKET_IFNAME"] = name
+    before = os.environ.get(GLOO_INTERFACE)
+    os.environ[GLOO_INTERFACE] = name
+    yield
+    del os.environ[GLOO_INTERFACE]
+    if before is not None:
+        os.environ[GLOO_INTERFACE] = before
 
 
 def _own_group(

@@ -21,7 +21,6 @@ from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = ("float32", "shared")
-RANKS_NAME = "tokenizer.tiktoken"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,9 +76,11 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
     }
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
     with new_folder(folder) as incomplete:
-        if tokenizer.name.endswith(".tiktoken"):
-            shutil.copyfile(Path(tokenizer.name).expanduser(), incomplete / RANKS_NAME)
-            ranks = str((folder / RANKS_NAME).absolute())
+        given = Path(tokenizer.name).expanduser()
+        if given.suffix in (".tiktoken", ".json"):
+            name = f"tokenizer{given.suffix}"
+            shutil.copyfile(given, incomplete / name)
+            ranks = str((folder / name).absolute())
             config = replace(config, data=replace(config.data, tokenizer=ranks))
         (incomplete / "config.toml").write_text(to_toml(config), encoding="utf-8")
         save_file(tensors, incomplete / WEIGHTS_NAME, metadata)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer
-from torchtitan_diloco.data.train_tokenizer import byte_characters, byte_level_bpe
+from torchtitan_diloco.data.hugging_face_tokenizer import byte_characters
+from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.data.train_tokenizer import byte_level_bpe
 from torchtitan_diloco.export.weights import new_folder
 from torchtitan_diloco.models import LanguageModel
 from torchtitan_diloco.models.chinchilla.model import Decoder
@@ -29,7 +30,9 @@ def save_hugging_face(
     except ImportError as error:
         command = install_command("export")
         raise ValueError(f"--format hf needs the package transformers: {command}") from error
-    converted_tokenizer = _fast_tokenizer(convert_tokenizer(tokenizer), model.sequence_length)
+    converted_tokenizer = _fast_tokenizer(
+        convert_tokenizer(tokenizer), tokenizer.end_name, model.sequence_length
+    )
     converted = CONVERSIONS[model.config.name](model).to(dtype)
     special = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
@@ -76,7 +79,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {"chinchilla": _convert_chinchill
 """Family -> function that returns its model as one of transformers."""
 
 
-def _fast_tokenizer(converted: Any, max_length: int) -> Any:
+def _fast_tokenizer(converted: Any, end: str, max_length: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     # Special tokens in a text are ordinary text, as in training. Call the tokenizer with
@@ -85,7 +88,7 @@ def _fast_tokenizer(converted: Any, max_length: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=converted,
         # Training ends every document with this token, so it also precedes the next document.
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_DOCUMENT),
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), end),
         model_input_names=["input_ids", "attention_mask"],
         padding_side="left",  # where `generate` needs it
         model_max_length=max_length,

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -29,11 +29,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
     incomplete = folder / ".incomplete"
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    yield incomplete
+    try:
+        yield incomplete
+    except BaseException:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        with suppress(OSError):  # it has other files
+            folder.rmdir()
+        raise
+    readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
     names = sorted(path.name for path in incomplete.iterdir())
     for name in sorted(names, key=lambda name: (name == INDEX_NAME, name.endswith(".safetensors"))):
         with (incomplete / name).open("rb") as file:
             os.fsync(file.fileno())
+        (incomplete / name).chmod(readable)
         (incomplete / name).replace(folder / name)
     incomplete.rmdir()
 

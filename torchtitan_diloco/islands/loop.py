@@ -80,7 +80,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         begin = islands.begin or config.workers
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
-        alone = partial(super().__init__, model, None, replace(config, workers=1), seed=seed)
+        config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
+        alone = partial(super().__init__, model, None, config, seed=seed)
         alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
@@ -164,7 +165,6 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     @property
     def progress(self) -> float:
-        """Share of the run's tokens that all islands have trained on."""
         return self.clock / self._seat.total_tokens
 
     @property
@@ -219,9 +219,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
         self.step_count += 1
         self._liveness.step_done(self.step_count)
-        now = time.perf_counter()
         if not math.isnan(self._boundary_at):
-            self._durations.append(now - self._boundary_at)
+            self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if self._leader is not None:
             island = self._leader.joined
@@ -293,7 +292,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         else:
             # A fragment that was healed since does not contain the work of its part any more.
             late = decision.mode is Mode.ADD_OWN and fragment not in self._healed_since
-            own = self._payloads[fragment] if late else None
+            own = self._encoder.decoded(self._payloads[fragment], new) if late else None
             old, state.outer = state.outer, new
             if old.is_cuda:  # the background thread's stream has allocated it
                 old.record_stream(torch.cuda.current_stream())
@@ -302,8 +301,7 @@ class IslandDiLoCo(StreamingDiLoCo):
                 self._start_afresh(fragment)
                 round_.flags = NOT_FINITE
             else:
-                sent = None if own is None else self._encoder.decoded(own, new)
-                add_change(state, new, old, sent)
+                add_change(state, new, old, own, self._mixing(0, 1))
         if decision.number:
             self._healed_since.discard(fragment)
         copy.drop_before(decision.version)
@@ -347,16 +345,11 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(
-        self,
-        mesh: DeviceMesh | None = None,
-        *,
-        shared: bool = True,  # noqa: ARG002 - each island saves on its own
-    ) -> Future[SavedState]:
+    def start_state_dict(self, mesh: DeviceMesh | None = None, **_: bool) -> Future[SavedState]:
         """Copy the newest shared copies, between two records of the log.
 
         What this island has trained since its last part is not saved in them: who starts again
-        reads the samples of that work once more.
+        reads the samples of that work once more. Each island saves what is shared, too.
         """
         self.check()
         facts = {

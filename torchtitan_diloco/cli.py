@@ -1,0 +1,40 @@
+"""The command `torchtitan-diloco COMMAND ...`: the modules of this package that can be run."""
+
+import sys
+from runpy import run_module
+
+from torchtitan_diloco import __version__
+
+COMMANDS = {
+    "train": ("launch", "train, on one machine or several"),
+    "plan": ("plan", "find settings that fit a link"),
+    "report": ("report", "one page about a run"),
+    "generate": ("generate", "continue a text with a trained model"),
+    "validate": ("validate", "loss of a trained model on held-out text"),
+    "export": ("export", "write the weights for other programs"),
+    "islands": ("islands", "serve and watch a run of islands"),
+    "prepare": ("data.prepare", "tokenise a corpus"),
+    "train-tokenizer": ("data.train_tokenizer", "learn a tokenizer"),
+}
+"""Module of each command, and what it does."""
+
+
+def main() -> int:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        sys.argv = [sys.argv[0], *arguments]
+        run_module(f"torchtitan_diloco.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+        return 0
+    if name == "--version":
+        print(f"torchtitan_diloco {__version__}")
+        return 0
+    lines = [f"  {command:<16} {text}" for command, (_, text) in COMMANDS.items()]
+    known = name in ("--help", "-h")
+    print(
+        "" if known else f"error: there is no command {name}\n",
+        "usage: torchtitan-diloco COMMAND [--help] ...\n\n",
+        "\n".join(lines),
+        sep="",
+        file=sys.stdout if known else sys.stderr,
+    )
+    return 0 if known else 2
