@@ -52,15 +52,17 @@ def load(path: Path, world: World, *parts: Any) -> None:
     restore(path, manifest, "copy", world, *parts)
 
 
-def measure(flavor: str, rounds: int, folder: Path) -> tuple[dict[str, list[float]], int]:
+def measure(
+    flavor: str, rounds: int, folder: Path, device: torch.device = core.CPU
+) -> tuple[dict[str, list[float]], int]:
     """Return seconds by what was done, and the bytes of a checkpoint."""
     shape = Model(flavor=flavor)  # type: ignore[arg-type]
-    model = Decoder(shape, 32_000, 128)
+    model = Decoder(shape, 32_000, 128).to(device)
     optimizer = build_optimizer(model, Optimizer(), 100)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    world = World(rank=0, size=1, workers=1, device=core.CPU)
+    world = World(rank=0, size=1, workers=1, device=device)
     outer = StreamingDiLoCo(model, None, DiLoCoConfig())
     parts = model, optimizer, outer
     saver = Checkpointer(Checkpoint(keep_latest=1), RunFolder(folder), world, *parts)

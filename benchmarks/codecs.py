@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import core
+from torchtitan_diloco.diloco.chunks import GPU_CHUNK
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.exchange import PIECE
@@ -29,11 +30,11 @@ turns. Outer step: Nesterov and checksum; measured: also the norms of the mean a
 change."""
 
 
-def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
-    """Measure a codec in pieces, as an exchange calls it."""
-    piece = values.numel() if values.device.type == "cuda" else PIECE
-    bytes_on_wire = codec.wire_bytes(values.numel())
-    payload = torch.empty(bytes_on_wire, dtype=torch.uint8, device=values.device)
+def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of encoding, decoding and copying, in pieces as an exchange calls a codec."""
+    piece = GPU_CHUNK if values.device.type == "cuda" else PIECE
+    size = codec.wire_bytes(values.numel())
+    payload = torch.empty(size, dtype=torch.uint8, device=values.device)
     decoded = torch.empty_like(values)
     encoded = payload.split(codec.wire_bytes(piece))
 
@@ -45,7 +46,7 @@ def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
         for source, part in zip(encoded, decoded.split(piece), strict=True):
             codec.decode(source, part)
 
-    found = core.take_turns(
+    return core.take_turns(
         {
             "encode": lambda: core.timed(encode, values.device).wall,
             "decode": lambda: core.timed(decode, values.device).wall,
@@ -53,18 +54,26 @@ def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
         },
         rounds,
     )
+
+
+def share_of_copy(found: dict[str, list[float]]) -> list[float]:
     both = [sum(pair) for pair in zip(found["encode"], found["decode"], strict=True)]
-    shares = [2 * copy / coding for coding, copy in zip(both, found["copy"], strict=True)]
+    return [2 * copy / coding for coding, copy in zip(both, found["copy"], strict=True)]
+
+
+def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
+    found = measure_codec(codec, values, rounds)
+    both = [sum(pair) for pair in zip(found["encode"], found["decode"], strict=True)]
     return [
         codec.name,
-        f"{8 * bytes_on_wire / values.numel():.3f}",
+        f"{8 * codec.wire_bytes(values.numel()) / values.numel():.3f}",
         f"{values.nbytes / 1e6:.1f}",
         *(
             core.summary([values.nbytes / 1e9 / one for one in column], 2)
             for column in found.values()
         ),
         core.summary(both, 2, 1e3),
-        core.summary(shares, 0, 100) + " %",
+        core.summary(share_of_copy(found), 0, 100) + " %",
         str(rounds),
     ]
 

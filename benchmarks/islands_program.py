@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.connection import Connected, Connection, Join, LogRecord
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.events import Connected, LogRecord
+from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.log import Entry, State
 
 TOKENS, SAMPLES = 4, 2

@@ -2,7 +2,7 @@
 
     python -m benchmarks.islands_quality [--cases 'one always late;constant, 2'] [--seeds 0,1,2]
 
-All cases train the decoder of 0.12M parameters of docs/algorithm.md with as many tokens, on the
+All cases train the decoder of 0.12M parameters of docs/measurements.md with as many tokens, on the
 source of the Python standard library. Islands are threads of this process, around a server on this
 machine. A slow island sleeps as long as the steps of the first one take.
 
@@ -40,7 +40,8 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, leader
-from torchtitan_diloco.islands.connection import Connected, Connection, LogRecord
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.events import Connected, LogRecord
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.log import Entry, State
 from torchtitan_diloco.islands.server import local_server

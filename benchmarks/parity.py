@@ -25,7 +25,9 @@ from pathlib import Path
 from benchmarks import core
 from benchmarks.parity_tables import RESERVED, TABLES, Table
 from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.diloco.schedule import build_schedule
 
 LOSS = "validation/loss_nats_per_token_global"
 
@@ -80,7 +82,9 @@ def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> No
         compared = f"{mean(more, '+.2f')} %"
         rounds = "-"
         if run["diloco.method"] != "none":
-            rounds = str((steps - table.begin(name, steps)) // int(run["diloco.sync_every"]))
+            chosen = load_config("debug", run).diloco
+            rounds_of = build_schedule(chosen, 1).outer_round
+            rounds = str(rounds_of(0, steps) - rounds_of(0, table.begin(name, steps)))
         compared = "control" if name == control else compared
         rows.append([name, rounds, mean(found, ".4f"), compared, table.paper.get(name, "")])
     first, seeds = table.runs[0], len(next(iter(losses.values())))

@@ -1,23 +1,30 @@
-"""Compare the trainer's step with a bare PyTorch loop on the same model and data, in one process.
+"""Compare the trainer's step with a bare PyTorch loop on the same model and data.
 
     python -m benchmarks.train_step [--rounds 7] [--steps 10] [--section.key value ...]
 
-All loops take turns in one run, so that a machine whose speed drifts treats them alike, and ratios
-are taken for each round. The bare loop does less: it materialises all logits and has no z-loss, no
-guard and no metrics. With `--compile.enable true` all loops compile their blocks. If torchtitan is
-installed (`pip install --no-deps torchtitan==0.2.2 tyro einops typeguard docstring-parser`; later
-versions have no attention for CPUs), its Llama 3 of the same width, depth and heads also trains in
-the bare loop, with a feed-forward layer of as many parameters.
+On a CPU all loops take turns in one process, so that a machine whose speed drifts treats them
+alike, and ratios are taken for each round. On a GPU each has a process of its own, for the memory
+of its optimizer; peaks of the others contain the parameters of our model, too. The bare loop does
+less: it materialises all logits and has no z-loss, no guard and no metrics. With `--compile.enable
+true` all loops compile their blocks. If torchtitan is installed (`pip install --no-deps
+torchtitan==0.2.2 tyro einops typeguard docstring-parser`; later versions have no attention for
+CPUs), its Llama 3 of the same width, depth and heads also trains in the bare loop, with a
+feed-forward layer of as many parameters.
 
 A second table has what the outer loop adds to a step in which nothing is sent or applied, and a
 step of each inner optimizer alone.
 """
 
 import importlib.util
+import json
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import torch
@@ -31,14 +38,14 @@ from torchtitan_diloco.components.telemetry import Telemetry
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.distributed.world import join_world
+from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
 from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import GIB, describe_device, logger, peak_flops
+from torchtitan_diloco.utils import GIB, describe_device, logger, peak_flops, peak_memory_bytes
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 ONE_WORKER = ["--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"]
-OURS = "torchtitan_diloco"
+OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
 """Calls of the outer loop that are timed together."""
 HEADER = (
@@ -51,8 +58,23 @@ class Loop:
     name: str
     step: Callable[[], None]
     parameters: int
-    peak_bytes: int = 0
-    """On an accelerator, beyond what was in use before the loop was built."""
+
+
+@dataclass
+class Result:
+    """What was measured of a loop."""
+
+    name: str
+    parameters: int
+    wall: list[float]
+    """Mean seconds of a step in each round, and CPU seconds."""
+    cpu: list[float]
+    tokens: int
+    """Of a step."""
+    mfu_percent: float
+    """Of our model; 0 if the peak is not known."""
+    peak_bytes: int
+    """On an accelerator."""
 
 
 def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
@@ -103,7 +125,7 @@ def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
     config, length = trainer.config, trainer.config.training.sequence_length
     model = Decoder(config.model, trainer.vocab_size, length).to(trainer.world.device)
     model.init_weights(config.run.seed)
-    return bare_loop("bare PyTorch loop", model, model.blocks, trainer, batches)
+    return bare_loop(BARE, model, model.blocks, trainer, batches)
 
 
 def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
@@ -124,7 +146,7 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
     model = Transformer(arguments).to(trainer.world.device)
     with torch.no_grad():
         model.init_weights()
-    return bare_loop("torchtitan's Llama 3, bare loop", model, model.layers, trainer, batches)
+    return bare_loop(TITAN, model, model.layers, trainer, batches)
 
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
@@ -138,30 +160,48 @@ def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
-def warm_up(loop: Loop, steps: int, device: torch.device, before: int) -> None:
-    """Run steps, and take the peak memory. `before`: bytes in use before the loop was built."""
-    run_steps(loop, steps, device)
-    if device.type == "cuda":
-        loop.peak_bytes = torch.cuda.max_memory_allocated(device) - before
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def build_row(
-    loop: Loop, turns: list[core.Seconds], ours: list[core.Seconds], trainer: Trainer
-) -> list[str]:
-    tokens, peak = trainer.plan.tokens_per_step, peak_flops(trainer.world.device)
+def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> list[Result]:
+    """Measure loops in turns in this process."""
+    trainer, batches, ours = build_trainer_loop(config)
+    device, builders = trainer.world.device, {BARE: bare_pytorch, TITAN: bare_torchtitan}
+    loops = [ours if name == OURS else builders[name](trainer, batches) for name in names]
+    turns = {loop.name: partial(run_steps, loop, steps, device) for loop in loops}
+    found = core.take_turns(turns, rounds)
+    tokens, peak = trainer.plan.tokens_per_step, peak_flops(device)
     flops = tokens * trainer.model.flops_per_token(trainer.config.training.sequence_length)
-    pairs = list(zip(turns, ours, strict=True))
-    middle = statistics.median(turn.wall for turn in turns)
+    results = []
+    for loop in loops:
+        wall, cpu = zip(*found[loop.name], strict=True)
+        mfu = 0.0 if peak is None else 100 * flops / statistics.median(wall) / peak
+        memory = peak_memory_bytes(device) if device.type == "cuda" else 0
+        counts = tokens, mfu, memory
+        results.append(Result(loop.name, loop.parameters, list(wall), list(cpu), *counts))
+    leave_world(trainer.world)
+    return results
+
+
+def measure_alone(name: str, words: Sequence[str], rounds: int, steps: int) -> Result:
+    """Measure a loop in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        command = [sys.executable, "-m", "benchmarks.train_step", "--alone", name]
+        lengths = ["--rounds", str(rounds), "--steps", str(steps), "--json", str(path)]
+        subprocess.run([*command, *lengths, *words], check=True)
+        return Result(**json.loads(path.read_text()))
+
+
+def build_row(result: Result, ours: Result) -> list[str]:
+    pairs = list(zip(result.wall, ours.wall, strict=True))
+    cpu = list(zip(result.cpu, ours.cpu, strict=True))
     return [
-        loop.name,
-        f"{loop.parameters / 1e6:.1f}",
-        core.summary([tokens / turn.wall for turn in turns], 0),
-        core.summary([own.wall / turn.wall for turn, own in pairs]),
-        core.summary([turn.cpu for turn in turns], 1, 1e3),
-        core.summary([own.cpu / turn.cpu for turn, own in pairs]),
-        "-" if peak is None else f"{100 * flops / middle / peak:.1f}",
-        f"{loop.peak_bytes / GIB:.2f}" if loop.peak_bytes else "-",
+        result.name,
+        f"{result.parameters / 1e6:.1f}",
+        core.summary([result.tokens / seconds for seconds in result.wall], 0),
+        core.summary([own / other for other, own in pairs]),
+        core.summary(result.cpu, 1, 1e3),
+        core.summary([own / other for other, own in cpu]),
+        f"{result.mfu_percent:.1f}" if result.mfu_percent else "-",
+        f"{result.peak_bytes / GIB:.2f}" if result.peak_bytes else "-",
     ]
 
 
@@ -198,31 +238,36 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--rounds", type=core.positive, default=7)
     parser.add_argument("--steps", type=core.positive, default=10, help="of each loop in a round")
+    parser.add_argument("--alone", help="measure one loop by its name in this process")
+    parser.add_argument("--json", type=Path, help="write its result to this file")
     options, words = parser.parse_known_args()
     config = core.parse_config(parser, [*words, *ONE_WORKER])
-    trainer, batches, ours = build_trainer_loop(config)
-    device, loops = trainer.world.device, [ours]
-    warm_up(ours, options.steps, device, before=0)
+    counts = options.rounds, options.steps
+    if options.alone:
+        (result,) = measure([options.alone], config, *counts)
+        options.json.write_text(json.dumps(asdict(result)))
+        return
+    device = pick_device(config.run.device, 0)
     has_torchtitan = importlib.util.find_spec("torchtitan") is not None
-    for build in [bare_pytorch, *([bare_torchtitan] if has_torchtitan else [])]:
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        loops.append(build(trainer, batches))
-        warm_up(loops[-1], options.steps, device, before)
-    turns = {loop.name: partial(run_steps, loop, options.steps, device) for loop in loops}
-    found = core.take_turns(turns, options.rounds, warm_up=0)
+    names = [OURS, BARE, *([TITAN] if has_torchtitan else [])]
+    if device.type == "cuda":
+        results = [measure_alone(name, words, *counts) for name in names]
+    else:
+        results = measure(names, config, *counts)
+    trainer, ours = build_trainer_loop(config)[0], results[0]
     outer = outer_loop_seconds(trainer, options.rounds)
     inner = optimizer_seconds(trainer, options.rounds)
+    leave_world(trainer.world)
 
     compiled = "compiled" if config.compile.enable else "not compiled"
     title = (
-        f"{config.model.flavor}, {trainer.plan.tokens_per_step:,} tokens a step, {compiled}; "
+        f"{config.model.flavor}, {ours.tokens:,} tokens a step, {compiled}; "
         f"{describe_device(device)}; torch {torch.__version__}; n = {options.rounds} rounds of "
         f"{options.steps} steps; median (min ... max)\n"
         f"ratio: time of {OURS} / time of this loop, per round; above 1 this loop is faster"
     )
-    rows = [build_row(loop, found[loop.name], found[OURS], trainer) for loop in loops]
-    core.print_table(title, HEADER, rows)
-    step = statistics.median(turn.wall for turn in found[OURS])
+    core.print_table(title, HEADER, [build_row(result, ours) for result in results])
+    step = statistics.median(ours.wall)
     parts = {f"outer loop between exchanges, H = {config.diloco.sync_every}": outer, **inner}
     core.print_table(
         f"parts of a step; n = {options.rounds} rounds",

@@ -21,7 +21,7 @@ from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
 from torchtitan_diloco.distributed.stop import Requests
-from torchtitan_diloco.distributed.world import World, join_world
+from torchtitan_diloco.distributed.world import FSDP, World, join_world, leave_world, world_of_one
 from torchtitan_diloco.train import main
 from torchtitan_diloco.trainer import Trainer
 
@@ -260,6 +260,24 @@ def test_what_is_saved_is_finite(text: Path) -> None:
     found = train(alone | {"training.stop_after": "0"})
     assert sum(curve(found, "train/skipped_steps_mean_over_workers")) == 0
     assert len(curve(found, LOSS)) == 8
+
+
+def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU there is only the former."""
+    alone = streaming(text, diloco__workers=1)
+    plain = curve(train(alone), LOSS)
+    monkeypatch.setattr(World, "fsdp_mesh", lambda self, **_: self.mesh[FSDP])
+    folder = text.parent / "sharded"
+    for stop_after in ("4", "0"):
+        chosen = alone | {"run.folder": str(folder), "training.stop_after": stop_after}
+        world = world_of_one(torch.device("cpu"), "gloo")
+        try:
+            Trainer(load_config("debug", chosen), world).run()
+        finally:
+            leave_world(world)
+    assert curve(records(folder), LOSS) == plain
 
 
 # --- what a user sees -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: python docs/images/draw.py
 
-The picture of the losses reads its numbers from the table in docs/algorithm.md.
+The picture of the losses reads its numbers from the table in docs/measurements.md.
 """
 
 import re
@@ -125,8 +125,8 @@ def draw_exchange() -> None:
 
 
 def draw_losses() -> None:
-    """The table "At 300 rounds" of docs/algorithm.md, against data parallelism."""
-    page = (HERE.parent / "algorithm.md").read_text(encoding="utf-8")
+    """The table "At 300 rounds" of docs/measurements.md, against data parallelism."""
+    page = (HERE.parent / "measurements.md").read_text(encoding="utf-8")
     table = page[page.index("| run | rounds | loss, n = 3 |") :]
     pattern = r"^\| ([^|]+?) \|[^|]*\|[^|]*\| ([+-][\d.]+) \(([+-][\d.]+) \.\.\. ([+-][\d.]+)\) %"
     rows = re.findall(pattern, table[: table.index("\n\n")], re.M)[::-1]

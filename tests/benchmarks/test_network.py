@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.network import ENVIRONMENT, INTERFACE, Network, NoNetworkError
+from benchmarks.network import ENVIRONMENT, INTERFACE, Network
+from tests.network import network_of
 
 SENT = 200_000
 RECEIVE = """
@@ -39,13 +40,8 @@ print(sorted(names & {"lo", "eth0"}), socket.gethostname())
 @pytest.fixture
 def network() -> Iterator[Network]:
     """Three workers; the link of the last is slow upwards."""
-    try:
-        network = Network(3, up=[math.inf, math.inf, 8], down=100)
-        network.__enter__()
-    except NoNetworkError as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    yield network
-    network.close()
+    with network_of(3, up=[math.inf, math.inf, 8], down=100) as network:
+        yield network
 
 
 def outputs(network: Network, programs: dict[int, list[str]]) -> dict[int, str]:

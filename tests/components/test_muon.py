@@ -37,10 +37,10 @@ def set_gradients(model: nn.Module, step: int) -> None:
             parameter.grad = distribute_tensor(parameter.grad, mesh, placements)
 
 
-def train(ranks: int) -> dict[str, Tensor]:
-    world, model = join(1, ranks), Net()
+def train(workers: int, ranks: int) -> dict[str, Tensor]:
+    world, model = join(workers, ranks), Net()
     if world.mesh is not None:
-        fully_shard(model, mesh=world.mesh[FSDP])
+        fully_shard(model, mesh=world.mesh if workers > 1 else world.mesh[FSDP])
     optimizer = build_optimizer(model, SETTINGS, total_steps=10)
     for step in range(3):
         set_lr(optimizer, 1 / (1 + step))
@@ -71,16 +71,18 @@ def test_it_is_torchs_muon_beside_adamw() -> None:
         set_gradients(model, step)
         muon.step()
         adamw.step()
-    found, expected, before = train(1), parameters(model), parameters(Net())
+    found, expected, before = train(1, 1), parameters(model), parameters(Net())
     for name, value in expected.items():
         error, change = found[name] - value, value - before[name]
         in_bf16 = name.startswith("blocks.") and name.endswith("weight")
         assert error.norm() < (0.02 if in_bf16 else 1e-6) * change.norm(), name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_gives_the_same(processes: ProcessPool, ranks: int) -> None:
-    """Without gathering a matrix, each rank would orthogonalise its own rows alone."""
-    expected = train(1)
-    for found in processes.run(train, ranks, ranks):
+@pytest.mark.parametrize(("workers", "ranks"), [(1, 2), (1, 4), (2, 2)])
+def test_any_number_of_ranks_gives_the_same(
+    processes: ProcessPool, workers: int, ranks: int
+) -> None:
+    """Two workers are in data parallelism. The rows of one rank alone would give another result."""
+    expected = train(1, 1)
+    for found in processes.run(train, workers * ranks, workers, ranks):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

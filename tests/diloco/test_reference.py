@@ -113,6 +113,7 @@ def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
         total_steps=STEPS,
         beginning_steps=chosen.beginning.steps,
         beginning_every=chosen.beginning.sync_every,
+        average_at_end=chosen.average_at_end,
         transmit=wire.transmit,
         gather=wire.gather,
         feedback=chosen.quantization.error_feedback and case.workers > 1,
@@ -165,14 +166,16 @@ def test_mixing(processes: ProcessPool, mixing: float, delay: int) -> None:
 
 
 @pytest.mark.parametrize(("delay", "every", "workers"), [(3, 2, 2), (0, 1, 3)])
-def test_a_beginning_and_a_falling_share(
+def test_a_beginning_a_falling_share_and_an_average_at_the_end(
     processes: ProcessPool, delay: int, every: int, workers: int
 ) -> None:
-    """The beginning ends within a cycle, and with more fragments than steps between two sends."""
+    """The beginning ends within a cycle, and has more fragments than steps between two sends. When
+    the last step comes, fragments are in flight."""
     chosen = replace(
         config(2),
         overlap=Overlap(delay=delay, mixing=0.6, mixing_end=0.1),
         beginning=Beginning(steps=11, sync_every=every),
+        average_at_end=True,
         quantization=Quantization(codec="fp4_e3m0"),
     )
     check(Case(workers, chosen), processes)

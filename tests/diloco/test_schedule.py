@@ -24,7 +24,7 @@ def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
     rounds = [0] * schedule.fragments
     for step in range(1, last + 1):
         sent, applied = schedule.sent_at(step), schedule.applied_at(step)
-        early = schedule.is_beginning(step)
+        early = schedule.is_average(step)
         delay = 0 if early else schedule.delay
         for fragment in sent:
             cycle = schedule.beginning_every if early else schedule.sync_every
@@ -38,6 +38,13 @@ def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
         del in_flight[: len(due)]
         assert not (early and in_flight), "nothing is in flight when the beginning ends"
     assert rounds == [schedule.outer_round(p, last) for p in range(schedule.fragments)]
+
+
+def test_all_fragments_are_sent_after_the_last_step() -> None:
+    schedule = Schedule(sync_every=6, fragments=3, delay=2, last_step=13)
+    assert [schedule.applied_at(step) for step in (12, 13)] == [[2], [0, 1, 2]]
+    assert [schedule.sent_at(step) for step in (12, 13)] == [[0], [0, 1, 2]]
+    assert [schedule.outer_round(0, step) for step in (12, 13)] == [2, 3]
 
 
 @given(schedules())

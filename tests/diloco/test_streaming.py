@@ -261,6 +261,7 @@ def test_a_weight_that_is_no_weight(weight: float) -> None:
         ({"overlap": Overlap(delay=100)}, "diloco.overlap.delay"),
         ({"overlap": Overlap(mixing=50.0)}, "diloco.overlap.mixing"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end: needs the length of the run"),
+        ({"average_at_end": True}, "average_at_end: needs the length of the run"),
         ({"fragments": Fragments(pattern="stride")}, "pattern: is 'stride': must be .*strided"),  # type: ignore[arg-type]
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
         ({"quantization": Quantization(codec="int8", gather_codec="bf16")}, "gather_codec"),

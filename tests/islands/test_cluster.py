@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server
-from torchtitan_diloco.islands.connection import Disconnected, Join
+from torchtitan_diloco.islands.events import Disconnected
+from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import find_server, make_streams
 from torchtitan_diloco.islands.session import Session
 

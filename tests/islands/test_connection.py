@@ -17,18 +17,9 @@ import pytest
 
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server, running_server
 from torchtitan_diloco.islands import connection as module
-from torchtitan_diloco.islands.connection import (
-    Asked,
-    ClosedError,
-    Connection,
-    CorruptError,
-    Disconnected,
-    GoneError,
-    Heard,
-    Hint,
-    Join,
-    LogRecord,
-)
+from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.events import Asked, Disconnected, Heard, Hint, LogRecord
+from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import Server, make_streams
 
 need_server()

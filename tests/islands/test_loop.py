@@ -12,7 +12,8 @@ from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
 from tests.islands.servers import need_server
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
 from torchtitan_diloco.islands.join import Join
@@ -159,6 +160,24 @@ def test_a_corrupt_chunk_is_refused_with_the_reason(
     assert same(results[0].shared, results[1].shared)
     assert all(value.isfinite().all() for value in results[0].shared.values())
     assert "was left out: its values are not finite" in caplog.text
+
+
+def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    apply = OuterState.apply
+
+    def recorded(state: OuterState, mixing: float, *, measured: bool) -> Tensor | None:
+        shares.append(mixing)
+        return apply(state, mixing, measured=measured)
+
+    monkeypatch.setattr(OuterState, "apply", recorded)
+    chosen = replace(FP4, overlap=Overlap(mixing=0.5, mixing_end=0.1))
+    island = Island(server, "a", chosen, begin=1, slots=1)
+    with started(island):
+        island.finish()
+    assert shares == sorted(shares, reverse=True)
+    assert 0.3 < shares[0] < 0.4, "the first apply is after a third of the run"
+    assert 0.1 <= shares[-1] < 0.2
 
 
 def test_settings_are_checked() -> None:

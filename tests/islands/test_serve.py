@@ -17,7 +17,8 @@ from tests.islands.servers import Listener, free_port, need_server, running_serv
 from tests.islands.test_log import Log
 from torchtitan_diloco.islands import status
 from torchtitan_diloco.islands.__main__ import main
-from torchtitan_diloco.islands.connection import LEAVE, Asked, Hint, Join, LogRecord
+from torchtitan_diloco.islands.events import LEAVE, Asked, Hint, LogRecord
+from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.local import run_islands
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import open_folder
@@ -184,7 +185,9 @@ def test_a_wrong_join_string_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 ISLAND = """
 import signal, sys, time
 from pathlib import Path
-from torchtitan_diloco.islands.connection import Connection, Join, LogRecord
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.events import LogRecord
+from torchtitan_diloco.islands.join import Join
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 name = flags["--islands.name"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3 if name == "island-2" else 0))

@@ -88,8 +88,9 @@ def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, own: Vector, alph
         return dict(new)
     if mode is Mode.MIX:
         return combine((alpha, theta), (1 - alpha, new))
-    changed = combine((1, theta), (1, new), (-1, old))
-    return combine((1, changed), (-1, own)) if mode is Mode.ADD_OWN else changed
+    if mode is Mode.ADD:
+        return combine((1, theta), (1, new), (-1, old))
+    return combine((1, theta), (1 - alpha, new), (alpha - 1, old), (alpha - 1, own))
 
 
 class Copies:

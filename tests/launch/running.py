@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
+from tests.launch.stand_in import is_alive
 
 START = """
 import os, sys
@@ -18,7 +19,7 @@ launch.KILL_SECONDS = 2.0
 restarts.FIRST_PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "0.1"))
 sys.exit(launch.main(sys.argv[1:], 'stand_in'))
 """
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(
     r"NNODES|NODE_RANK|RDZV_.*|NPROC|SHUTDOWN_SECONDS|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|LOGLEVEL"
 )
@@ -82,10 +83,3 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    """Return False also for a process that has ended but was not waited for."""
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False

@@ -4,13 +4,14 @@
 "step" and end. `hang`: sleep and ignore signals. `fail:RANK:CODE`, `kill:RANK`, `raise:RANK`: that
 rank ends badly while the others wait. `crash:FOLDER:CODE:STEP-STEP-...`: train in that folder;
 start number n saves a checkpoint of the n-th step (0: none), and then the last rank ends with that
-code, or by that signal if it is negative. A start beyond the last step finishes.
+code, or by that signal if it is negative. A start beyond the last step does the next words.
 """
 
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_diloco.utils import FOLDER_NOTE, STOP_SIGNALS
@@ -38,9 +39,9 @@ def main(arguments: list[str]) -> int:
             say("hanging")
             time.sleep(600)
         elif name == "crash":
-            return crash(
-                Path(values[0]), int(values[1]), [int(step) for step in values[2].split("-")]
-            )
+            steps = [int(step) for step in values[2].split("-")]
+            if code := crash(Path(values[0]), int(values[1]), steps):
+                return code
         elif name == "wait" or int(values[0]) != RANK:
             wait_for_signal()
         else:
@@ -75,17 +76,26 @@ def crash(folder: Path, code: int, steps: list[int]) -> int:
         saved.touch()
     if int(os.environ.get("WORLD_SIZE", "1")) > RANK + 1:
         wait_for_file(crashed)
+        while is_alive(int(crashed.resolve().name)):
+            time.sleep(0.02)
         return 3  # as a rank that has lost another one
     wait_for_file(saved)
-    crashed.touch()
+    crashed.symlink_to(str(os.getpid()))
     if code < 0:
         os.kill(os.getpid(), -code)
     return code
 
 
 def wait_for_file(path: Path) -> None:
-    while not path.exists():
+    while not os.path.lexists(path):
         time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Return False also for a process that has ended but was not waited for."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def meet() -> None:

@@ -17,6 +17,7 @@ from torchtitan_diloco.config.loader import load_config
 from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import (
+    Beginning,
     CodecName,
     DiLoCoConfig,
     Overlap,
@@ -133,6 +134,20 @@ def test_runs_from_no_exchange_to_the_steady_state() -> None:
     assert steady.utilisation < 0.95
     assert long.utilisation == pytest.approx(steady.utilisation, rel=0.01)
     assert long.sent_bytes_per_step == pytest.approx(steady.sent_bytes_per_step, rel=0.01)
+
+
+def test_the_beginning_is_counted() -> None:
+    """20 steps with H = 2 make 10 rounds of a fragment, 80 or 9,980 with H = 10 eight or 998."""
+    plain, first = BLOCKING, Beginning(steps=20, sync_every=2)
+    found = replace(plain, beginning=first)
+    once = 10 * predict([1000], plain, UNLIMITED).sent_bytes_per_step
+    short, long = (predict([1000], found, UNLIMITED, steps=steps) for steps in (100, 10_000))
+    assert short.sent_bytes_per_step == pytest.approx((10 + 8) * once / 100)
+    assert long.sent_bytes_per_step == pytest.approx((10 + 998) * once / 10_000)
+    slow = replace(UNLIMITED, bits_per_second=1e5)
+    assert predict([1000], found, slow, steps=100).utilisation < (
+        predict([1000], plain, slow, steps=100).utilisation
+    )
 
 
 @given(st.lists(st.integers(1, 10**8), min_size=1, max_size=20), CONDITIONS)

@@ -30,7 +30,6 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{"params": list(matrices)}], dict(settings))
         self._others = others
         self.param_groups += others.param_groups
-        others.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -43,6 +42,7 @@ class Muon(torch.optim.Optimizer):
             local = local_of(matrix)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update, alpha=-group["lr"] * scale)
+        self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
         self._others.step()
 
     def _nesterov(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -79,10 +79,10 @@ def local_of(tensor: Tensor) -> Tensor:
 def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's rows of the orthogonalised matrices. `rows`: those before."""
     first = matrices[0] if matrices else None
-    if not isinstance(first, DTensor):
+    ranks = first.device_mesh.size(-1) if isinstance(first, DTensor) else 1
+    if not isinstance(first, DTensor) or ranks == 1:
         return [newton_schulz(one) for one in rows]
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
-    ranks = group.size()
     owned = share_out(matrices, ranks)
     mine = [matrices[index] for index in owned[group.rank()]]
 

@@ -147,6 +147,9 @@ class DiLoCoConfig:
     """Largest norm of a worker's delta of a fragment, as a multiple of the median of its latest 32.
     With a larger one the worker is left out of the round and takes the shared parameters, unless
     all workers exceed it. 0: no limit."""
+    average_at_end: bool = False
+    """Exchange all fragments once more after the last step of the run, so that the shared model is
+    the average of the workers."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
@@ -202,7 +205,7 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
-    """Return warnings about valid settings that are known to train badly (docs/algorithm.md)."""
+    """Return warnings about valid settings that are known to train badly (docs/measurements.md)."""
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
@@ -228,6 +231,6 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     if config.quantization.error_feedback:
         found.append(
             "diloco.quantization.error_feedback cost more than it gave where it was measured "
-            "(docs/algorithm.md): leave it off unless a run of your own shows a gain"
+            "(docs/measurements.md): leave it off unless a run of your own shows a gain"
         )
     return found

@@ -49,6 +49,7 @@ class ReferenceDiLoCo:
         total_steps: int = 1,
         beginning_steps: int = 0,
         beginning_every: int = 1,
+        average_at_end: bool = False,
         transmit: Transmit = lambda _, delta: delta,
         gather: Transmit = lambda _, mean: mean,
         feedback: bool = False,
@@ -58,6 +59,7 @@ class ReferenceDiLoCo:
         self.H, self.tau, self.alpha = sync_every, delay, mixing
         self.alpha_T, self.T = mixing if mixing_end is None else mixing_end, total_steps
         self.beginning_steps, self.beginning_H = beginning_steps, beginning_every
+        self.average_at_end = average_at_end
         self.fragments, self.outer, self.transmit, self.gather = fragments, outer, transmit, gather
         self.feedback, self.lost = feedback, [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
@@ -75,28 +77,28 @@ class ReferenceDiLoCo:
         """Follow inner step t of all workers. A worker of weight 0 is left out of the means."""
         self.t += 1
         t, P = self.t, len(self.fragments)
-        H, tau = (self.beginning_H, 0) if self._is_beginning else (self.H, self.tau)
+        H, tau = (self.beginning_H, 0) if t <= self.beginning_steps else (self.H, self.tau)
+        is_end = self.average_at_end and t == self.T
+        if is_end:
+            self.drain()
+            H, tau = 1, 0
         for p in range(P):
             t_p = p * max(1, H // P) % H
             if t >= H + t_p and (t - t_p) % H == 0:  # SEND
                 mean = self._mean_delta(p, weights or [1.0] * len(self.theta))
                 self.in_flight.append(MeanInFlight(t, p, mean))
         for message in [one for one in self.in_flight if one.sent == t - tau]:  # APPLY
-            self._apply(message)
-
-    @property
-    def _is_beginning(self) -> bool:
-        return self.t <= self.beginning_steps
+            self._apply(message, average=is_end or t <= self.beginning_steps)
 
     def drain(self) -> None:
         for message in list(self.in_flight):
             self._apply(message)
 
     @torch.no_grad()
-    def _apply(self, message: MeanInFlight) -> None:
+    def _apply(self, message: MeanInFlight, *, average: bool = False) -> None:
         self.in_flight.remove(message)
         alpha = self.alpha + (self.alpha_T - self.alpha) * self.t / self.T
-        if self._is_beginning:  # plain averaging
+        if average:
             alpha = 0.0
             for name, delta in message.mean.items():
                 self.Theta[name] -= delta

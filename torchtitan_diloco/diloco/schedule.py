@@ -23,6 +23,8 @@ class Schedule:
     beginning_steps: int = 0
     """Steps with an H of their own, and without delay."""
     beginning_every: int = 1
+    last_step: int = 0
+    """Step after which all fragments are sent and applied at once. 0: none."""
 
     def offset(self, fragment: int) -> int:
         """Return t_p, the step of the cycle of H steps after which the fragment is sent."""
@@ -32,25 +34,28 @@ class Schedule:
         """Return the first step after which the fragment is sent, in a run without a beginning."""
         return self.sync_every + self.offset(fragment)
 
-    def is_beginning(self, step: int) -> bool:
-        return step <= self.beginning_steps
+    def is_average(self, step: int) -> bool:
+        """Return whether what is sent after this step is waited for and averaged plainly."""
+        return step <= self.beginning_steps or 0 < step == self.last_step
 
     def sent_at(self, step: int) -> list[int]:
         """Return the fragments to send after this step, several if there are more than H."""
-        return [
-            fragment
-            for fragment in range(self.fragments)
-            if self.outer_round(fragment, step) > self.outer_round(fragment, step - 1)
-        ]
+        if 0 < step == self.last_step:
+            return list(range(self.fragments))
+        every = self.beginning_every if step <= self.beginning_steps else self.sync_every
+        since = [step - self._offset(fragment, every) for fragment in range(self.fragments)]
+        return [p for p, steps in enumerate(since) if steps >= every and steps % every == 0]
 
     def applied_at(self, step: int) -> list[int]:
-        if self.is_beginning(step):
+        if self.is_average(step):
             return self.sent_at(step)
         sent = step - self.delay
-        return [] if self.is_beginning(sent) else self.sent_at(sent)
+        return [] if self.is_average(sent) else self.sent_at(sent)
 
     def outer_round(self, fragment: int, step: int) -> int:
         """Return how often the fragment has been sent by the end of this step."""
+        if 0 < step == self.last_step:
+            return self.outer_round(fragment, step - 1) + 1
         early = min(step, self.beginning_steps)
         after = self._turns(fragment, self.sync_every, step)
         after -= self._turns(fragment, self.sync_every, early)
@@ -64,11 +69,10 @@ class Schedule:
         return fragment * max(1, every // self.fragments) % every
 
 
-def build_schedule(config: DiLoCoConfig, fragments: int) -> Schedule:
-    first = config.beginning
-    return Schedule(
-        config.sync_every, fragments, config.overlap.delay, first.steps, first.sync_every
-    )
+def build_schedule(config: DiLoCoConfig, fragments: int, total_steps: int = 0) -> Schedule:
+    first, last = config.beginning, total_steps * config.average_at_end
+    plain = config.sync_every, fragments, config.overlap.delay
+    return Schedule(*plain, first.steps, first.sync_every, last)
 
 
 def is_measured(outer_round: int, every: int) -> bool:

@@ -47,9 +47,13 @@ def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_
     mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
-    if config.overlap.mixing_end is not None and not total_steps:
+    needs_length = {
+        "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
+        "diloco.average_at_end": config.average_at_end,
+    }
+    for key in (key for key, is_set in needs_length.items() if is_set and not total_steps):
         reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
-        mistakes.append(("diloco.overlap.mixing_end", reason))
+        mistakes.append((key, reason))
     if config.workers not in (1, workers):
         reason = f"is {config.workers}, but the group joins {workers}: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -174,9 +178,13 @@ def close(
         liveness.close()
 
 
-def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> list[str]:
+def describe_settings(
+    config: DiLoCoConfig, workers: int, states: Sequence[OuterState]
+) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
+    memory = sum(state.bytes for state in states)
+    place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
     residual = " and what encoding lost" * wire.error_feedback
@@ -190,7 +198,8 @@ def describe_settings(config: DiLoCoConfig, workers: int, state_bytes: int) -> l
         f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
         f"{momentum}",
         *([beginning] if first.steps else []),
+        *([f"{'':<10} at the end the average of the workers"] if config.average_at_end else []),
         f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
-        f"{'':<10} {state_bytes / GIB:.2f} GiB a rank for shared parameters, the outer optimizer, "
-        f"one delta{residual}",
+        f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
+        f"optimizer, one delta{residual}",
     ]

@@ -167,7 +167,7 @@ class Snapshot:
         shared: bool = True,
     ) -> None:
         """`shared`: copy also what all workers share, not only this worker's own."""
-        self.state, self._weight, self._moment = state, weight, state.moment()
+        self.state, self._weight = state, weight
         self._in_flight, self._given_up = in_flight, given_up
         self._counted = in_flight is None or in_flight[0].counted
         self.residual = state.residual
@@ -178,6 +178,7 @@ class Snapshot:
             self.outer = state.outer if in_flight is None else state.outer.clone()
             self.next = None if in_flight is None else state.delta
             self.slots = state.slots
+        self._moment = state.moment()
 
     def copy_out(self) -> tuple[Facts, dict[str, float]]:
         """Copy to host memory; return the fragment's facts and what its exchange adds to totals."""
@@ -186,8 +187,8 @@ class Snapshot:
             return None if buffer is None else copy_to_host(buffer)
 
         with torch.no_grad(), self.state.background(self._moment):
-            self.outer, self.next, self.residual = map(host, (self.outer, self.next, self.residual))
-            self.slots = list(map(host, self.slots))
+            copies = list(map(host, (self.outer, self.next, self.residual, *self.slots)))
+        self.outer, self.next, self.residual, *self.slots = copies  # only now others may be freed
         if self._given_up and self.residual is not None:
             self.residual.zero_()
         norms = list(self.state.norms.latest)
@@ -216,11 +217,8 @@ def take_snapshots(
         for index, (state, weight) in enumerate(zip(states, weights, strict=True))
     ]
     settings, layout = resume_settings(config), layout_of(states)
-    return snapshots, facts | {
-        "settings": settings,
-        "layout": layout,
-        "in_flight": list(in_flight),
-    }
+    known = {"settings": settings, "layout": layout, "in_flight": list(in_flight)}
+    return snapshots, facts | known
 
 
 def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:

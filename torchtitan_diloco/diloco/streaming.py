@@ -64,7 +64,7 @@ class StreamingDiLoCo:
         Call methods from one thread at a time, `metrics` and `rounds` from the one that trains.
 
         Args:
-            group: joins this rank with the same rank of the other workers. None or a group of one
+            group: joins this rank with the same rank of the others, by gloo. None or a group of one
                 is a single worker.
             optimizer: the inner one. Where this worker takes the shared parameters because its own
                 went wrong, the optimizer's state is dropped, too. Two of its steps without a call
@@ -72,7 +72,7 @@ class StreamingDiLoCo:
             shard_group: joins the ranks of this worker, if it has several: a gloo group that
                 nothing else uses, in which they agree on the norm of a delta.
             liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
-            total_steps: length of the run, over which `overlap.mixing_end` is reached.
+            total_steps: length of the run, for `overlap.mixing_end` and `average_at_end`.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
         startup.check_settings(config, group, total_steps)
@@ -80,7 +80,7 @@ class StreamingDiLoCo:
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
         self.fragment_names = tuple(fragment.name for fragment in self.fragments)
-        self.schedule = build_schedule(config, len(self.fragments))
+        self.schedule = build_schedule(config, len(self.fragments), total_steps)
         self.workers, self.worker = (1, 0) if group is None else (group.size(), group.rank())
         self.step_count, self._total_steps = 0, total_steps
         self._model, self._seed, self._shard_group = model, seed, shard_group
@@ -88,8 +88,8 @@ class StreamingDiLoCo:
         self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
-        parts = config, self.fragments, device
-        self._run = startup.agree_on_run(group, *parts, seed=seed, run_id=run_id)
+        about = config, self.fragments, device
+        self._run = startup.agree_on_run(group, *about, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
             startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
@@ -127,10 +127,10 @@ class StreamingDiLoCo:
         applied = self.schedule.applied_at(self.step_count)
         if sent or applied:
             drop_gathered(self._model)
-        self._apply([fragment for fragment in applied if fragment not in sent])
+        self._apply([fragment for fragment in self._in_flight if fragment in applied])
         for fragment in sent:
             self._send(fragment)
-        self._apply(applied)  # without a delay: what was just sent
+        self._apply(applied)  # what was just sent and is waited for
 
     @one_at_a_time
     def drain(self) -> None:
@@ -182,9 +182,9 @@ class StreamingDiLoCo:
             del self._in_flight[index]
             round_.fetched = time.perf_counter()
             measured = is_measured(round_.outer_round, self.config.measure_every)
-            mixing = self._mixing(round_.flags, round_.participants)
-            state = self._states[index]
-            begin = state.moment()
+            average = self.schedule.is_average(round_.sent_step)
+            mixing = self._mixing(round_.flags, round_.participants, average=average)
+            begin, state = self._states[index].moment(), self._states[index]
             drift = state.apply(mixing, measured=measured)
             round_.applying = begin, state.moment()
             if round_.flags & WENT_WRONG:
@@ -193,12 +193,13 @@ class StreamingDiLoCo:
             round_.applied = time.perf_counter()
             self._meter.applied(round_)
 
-    def _mixing(self, flags: int, participants: int) -> float:
+    def _mixing(self, flags: int, participants: int, *, average: bool = False) -> float:
         """Return the share of local parameters: 0 if they went wrong, 1 for dropped workers."""
-        if not flags & WENT_WRONG and (flags & DROPPED or not participants):
+        if flags & WENT_WRONG:
+            return 0.0
+        if flags & DROPPED or not participants:
             return 1.0
-        averaged = flags & WENT_WRONG or self.schedule.is_beginning(self.step_count)
-        return 0.0 if averaged else self.config.overlap.mixing_at(self.progress)
+        return 0.0 if average else self.config.overlap.mixing_at(self.progress)
 
     @one_at_a_time
     def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
@@ -238,12 +239,11 @@ class StreamingDiLoCo:
         """Turn this worker's delta into the next shared copy."""
         round_.begun = time.perf_counter()
         measured = is_measured(header.outer_round, self.config.measure_every)
-        average = self.schedule.is_beginning(header.step)
+        average = self.schedule.is_average(header.step)
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
-            # Deltas of the beginning are of fewer steps: what is usual is not known yet.
-            norms = healing.DeltaNorms() if average else state.norms
+            norms = healing.DeltaNorms() if average else state.norms  # of other lengths: not judged
             flags = header.flags | norms.judge(whole, self.config.delta_norm_limit)
             header = replace(header, flags=flags)
             headers = healing.settle_weights([header])
@@ -340,9 +340,8 @@ class StreamingDiLoCo:
         self._give_up_in_flight()
         drop_gathered(self._model)
         self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
-        facts, in_flight, notes = saving.load(
-            self._states, saved, saving.resume_settings(self.config), self._mixing
-        )
+        settings = saving.resume_settings(self.config)
+        facts, in_flight, notes = saving.load(self._states, saved, settings, self._mixing)
         self._weights = [record["weight"] for record in facts]
         for index in in_flight:
             outer_round = self.schedule.outer_round(index, facts[index]["sent_step"])
@@ -396,5 +395,5 @@ class StreamingDiLoCo:
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        memory = sum(state.bytes for state in self._states)
-        return [*startup.describe_settings(self.config, self.workers, memory), self.table()]
+        lines = startup.describe_settings(self.config, self.workers, self._states)
+        return [*lines, self.table()]

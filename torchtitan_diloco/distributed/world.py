@@ -138,15 +138,15 @@ def join_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     ranks_per_worker = split_world(size, workers, fsdp)
     chosen = pick_device(device, local_rank, share=outer_loop and ranks_per_worker == 1)
-    inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     if size == 1:
-        mesh = mesh_of_one(chosen, inner_backend) if inner_backend == "nccl" else None
-        return World(rank, size, workers, chosen, mesh=mesh)
+        on_gpu = chosen.type == "cuda"
+        return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
 
     grid = torch.arange(size).view(workers, ranks_per_worker)
     inner_timeout = distributed.train_timeout_seconds
     if outer_loop and workers > 1:
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
+    inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
     link_timeout = timedelta(seconds=link.timeout_seconds)
     saving_timeout = timedelta(seconds=SAVING_TIMEOUT_SECONDS)
@@ -178,13 +178,18 @@ def join_world(
     )
 
 
-def mesh_of_one(device: torch.device, backend: str) -> DeviceMesh:
-    """Return the grid of a single process."""
+def world_of_one(device: torch.device, backend: str) -> World:
+    """Return the world of a single process that computes under FSDP2."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     grid = torch.zeros(1, 1, dtype=torch.int)
-    groups = [_own_group(grid, name, 300, device) for name in ("gloo", backend)]
-    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=(WORKER, FSDP))
+    across, inside, host = (
+        _own_group(grid, name, SAVING_TIMEOUT_SECONDS, device) for name in ("gloo", backend, "gloo")
+    )
+    names = WORKER, FSDP
+    mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
+    host_mesh = DeviceMesh.from_group(host, "cpu", mesh_dim_names=(FSDP,))
+    return World(0, 1, 1, device, mesh=mesh, host_mesh=host_mesh)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ class Islands:
     quorum: Positive = 1
     """Parts that a round needs when its time is over."""
     grace_seconds: Annotated[float, Meta(gt=0, le=3600)] = 1.0
-    """Least time that a round waits for parts. It is longer if `diloco.overlap.delay` steps are."""
+    """Least time that a round, and training, wait for parts. It is longer if `diloco.overlap.delay`
+    steps are. A round, but not training, also waits for parts that usually take longer."""
     local: NotNegative = 0
     """Start a server and so many islands on this machine, to try it. 0: none."""
 
@@ -41,6 +42,7 @@ def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mist
         yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
     refused = {
         "diloco.beginning.steps": diloco.beginning.steps > 0,
+        "diloco.average_at_end": diloco.average_at_end,
         "diloco.quantization.error_feedback": diloco.quantization.error_feedback,
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",

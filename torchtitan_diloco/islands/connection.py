@@ -19,16 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.events import (
-    LEAVE,
-    Asked,
     Bulk,
-    Connected,
     Disconnected,
     Event,
-    Heard,
     Hint,
     LogReader,
-    LogRecord,
     Names,
 )
 from torchtitan_diloco.islands.join import Join
@@ -38,23 +33,6 @@ from torchtitan_diloco.utils import logger
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
-
-__all__ = [
-    "LEAVE",
-    "Asked",
-    "Bulk",
-    "ClosedError",
-    "Connected",
-    "Connection",
-    "CorruptError",
-    "Disconnected",
-    "Event",
-    "GoneError",
-    "Heard",
-    "Hint",
-    "Join",
-    "LogRecord",
-]
 
 T = TypeVar("T")
 CHUNK_BYTES = 1_000_000

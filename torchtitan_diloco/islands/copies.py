@@ -295,14 +295,17 @@ class Encoder:
 
 
 @torch.no_grad()
-def add_change(state: OuterState, new: Tensor, old: Tensor, own: Tensor | None) -> None:
-    """Add the change of the shared copy to the parameters, less this island's own part in it.
+def add_change(
+    state: OuterState, new: Tensor, old: Tensor, own: Tensor | None, alpha: float
+) -> None:
+    """Add the change of the shared copy to the parameters, or `1 - alpha` of the way to it.
 
-    `own`: the own delta as the others have decoded it, relative to the parameters that were sent.
+    `own`: the own delta in it as the others have decoded it, if it has one. Without that part the
+    parameters would be the shared copy and the work since the send.
     """
     change = torch.sub(new, old)
     if own is not None:
-        change.add_(own)
+        change.add_(own).mul_(1 - alpha)
     for part, added in zip(state.fragment.parts, state.views(change), strict=True):
         local = part.local()
         if local.dtype == torch.float32:

@@ -10,18 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchtitan_diloco.islands.connection import (
-    LEAVE,
-    Asked,
-    Connected,
-    Connection,
-    CorruptError,
-    Disconnected,
-    GoneError,
-    Heard,
-    LogRecord,
-)
+from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.copies import Copies, Declare, Load
+from torchtitan_diloco.islands.events import LEAVE, Asked, Connected, Disconnected, Heard, LogRecord
 from torchtitan_diloco.islands.log import checksums_before
 from torchtitan_diloco.islands.members import IslandFailedError, Members, name_of
 from torchtitan_diloco.islands.parts import join_bytes

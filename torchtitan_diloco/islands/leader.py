@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.islands.connection import ClosedError, Connection, Hint, LogRecord
+from torchtitan_diloco.islands.connection import ClosedError, Connection
 from torchtitan_diloco.islands.copies import Advance, Copies, Save
 from torchtitan_diloco.islands.disputes import Disputes
+from torchtitan_diloco.islands.events import Hint, LogRecord
 from torchtitan_diloco.islands.joining import (
     Inbox,
     Joining,

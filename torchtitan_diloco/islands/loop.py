@@ -80,13 +80,13 @@ class IslandDiLoCo(StreamingDiLoCo):
         begin = islands.begin or config.workers
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
-        config = replace(config, workers=1)
-        build = partial(super().__init__, optimizer=optimizer, liveness=liveness, seed=seed)
-        build(model, None, config, total_steps=total_tokens)
+        config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
+        alone = partial(super().__init__, model, None, config, seed=seed)
+        alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self._ranks = Ranks(ranks)
-        self._copies = Copies(self._states, config, self._ranks)
+        self._copies = Copies(self._states, self.config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
         self._facts = facts or {}
         self._leader: Leader | None = None
@@ -165,7 +165,6 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     @property
     def progress(self) -> float:
-        """Share of the run's tokens that all islands have trained on."""
         return self.clock / self._seat.total_tokens
 
     @property
@@ -220,9 +219,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
         self.step_count += 1
         self._liveness.step_done(self.step_count)
-        now = time.perf_counter()
         if not math.isnan(self._boundary_at):
-            self._durations.append(now - self._boundary_at)
+            self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if self._leader is not None:
             island = self._leader.joined
@@ -246,9 +244,8 @@ class IslandDiLoCo(StreamingDiLoCo):
     def _boundary(self) -> None:
         """Do what the first rank decides, at this boundary, until nothing more is due."""
         started, counted = time.perf_counter(), self._meter.exposed_seconds
-        decisions = None
-        if self._leader is not None:
-            decisions = decide(self._leader, self.config.overlap.delay, self._ranks.size)
+        leader, delay = self._leader, self.config.overlap.delay
+        decisions = None if leader is None else decide(leader, delay, self._ranks.size)
         while True:
             mine = None if decisions is None else next(decisions)
             decision = cast("Decision", share(mine, Decision, self._ranks.decisions))
@@ -266,9 +263,8 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def _send_part(self, part: Part) -> None:
         state = self._states[part.fragment]
-        round_ = Round(
-            part.fragment, part.base + 1, self.step_count, state.values, due=time.perf_counter()
-        )
+        number, now = part.base + 1, time.perf_counter()
+        round_ = Round(part.fragment, number, self.step_count, state.values, due=now)
         check_identity(self._model, state.fragment)
         drop_gathered(self._model)
         state.take_delta()
@@ -296,7 +292,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         else:
             # A fragment that was healed since does not contain the work of its part any more.
             late = decision.mode is Mode.ADD_OWN and fragment not in self._healed_since
-            own = self._payloads[fragment] if late else None
+            own = self._encoder.decoded(self._payloads[fragment], new) if late else None
             old, state.outer = state.outer, new
             if old.is_cuda:  # the background thread's stream has allocated it
                 old.record_stream(torch.cuda.current_stream())
@@ -305,8 +301,7 @@ class IslandDiLoCo(StreamingDiLoCo):
                 self._start_afresh(fragment)
                 round_.flags = NOT_FINITE
             else:
-                sent = None if own is None else self._encoder.decoded(own, new)
-                add_change(state, new, old, sent)
+                add_change(state, new, old, own, self._mixing(0, 1))
         if decision.number:
             self._healed_since.discard(fragment)
         copy.drop_before(decision.version)
@@ -350,16 +345,11 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     # --- restart ----------------------------------------------------------------------------------
 
-    def start_state_dict(
-        self,
-        mesh: DeviceMesh | None = None,
-        *,
-        shared: bool = True,  # noqa: ARG002 - each island saves on its own
-    ) -> Future[SavedState]:
+    def start_state_dict(self, mesh: DeviceMesh | None = None, **_: bool) -> Future[SavedState]:
         """Copy the newest shared copies, between two records of the log.
 
         What this island has trained since its last part is not saved in them: who starts again
-        reads the samples of that work once more.
+        reads the samples of that work once more. Each island saves what is shared, too.
         """
         self.check()
         facts = {
@@ -388,13 +378,11 @@ class IslandDiLoCo(StreamingDiLoCo):
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
-        in_flight = saved.facts["in_flight"]
-        if in_flight:  # of a run that was one world
+        if saved.facts["in_flight"]:  # of a run that was one world
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)
-        island = saved.facts.get("island")
-        if island is not None:
+        if (island := saved.facts.get("island")) is not None:
             rounds = [record["rounds"] for record in saved.facts["fragments"]]
             self._saved = Saved(**(island | {"rounds": rounds}))
         return notes

@@ -4,8 +4,10 @@ They follow from the state of the log, from what the island knows of itself and 
 from its own monotonic clock, which is handed in as `now`. Nothing in here blocks or sends.
 """
 
+import math
+import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
@@ -15,6 +17,11 @@ from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import Entry, Outcome, State
 from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal
+
+LAGS = 8
+"""Latest parts of a slot by which an island knows how long they take to arrive."""
+PATIENCE = 1.5
+"""Times the usual lag of a part for which a round stays open for it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class Mode(Enum):
     ADD = "add"
     """theta += Theta_new - Theta_old: the entry has no own part."""
     ADD_OWN = "add own"
-    """theta += Theta_new - Theta_old + own decoded part: late. Only work since the send remains."""
+    """theta += (1 - alpha) (Theta_new - Theta_old + own decoded part): late. As `MIX`, but all work
+    since the send remains."""
     RESET = "reset"
     """theta = Theta_new: the own part was not finite."""
 
@@ -115,6 +123,12 @@ class Island:
         self.stopped = False
         """No more steps: the run has had its tokens, or the island leaves."""
         self.leaving = False
+        self._lags = [deque[float](maxlen=LAGS) for _ in state.slots]
+        """Seconds from the opening of a round until a slot's part could be used here."""
+        self._weights: dict[tuple[int, int], int] = {}
+        """Of the latest part of each fragment and slot."""
+        self._measured = [0] * len(state.fragments)
+        """Last part of each fragment whose lag is known."""
         self._clock_floor = 0
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
@@ -145,6 +159,8 @@ class Island:
         if isinstance(record, Open | Part | Close) and record.fragment < len(self.syncs):
             sync = self.syncs[record.fragment]
             sync.disputed = sync.disputed or outcome.disputed
+            if isinstance(record, Part) and not outcome.void:
+                self._weights[record.fragment, record.slot] = record.weight
             if isinstance(record, Part) and sync.sent is not None:
                 own = record.incarnation == self.incarnation
                 returned = own and record.number == sync.sent.number
@@ -228,19 +244,56 @@ class Island:
         reason why it cannot be used, empty if it can.
         """
         shared = self.state.fragments[fragment]
+        self._measure_lags(fragment, checked, now)
         if shared.open is None or not self._may_write(fragment):
             return None
         good = [number for number in shared.waiting if checked.get(number) == ""]
         bad = [number for number in shared.waiting if checked.get(number)]
-        arrived = {part.slot for part in shared.waiting.values()}
-        complete = self.ready_slots(now) <= arrived and len(good) + len(bad) == len(shared.waiting)
-        waited = now >= self.syncs[fragment].opened_at + shared.open.grace
+        ready, arrived = self.ready_slots(now), {part.slot for part in shared.waiting.values()}
+        complete = ready <= arrived and len(good) + len(bad) == len(shared.waiting)
+        patience = max(shared.open.grace, self._patience(ready))
+        waited = now >= self.syncs[fragment].opened_at + patience
         # Right after an outage the others may still be on their way back: do not close alone.
         enough = waited and len(good) >= self.timing.quorum and not self.members.is_new(now)
         if not (good or bad) or not (complete or enough):
             return None
         refused = tuple(Refusal(number, checked[number]) for number in bad)
+        refused_slots = {shared.waiting[number].slot for number in bad}
+        lr *= self._share(fragment, good, ready - refused_slots)
         return self.state.build_close(fragment, (self.slot, self.incarnation), good, refused, lr)
+
+    def _measure_lags(self, fragment: int, checked: Collection[int], now: float) -> None:
+        """Note how long after the opening of their round new parts can be used."""
+        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
+        opened = shared.version + (shared.open is not None)
+        for number, part in shared.waiting.items():
+            if number in checked and number > self._measured[fragment] and part.base < opened:
+                lag = now - sync.opened_at if part.base + 1 == opened else math.inf
+                self._lags[part.slot].append(lag)
+                self._measured[fragment] = number
+
+    def _patience(self, slots: Collection[int]) -> float:
+        """Return how long a round stays open for the parts of these slots, if they are usual.
+
+        Nothing waits meanwhile but the version. After half a cycle it would come too late for the
+        next round, so a slot that takes longer is not waited for.
+        """
+        longest = self.timing.sync_every * self.step_seconds / 2
+        known = (self._lags[slot] for slot in slots)
+        usual = [PATIENCE * statistics.median(lags) if lags else longest for lags in known]
+        return max((lag for lag in usual if lag <= longest), default=0.0)
+
+    def _share(self, fragment: int, parts: Collection[int], ready: Collection[int]) -> float:
+        """Return the weight of these parts as a share of what all ready islands send in a cycle.
+
+        An entry of half of the islands takes half an outer step: those that come late take the
+        other half. With whole steps, late islands would move the shared copy twice as far.
+        """
+        named = [self.state.fragments[fragment].waiting[number] for number in parts]
+        missing = set(ready) - {part.slot for part in named}
+        taken = sum(part.weight for part in named)
+        weight = sum(self._weights.get((fragment, slot), 0) for slot in missing)
+        return taken / (taken + weight) if taken and weight else 1.0
 
     def _is_pending(self, fragment: int) -> bool:
         """Return whether an own part is on its way or waiting."""
@@ -277,7 +330,7 @@ class Island:
             return None
         if not part.finite:
             return Mode.RESET
-        # Mixing scales down the work since the send. Later there is more of it, and it must stay.
+        # `MIX` scales down the work since the send. Later there is more of it, and it must stay.
         in_time = own_round and self.step == due
         return Mode.MIX if in_time else Mode.ADD_OWN
 

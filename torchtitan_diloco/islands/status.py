@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchtitan_diloco.islands.connection import (
+from torchtitan_diloco.islands.connection import Connection
+from torchtitan_diloco.islands.events import (
     LEAVE,
     Connected,
-    Connection,
     Disconnected,
     Event,
     Heard,
     Hint,
-    Join,
     LogRecord,
 )
+from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.utils import markdown_table
 
 LISTEN_SECONDS = 3.0
 """Time to hear heartbeats before the first answer."""
@@ -144,15 +145,9 @@ def render(found: dict[str, Any]) -> str:
 def _table(title: str, rows: list[dict[str, Any]], empty: str) -> list[str]:
     if not rows:
         return ["", f"{title}: {empty}"]
-    longest = max(rows, key=len)
-    names = list(longest)
-    cells = [[name.replace("_", " ") for name in names]]
-    cells += [[_cell(row.get(name)) for name in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["", title] + [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    ]
+    names = list({name: None for row in rows for name in row})
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    return ["", title, markdown_table([name.replace("_", " ") for name in names], cells)]
 
 
 def _cell(value: Any) -> str:

@@ -56,7 +56,7 @@ class CodecTraits(NamedTuple):
     host_coding: float
     """fp32 bytes that one core encodes or decodes in a second (same page)."""
     risk: float
-    """Percent of loss (docs/algorithm.md)."""
+    """Percent of loss (docs/measurements.md)."""
 
 
 CODEC_TRAITS: dict[str, CodecTraits] = {
@@ -116,7 +116,7 @@ def predict(
         often = replace(diloco, sync_every=diloco.beginning.sync_every, overlap=Overlap(delay=0))
         early, later = (predict(fragments, one, conditions, ranks=ranks) for one in (often, diloco))
         return later.after(early, diloco.beginning.steps / steps)
-    schedule = build_schedule(diloco, len(fragments))
+    schedule = build_schedule(diloco, len(fragments), steps or 0)
     total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
     exchanges = [
         predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks)
@@ -172,10 +172,10 @@ def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]
     found = []
     last = (STEADY_ROUNDS + 1) * schedule.sync_every - 1 if steps is None else steps
     for sent in range(1, last + 1):
-        delay = 0 if schedule.is_beginning(sent) else schedule.delay
+        delay = 0 if schedule.is_average(sent) else schedule.delay
         due = sent + delay
         applied = due if steps is None else min(due, steps)
-        kind = APPLY if delay and applied == due else APPLY_AT_ONCE
+        kind = APPLY if delay and (applied == due or schedule.last_step) else APPLY_AT_ONCE
         for fragment in schedule.sent_at(sent):
             found += [(sent, SEND, fragment), (applied, kind, fragment)]
     return sorted(found)

@@ -1,6 +1,6 @@
 """Search for the settings that reach a wanted utilisation with the least risk to the loss.
 
-Risks are sums of percentages from single comparisons in the papers and in docs/algorithm.md, at
+Risks are sums of percentages from single comparisons in the papers and in docs/measurements.md, at
 other sizes. They rank settings; they do not predict a loss.
 """
 
@@ -184,7 +184,7 @@ def plan_text(name: str, load: Workload, conditions: Conditions, plan: Plan, ori
     else:
         result = f"The one marked * reaches {wanted} with the least risk to the loss."
     lines = [
-        *_assumptions(name, load, conditions, origin),
+        *_assumptions(name, load, conditions, origin, plan.best.diloco),
         "",
         *("  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows),
         "",
@@ -199,8 +199,14 @@ def plan_text(name: str, load: Workload, conditions: Conditions, plan: Plan, ori
     return "\n".join(lines)
 
 
-def _assumptions(name: str, load: Workload, conditions: Conditions, origin: str) -> list[str]:
-    run, coding = load.plan, "no time on the accelerator; on the host as docs/performance.md"
+def _assumptions(
+    name: str, load: Workload, conditions: Conditions, origin: str, diloco: DiLoCoConfig
+) -> list[str]:
+    run, first = load.plan, diloco.beginning
+    counted = "steady state of a long run"
+    if first.steps:
+        counted = f"with a beginning of {first.steps} steps, in which H = {first.sync_every}"
+    coding = "no time on the accelerator; on the host as docs/performance.md"
     if math.isfinite(conditions.coding_bytes_per_second):
         rate = quantity(conditions.coding_bytes_per_second, "B/s")
         coding = f"{rate} of fp32 a worker with {conditions.codec}, as measured"
@@ -217,8 +223,8 @@ def _assumptions(name: str, load: Workload, conditions: Conditions, origin: str)
         "step": f"{' / '.join(steps)} of compute ({origin}), jitter "
         f"{100 * conditions.jitter:.3g} %",
         "coding": coding,
-        "prediction": "extended model of docs/planning.md, steady state of a long run; --table "
-        "prints the paper's model",
+        "prediction": f"extended model of docs/planning.md, {counted}; --table prints the paper's "
+        "model",
     }
     return [f"{key:<11} {text}" for key, text in lines.items()]
 
