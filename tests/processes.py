@@ -21,7 +21,8 @@ FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 class ProcessPool:
-    def __init__(self) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._members: list[tuple[Any, Connection]] = []
 
     def run(
@@ -29,7 +30,6 @@ class ProcessPool:
         function: Callable[..., Any],
         size: int,
         *arguments: Any,
-        timeout: float = PATIENCE,
         dying: Collection[int] = (),
     ) -> list[Any]:
         """Run function(*arguments) on `size` ranks and return the results by rank.
@@ -57,7 +57,7 @@ class ProcessPool:
                 "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
             }
             pipe.send((function, arguments, environment))
-        results = self._collect(pipes, time.monotonic() + timeout, dying)
+        results = self._collect(pipes, time.monotonic() + self._patience, dying)
         if dying:
             self.close()
         return results
