@@ -41,7 +41,7 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
         for rank in range(2):
             assert f"started rank={rank} threads={threads}" in run.output
             assert f"met rank={rank} of 2 sum=1" in run.output
-        assert len(run.output.splitlines()) == 6, run.output
+        assert len(run.output.splitlines()) == 7, run.output
     assert a.output.count(repr(argument)) == 2
 
 
