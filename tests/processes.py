@@ -21,7 +21,8 @@ FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 class ProcessPool:
-    def __init__(self) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._members: list[tuple[Any, Connection]] = []
 
     def run(
@@ -56,7 +57,7 @@ class ProcessPool:
                 "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
             }
             pipe.send((function, arguments, environment))
-        results = self._collect(pipes, time.monotonic() + PATIENCE, dying)
+        results = self._collect(pipes, time.monotonic() + self._patience, dying)
         if dying:
             self.close()
         return results
