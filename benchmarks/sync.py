@@ -219,8 +219,8 @@ def peak_megabytes() -> float:
 
 def run(case: Case, lighthouse: str = "") -> Measured:
     """Measure in new processes: memory that others have freed would hide what this needs."""
-    pool = ProcessPool()
-    measured: Measured = pool.run(measure, WORKERS, case, lighthouse, timeout=TIMEOUT)[0]
+    pool = ProcessPool(TIMEOUT)
+    measured: Measured = pool.run(measure, WORKERS, case, lighthouse)[0]
     pool.close()
     return measured
 

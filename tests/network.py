@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.network import LOOPBACK, Network, NoNetworkError
-from tests.processes import FORKS
+from tests.processes import FORKS, PATIENCE
 
-PATIENCE = 200
-"""Seconds after which a process hangs."""
+__all__ = ["PATIENCE", "enter", "network_of", "processes_in"]
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 import gc
 
-import torch._dynamo  # noqa: F401  (torch imports it in an optimizer's first step)
+import torch
 
 import torchtitan_diloco.train  # noqa: F401
 
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()  # the first step imports more
 gc.collect()
 gc.freeze()  # the forks neither collect nor copy these objects

@@ -13,14 +13,16 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-START_AND_IMPORT_SECONDS = 60
+PATIENCE = 200
+"""Seconds after which a function hangs."""
 DIED = "the process died"
 FORKS = mp.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 class ProcessPool:
-    def __init__(self) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._members: list[tuple[Any, Connection]] = []
 
     def run(
@@ -28,7 +30,6 @@ class ProcessPool:
         function: Callable[..., Any],
         size: int,
         *arguments: Any,
-        timeout: float = 60,
         dying: Collection[int] = (),
     ) -> list[Any]:
         """Run function(*arguments) on `size` ranks and return the results by rank.
@@ -56,7 +57,7 @@ class ProcessPool:
                 "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
             }
             pipe.send((function, arguments, environment))
-        results = self._collect(pipes, time.monotonic() + timeout + START_AND_IMPORT_SECONDS, dying)
+        results = self._collect(pipes, time.monotonic() + self._patience, dying)
         if dying:
             self.close()
         return results

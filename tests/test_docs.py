@@ -6,6 +6,7 @@ imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty 
 run here (a network, many nodes) is fenced as ```text, what another test runs as ```shell.
 """
 
+import fcntl
 import os
 import re
 import runpy
@@ -13,11 +14,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.processes import ProcessPool
 from torchtitan_diloco.config import from_command_line
 
 README = REPOSITORY / "README.md"
@@ -33,17 +37,17 @@ def blocks(page: Path, language: str = "bash") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-def start(*command: str, folder: Path = REPOSITORY, **variables: str) -> str:
+def start(*command: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     outcome = subprocess.run(
         command,
-        cwd=folder,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PATH": path} | variables,
+        cwd=REPOSITORY,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert outcome.returncode == 0, f"{shlex.join(command)}\n\n{outcome.stdout[-4000:]}"
@@ -52,9 +56,19 @@ def start(*command: str, folder: Path = REPOSITORY, **variables: str) -> str:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run by the first command of the README, of twelve steps."""
+    """A run by the first command of the README, of twelve steps, for all processes of pytest."""
     assert blocks(README)[0] == "./run_train.sh\n"
-    folder = tmp_path_factory.mktemp("docs") / "run"
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if parallel else base) / "docs-run"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            train(folder)
+    return folder
+
+
+def train(folder: Path) -> None:
     output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
     for expected in (
         "each fragment every 10 steps, applied 1 steps later",
@@ -64,7 +78,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "communication hidden",
     ):
         assert expected in output, output
-    return folder
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
@@ -116,15 +129,18 @@ def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not code, shlex.join(arguments)
 
 
-def test_the_readmes_own_loop_runs_as_written(tmp_path: Path) -> None:
+def _run_program(text: str) -> str:
+    with redirect_stdout(StringIO()) as output:
+        exec(text, {})
+    return output.getvalue()
+
+
+def test_the_readmes_own_loop_runs_as_written(processes: ProcessPool) -> None:
     (program,) = blocks(README, "python")
-    (tmp_path / "own_loop.py").write_text(program)
-    command = re.search(r"start it with: torchrun (.*)", program)
-    assert command is not None
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *command[1].split()]
-    output = start(*torchrun, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
-    assert "1.layers.0, 1.layers.2" in output
-    assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", output)
+    assert "start it with: torchrun --standalone --nproc-per-node 2 own_loop.py" in program
+    first, second = processes.run(_run_program, 2, program)
+    assert "1.layers.0, 1.layers.2" in first
+    assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", second)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

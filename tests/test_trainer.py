@@ -4,8 +4,8 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import torchtitan_diloco.trainer
-from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import LossSums, loss_head
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
@@ -41,7 +40,7 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "model.head_dim": 16,
         "model.feed_forward": 48,
         "training.sequence_length": 32,
-        "training.batch_size": 2,
+        "training.batch_size": 6,
         "training.global_batch_size": 12,
         "training.steps": 8,
         "lr_schedule.warmup_steps": 2,
@@ -53,8 +52,8 @@ def settings(text: Path, **changes: Any) -> dict[str, str]:
         "checkpoint.every_minutes": 0,
         "diloco.workers": 1,
         "diloco.method": "none",
-        "distributed.train_timeout_seconds": 30,
-        "diloco.link.timeout_seconds": 30,
+        "distributed.train_timeout_seconds": 300,
+        "diloco.link.timeout_seconds": 300,
     }
     base |= {key.replace("__", "."): value for key, value in changes.items()}
     return {key: str(value) for key, value in base.items()}
@@ -93,7 +92,7 @@ def test_any_number_of_processes_gives_the_same_curve(
     text: Path, processes: ProcessPool, size: int, workers: int
 ) -> None:
     """HSDP over workers x ranks with the same global batch, as 6, 3 or 2 micro-batches."""
-    changes = {"training.batch_size": 1} if size == 4 else {}
+    changes = {"training.batch_size": 1 if size == 4 else 2}
     alone = train(settings(text, **changes))
     many = settings(text, run__folder=text.parent / "many", diloco__workers=workers, **changes)
     together = processes.run(train, size, many)[0]
@@ -349,6 +348,7 @@ def streaming(text: Path, **changes: Any) -> dict[str, str]:
         "diloco.workers": 2,
         "diloco.sync_every": 4,
         "diloco.fragments.layers_per_fragment": 1,
+        "training.batch_size": 4,
         "training.global_batch_size": 16,
         "validation.local": "true",
     }
@@ -378,38 +378,28 @@ def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool)
     assert local[0] != pytest.approx(shared[0], rel=1e-3), "after step 2"
 
 
-def test_a_lost_worker_is_named_in_a_line(text: Path) -> None:
+def _lose_worker_1(chosen: dict[str, str]) -> tuple[int, str]:
+    """Return the exit code of worker 0 and what it prints as errors."""
+    plain = Trainer.train_step
+
+    def train_step(self: Trainer, batches: Any) -> StepResult:
+        if self.step == 30 and self.world.worker == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, batches)
+
+    with (
+        patch.object(Trainer, "train_step", train_step),
+        redirect_stderr(StringIO()) as errors,
+    ):
+        return main(words(chosen)), errors.getvalue()
+
+
+def test_a_lost_worker_is_named_in_a_line(text: Path, processes: ProcessPool) -> None:
     """With an exchange in flight, and without a launcher that ends the survivor."""
-    endless = {"training.steps": 100_000, "validation.every": 0, "diloco.link.timeout_seconds": 4}
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    survivor, victim = (
-        subprocess.Popen(
-            [sys.executable, "-m", "torchtitan_diloco.train", *words(streaming(text, **endless))],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONUNBUFFERED": "1"},
-        )
-        for rank in ("0", "1")
-    )
-    try:
-        assert survivor.stdout is not None
-        while not survivor.stdout.readline().startswith("step     30/"):
-            assert survivor.poll() is None
-        victim.kill()
-        _, errors = survivor.communicate()
-    finally:
-        for process in (survivor, victim):
-            process.kill()
-        victim.communicate()
-    assert survivor.returncode == 3, errors
+    endless = {"training.steps": 100_000, "validation.every": 0}
+    chosen = streaming(text, **endless)
+    (code, errors), _ = processes.run(_lose_worker_1, 2, chosen, dying={1})
+    assert code == 3, errors
     (line,) = [line for line in errors.splitlines() if "error:" in line]
     for expected in ("worker 1", "left or did not answer in time", "step"):
         assert expected in line

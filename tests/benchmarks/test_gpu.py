@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, train_step
-from benchmarks.gpu_parts import MINIATURE, PARTS, Check
+from benchmarks.gpu_parts import MINIATURE, PARTS
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.train import main
 
@@ -39,23 +39,19 @@ def test_every_part_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [check for check in checks if check.passed is False] == []
 
 
-def test_a_part_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_fail_are_recorded_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (late,) = gpu.run_part("bits", 0.1, tmp_path, ["--miniature"])
-    (failed,) = gpu.run_part("bits", 60.0, tmp_path, ["--miniature", "--nonsense"])
+    (done,) = gpu.run_part("nccl", 120.0, tmp_path, ["--miniature"])
     assert late.measured.startswith("not done in 0 s")
-    assert failed.measured.endswith("unrecognized arguments: --nonsense")
-    results = {"bits": [late], "nccl": [failed], "outer": [Check("a", "b", "c", True)]}
+    assert (done.measured, done.passed) == ("all_reduce of 1 is 1", True)
+    results = {"bits": [late], "nccl": [done]}
     monkeypatch.setattr(gpu, "run_part", lambda name, *_: results[name])
-    monkeypatch.setattr(
-        "sys.argv", ["gpu", "--out", str(tmp_path), "--miniature", "--only", ",".join(results)]
-    )
+    words = ["--out", str(tmp_path), "--miniature", "--only", ",".join(results)]
+    monkeypatch.setattr("sys.argv", ["gpu", *words])
     with pytest.raises(SystemExit) as ended:
         gpu.main()
     assert ended.value.code == 1
     table = (tmp_path / "gpu.md").read_text()
-    assert [table.count(word) for word in ("FAILED", "| ok", torch.__version__)] == [2, 1, 1]
-
-
-def test_the_command(tmp_path: Path) -> None:
-    (check,) = gpu.run_part("nccl", 120.0, tmp_path, ["--miniature"])
-    assert (check.measured, check.passed) == ("all_reduce of 1 is 1", True)
+    assert [table.count(word) for word in ("FAILED", "| ok", torch.__version__)] == [1, 1, 1]

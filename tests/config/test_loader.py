@@ -101,6 +101,7 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("trainign.steps", "did you mean training.steps?"),
         ("model.flavour", "did you mean model.flavor?"),
         ("steps", "did you mean training.steps?"),
+        ("diloco.link.backend", "was removed: workers always exchange over gloo"),
         ("diloco.overlap", "is a section: set one of its keys"),
         ("xyzzy.xyzzy", "--help` lists all keys"),
     ],

@@ -1,5 +1,5 @@
 import dataclasses
-import signal
+import os
 import subprocess
 import sys
 import time
@@ -117,6 +117,16 @@ def test_hugging_face_dataset_is_prepared_first() -> None:
     assert 'set data.corpus = "corpora/owner-set-train"' in str(error.value)
 
 
+STOP_BEFORE_THE_END = """
+import os, signal
+from pathlib import Path
+replace = Path.replace
+def stop_or_replace(self, target):
+    if self.name.startswith(".train"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return replace(self, target)
+Path.replace = stop_or_replace
+"""
 OPEN_SPLIT = """
 import sys
 from torchtitan_diloco.config.schema import Data
@@ -128,8 +138,8 @@ print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)
 """
 
 
-def open_in_process(corpus: Path, cache: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", OPEN_SPLIT, str(corpus), str(cache)]
+def open_in_process(corpus: Path, cache: Path, first: str = "") -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", first + OPEN_SPLIT, str(corpus), str(cache)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
@@ -137,19 +147,18 @@ def open_in_process(corpus: Path, cache: Path) -> "subprocess.Popen[str]":
 def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
     """They come at once; the one that works is killed; another one finishes; all read the same."""
     corpus, cache = tmp_path / "large.txt", tmp_path / "cache"
-    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 250_000)
-    doomed = open_in_process(corpus, cache)
-    while not list(cache.glob("*/.train-*.partial")):
-        assert doomed.poll() is None, doomed.communicate()
-        time.sleep(0.001)
-    doomed.send_signal(signal.SIGSTOP)  # it holds the lock while the others arrive
+    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 100_000)
+    doomed = open_in_process(corpus, cache, STOP_BEFORE_THE_END)
+    _, status = os.waitpid(doomed.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)  # it holds the lock while the others arrive
+    assert list(cache.glob("*/.train-*.partial"))
     assert not list(cache.glob("*/corpus.json"))
     others = [open_in_process(corpus, cache) for _ in range(3)]
     time.sleep(1.0)
     assert all(process.poll() is None for process in others), "they wait"
     doomed.kill()
     doomed.communicate()
-    outputs = [process.communicate(timeout=60) for process in others]
+    outputs = [process.communicate(timeout=200) for process in others]
     assert [process.returncode for process in others] == [0, 0, 0], outputs
     assert sum("data: tokenised" in out for out, _ in outputs) == 1
     assert len({out.splitlines()[-1] for out, _ in outputs}) == 1

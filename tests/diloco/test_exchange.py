@@ -41,7 +41,7 @@ def _exchange(
         patch.setattr(chunks, "CHUNK", BLOCK)
         patch.setattr(chunks, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
         made = Exchange(
-            group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=30
+            group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=600
         )
     found = []
     for number, size in enumerate(SIZES):

@@ -28,7 +28,7 @@ STREAMING = {
     "diloco.sync_every": 6,
     "diloco.overlap.delay": 3,
     "diloco.fragments.layers_per_fragment": 1,
-    "training.batch_size": 1,
+    "training.batch_size": 3,
     "checkpoint.at_end": "true",
 }
 COMMANDS = {"export": export.main, "generate": generate.main, "validate": validate.main}

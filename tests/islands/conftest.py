@@ -19,4 +19,4 @@ def server(tmp_path: Path) -> Iterator[Join]:
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an island count as gone soon."""
-    monkeypatch.setattr(leader, "EXPIRY", 2.0)
+    monkeypatch.setattr(leader, "EXPIRY", 3.0)

@@ -101,7 +101,6 @@ class Process:
         self.theta: list[Vector] = []
         self.checked: dict[int, str] = {}
         self.stored: dict[int, Part] = {}
-        self.own: dict[int, Vector] = {}
         self.attempts: dict[tuple[object, ...], float] = {}
         self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
         """For each fragment: version -> hash of the entry that made it."""
@@ -337,9 +336,8 @@ class Process:
             while (mode := island.next_mode(fragment)) is not None:
                 version = island.syncs[fragment].applied
                 old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
-                own = self.own.get(fragment, {})
                 theta = self.theta[fragment]
-                self.theta[fragment] = toy.apply(mode, theta, old, new, own, self.plan.alpha)
+                self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
                 island.finish_apply(fragment, self.now)
@@ -359,7 +357,6 @@ class Process:
         part = island.send(fragment, checksum, self.now, finite=fragment not in self.poisoned)
         if self.nature.not_finite_at < 0:  # a reset loses work
             world.check_samples(part, delta)
-        self.own[fragment] = delta
         self.stored.pop(fragment, None)
         world.after(self.nature.upload, partial(self.store, part, delta), self)
 

@@ -17,7 +17,7 @@ from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import Server, find_server, open_folder
 
 E = TypeVar("E", bound=Event)
-PATIENCE = 30
+PATIENCE = 150
 """Seconds after which a test hangs."""
 
 

@@ -1,7 +1,7 @@
 """Islands that join, die, lag, leave and return, and what the log says of them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,29 +24,48 @@ need_server()
 pytestmark = pytest.mark.usefixtures("soon_gone")
 
 
+Action = Callable[[Island], object]
+
+
+def at(step: int, action: Action) -> Action:
+    """Do something in one step of an island."""
+    return lambda island: action(island) if island.step == step else None
+
+
+def hold(step: int, condition: Callable[[], object]) -> Action:
+    """Let an island wait in a step, so that a run does not end before something has happened."""
+    return at(
+        step, lambda one: wait_until(lambda: one.died.is_set() or condition(), "the other", 150)
+    )
+
+
+def die(island: Island) -> None:
+    island.died.set()
+
+
 # --- islands that come and go ---------------------------------------------------------------------
 
 
 def test_a_death_does_not_hold_up_the_other(server: Join) -> None:
     first, second = (Island(server, name, steps=60, grace=0.2) for name in ("a", "b"))
-    first.step_seconds = second.step_seconds = 0.01
+    second.each_step = at(20, die)
+    first.each_step = hold(25, second.died.is_set)
     with started(first, second):
-        second.wait_for_step(20)
-        second.died.set()
         result = first.finish()
     assert result.rounds[-1].participants == 1
     assert result.outer.clock >= 60 * 2 * TOKENS
 
 
 def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None:
-    first, second = (Island(server, name, steps=200, slots=3, grace=0.5) for name in ("a", "b"))
-    third = Island(server, "c", steps=200, slots=3, grace=0.5)
-    for island in (first, second, third):
+    islands = [Island(server, name, steps=100, slots=3, grace=0.5) for name in ("a", "b", "c")]
+    first, second, third = islands
+    for island in islands:
         island.step_seconds = 0.02
+    first.each_step = second.each_step = hold(30, lambda: third.step)
     with started(first, second):
-        wait_until(lambda: first.outer._leader is not None and first.step > 20, "the first rounds")
+        first.wait_for_step(20)
         third.start()
-        results = [island.finish() for island in (first, second, third)]
+        results = [island.finish() for island in islands]
     assert same(results[0].shared, results[1].shared)
     assert same(results[0].shared, results[2].shared)
     assert results[2].outer.seat.slot == 2
@@ -58,7 +77,7 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
-    islands = [Island(server, name, steps=250, slots=3, grace=0.2) for name in ("a", "b", "c")]
+    islands = [Island(server, name, steps=80, slots=3, grace=0.2) for name in ("a", "b", "c")]
     dead: list[Island] = []
 
     def die_first(island: Island) -> None:
@@ -77,6 +96,7 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
 
     for island in islands:
         island.step_seconds = 0.02
+        island.each_step = hold(30, lambda: islands[2].step)
     with started(*islands[:2]):
         for island in islands[:2]:
             island.wait_for_step(20)
@@ -88,14 +108,14 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
 
 
 def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
-    first = Island(server, "a", steps=150, grace=0.2, step_seconds=0.02)
-    second = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
-    again = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
+    first, second, again = (
+        Island(server, name, steps=80, grace=0.2, step_seconds=0.02) for name in "abb"
+    )
+    second.each_step = at(30, die)
+    first.each_step = hold(40, lambda: again.step)
     with started(first, second):
-        second.wait_for_step(30)
+        second.join(60)
         taken = second.outer.seat.slot
-        second.died.set()
-        second.join(20)
         again.start()
         results = [first.finish(), again.finish()]
     assert same(results[0].shared, results[1].shared)
@@ -104,12 +124,11 @@ def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
 
 
 def test_an_island_that_leaves_gives_its_slot_back(server: Join) -> None:
-    first = Island(server, "a", steps=80, grace=0.2, step_seconds=0.02)
-    second = Island(server, "b", steps=80, grace=0.2, step_seconds=0.02)
+    first, second = (Island(server, name, steps=60, grace=0.2) for name in "ab")
+    second.each_step = at(20, lambda island: island.stop.set())
+    first.each_step = hold(30, lambda: second.result)
     with started(first, second):
-        second.wait_for_step(20)
-        second.stop.set()
-        left = second.finish(20)
+        left = second.finish()
         assert first.outer._leader is not None
         state = first.outer._leader.state
         wait_until(lambda: state.slots[second.outer.seat.slot].owner is None, "the slot")
@@ -119,8 +138,8 @@ def test_an_island_that_leaves_gives_its_slot_back(server: Join) -> None:
 
 
 def test_the_same_name_twice_is_refused_while_the_first_is_running(server: Join) -> None:
-    first = Island(server, "a", begin=1, slots=2, steps=400, step_seconds=0.02)
-    twin = Island(server, "a", begin=1, slots=2, steps=400)
+    first, twin = (Island(server, "a", begin=1, slots=2) for _ in range(2))
+    first.each_step = hold(5, lambda: twin.failure)
     with started(first):
         first.wait_for_step(3)
         with started(twin), pytest.raises(ValueError, match="a is running already"):
@@ -132,9 +151,10 @@ def test_an_old_start_that_wakes_up_ends_without_harm(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not answer for longer than islands wait, as after SIGSTOP."""
-    first = Island(server, "a", steps=150, grace=0.2, step_seconds=0.02)
-    stopped = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
-    again = Island(server, "b", steps=150, grace=0.2, step_seconds=0.02)
+    first, stopped, again = (
+        Island(server, name, steps=100, grace=0.2, step_seconds=0.02) for name in "abb"
+    )
+    first.each_step = hold(40, lambda: again.step >= 10)
     with started(first, stopped):
         stopped.wait_for_step(20)
         frozen = stopped.outer._leader
@@ -253,17 +273,21 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
         if island.step == 30:
             saved.append(island.outer.start_state_dict().result(20))
 
-    first = Island(server, "a", steps=STEPS, grace=0.2, step_seconds=0.01, each_step=save)
-    second = Island(server, "b", steps=STEPS, grace=0.2, step_seconds=0.01)
+    def save_and_die(island: Island) -> None:
+        save(island)
+        at(45, die)(island)
+
+    first = Island(server, "a", steps=STEPS, grace=0.2, each_step=save_and_die)
+    second = Island(server, "b", steps=STEPS, grace=0.2, each_step=at(45, die))
     with started(first, second):
-        first.wait_for_step(45)
+        first.join(60)
+        second.join(60)
     versions = [copy.newest for copy in first.outer._copies.fragments]
-    again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0], step_seconds=0.1)
+    again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
     other = Island(server, "b", steps=STEPS, grace=0.2)
-    with started(again):
-        wait_until(lambda: again.step > 3 or not again.is_alive(), "steps after the restart")
-        with started(other):
-            results = [again.finish(), other.finish()]
+    again.each_step = hold(5, lambda: other.step)
+    with started(again, other):
+        results = [again.finish(), other.finish()]
     assert min(versions) > 0
     assert same(results[0].shared, results[1].shared)
     assert same(results[0].shared, replayed(server))

@@ -225,7 +225,7 @@ def test_whoever_waits_when_the_connection_is_closed_gets_an_error(tmp_path: Pat
             listener.connection.close()
             for future in waiting:
                 with pytest.raises(ClosedError):
-                    future.result(timeout=30)
+                    future.result(timeout=PATIENCE)
         with pytest.raises(ClosedError):
             listener.connection.store([b"x"], "parts")
         listener.connection.append("run", b"dropped")

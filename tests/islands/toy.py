@@ -82,15 +82,13 @@ class Shared:
         return digest(repr((self.version, sorted(self.theta.items()))).encode())[:16]
 
 
-def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, own: Vector, alpha: int) -> Vector:
+def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, alpha: int) -> Vector:
     """`alpha`: the share of the local parameters, as a number modulo the prime."""
     if mode is Mode.RESET:
         return dict(new)
     if mode is Mode.MIX:
         return combine((alpha, theta), (1 - alpha, new))
-    if mode is Mode.ADD:
-        return combine((1, theta), (1, new), (-1, old))
-    return combine((1, theta), (1 - alpha, new), (alpha - 1, old), (alpha - 1, own))
+    return combine((1, theta), (1, new), (-1, old))
 
 
 class Copies:
@@ -153,7 +151,7 @@ def one_world(schedule: Schedule, workers: int, steps: int, alpha: int, batch: i
         new = shared[fragment].advance(in_flight.pop(fragment), [weight] * workers)
         for worker in theta:
             old = shared[fragment].theta
-            worker[fragment] = apply(Mode.MIX, worker[fragment], old, new.theta, {}, alpha)
+            worker[fragment] = apply(Mode.MIX, worker[fragment], old, new.theta, alpha)
         shared[fragment] = new
 
     for step in range(1, steps + 1):

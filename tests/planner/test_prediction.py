@@ -189,7 +189,7 @@ def _traffic(wire: Quantization) -> list[tuple[float, float]]:
     assert group is not None
     codecs = build_codec(wire), build_gather_codec(wire)
     cpu = torch.device("cpu")
-    exchange = Exchange(group, *codecs, largest=max(SIZES), device=cpu, timeout_seconds=30)
+    exchange = Exchange(group, *codecs, largest=max(SIZES), device=cpu, timeout_seconds=600)
     header = Header(flags=0, run=1, fragment=0, outer_round=1, step=1, weight=1.0, checksum=0)
     traffic = [exchange.average(torch.ones(values), header)[1] for values in SIZES]
     return [(one.bytes_sent, one.bytes_received) for one in traffic]

@@ -81,7 +81,7 @@ def measure(folder: Path, size: tuple[int, int], dark: bool) -> list[dict[str, A
         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
         (folder / "window.html").as_uri(),
     ]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     found = dict(re.findall(r'data-measured([01])="([^"]*)"', outcome.stdout))
     assert len(found) == 2, outcome.stderr[-2000:]
     return [json.loads(html.unescape(found[number])) for number in ("0", "1")]
@@ -94,14 +94,19 @@ def luminance(colour: str) -> float:
     return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone", "wide"])
-def test_pages_are_readable(size: tuple[int, int], dark: bool, runs: Path, tmp_path: Path) -> None:
-    """One page of one run, and one of three runs."""
-    names = ["streaming", "running", "data-parallel"]
+@pytest.fixture(scope="module")
+def pages(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a page of one run, and one of three runs."""
+    folder, names = tmp_path_factory.mktemp("pages"), ["streaming", "running", "data-parallel"]
     for number, shown in enumerate((names[:1], names)):
-        page = str(tmp_path / f"report{number}.html")
+        page = str(folder / f"report{number}.html")
         assert main([*(str(runs / name) for name in shown), "--out", page]) == 0
-    for seen, charts in zip(measure(tmp_path, size, dark), (8, 10), strict=True):
+    return folder
+
+
+@pytest.mark.parametrize(("size", "dark"), [(PHONE, True), (DESKTOP, False)], ids=["phone", "wide"])
+def test_pages_are_readable(size: tuple[int, int], dark: bool, pages: Path) -> None:
+    for seen, charts in zip(measure(pages, size, dark), (8, 10), strict=True):
         assert seen["viewport"] == size[0]
         assert (seen["too_wide"], seen["loads"]) == ([], [])
         assert len(seen["widths"]) == charts

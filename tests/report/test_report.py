@@ -140,7 +140,6 @@ def test_run_that_is_going_on(runs: Path) -> None:
     measured = by_title(run)["Drift of the workers"]
     assert len(measured.legend) == 3, "few rounds were measured"
     assert "nan" not in measured.svg
-    html_page([run])
 
 
 def test_run_that_was_resumed_after_its_end_has_no_summary(tmp_path: Path) -> None:

@@ -220,8 +220,14 @@ def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, 
     return below | above
 
 
+REMOVED = {"diloco.link.backend": "workers always exchange over gloo, so leave it out"}
+"""Keys of earlier versions, and why they are gone."""
+
+
 def _why_unknown(key: str) -> str:
     """Suggest a key that is spelled alike, or one of the same name in another section."""
+    if key in REMOVED:
+        return f"was removed: {REMOVED[key]}"
     if key in SECTIONS:
         return "is a section: set one of its keys"
     same_name = [known for known in TYPES if known.endswith(f".{key.rpartition('.')[2]}")]

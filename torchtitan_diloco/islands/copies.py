@@ -273,7 +273,6 @@ class Encoder:
 
     def __init__(self, config: DiLoCoConfig, seed: int, shard: int) -> None:
         self._codec, self._where = build_codec(config.quantization), (seed, shard)
-        self._decoder = build_codec(config.quantization)  # of the training thread
 
     @torch.no_grad()
     def encode(self, delta: Tensor, fragment: int, number: int, slot: int) -> Tensor:
@@ -287,26 +286,12 @@ class Encoder:
             self._codec.encode(values, encoded, Position(key, index * PIECE))
         return payload.cpu()
 
-    def decoded(self, payload: Tensor, like: Tensor) -> Tensor:
-        """Return what other islands see of a payload, in the shape of `like`."""
-        values = torch.empty_like(like)
-        self._decoder.decode(payload.to(values.device), values)
-        return values
-
 
 @torch.no_grad()
-def add_change(
-    state: OuterState, new: Tensor, old: Tensor, own: Tensor | None, alpha: float
-) -> None:
-    """Add the change of the shared copy to the parameters, or `1 - alpha` of the way to it.
-
-    `own`: the own delta in it as the others have decoded it, if it has one. Without that part the
-    parameters would be the shared copy and the work since the send.
-    """
-    change = torch.sub(new, old)
-    if own is not None:
-        change.add_(own).mul_(1 - alpha)
-    for part, added in zip(state.fragment.parts, state.views(change), strict=True):
+def add_change(state: OuterState, new: Tensor, old: Tensor) -> None:
+    """Add the change of the shared copy to the parameters."""
+    changes = state.views(torch.sub(new, old))
+    for part, added in zip(state.fragment.parts, changes, strict=True):
         local = part.local()
         if local.dtype == torch.float32:
             local.add_(added)

@@ -95,8 +95,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._seat = Seat(0, 1, 1, 0, total_tokens, 0, [])
         self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
         """The latest part of each fragment, when it was sent, and whether it is stored."""
-        self._healed_since = set[int]()  # fragments healed since their part was sent
-        self._payloads: dict[int, Tensor] = {}  # what this rank has encoded of it
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._over = self._stopped = False
         self._saved: Saved | None = None
@@ -290,9 +288,6 @@ class IslandDiLoCo(StreamingDiLoCo):
             drift = state.apply(self._mixing(0, 1), measured=measured)
             round_.drift = round_.drift if drift is None else drift
         else:
-            # A fragment that was healed since does not contain the work of its part any more.
-            late = decision.mode is Mode.ADD_OWN and fragment not in self._healed_since
-            own = self._encoder.decoded(self._payloads[fragment], new) if late else None
             old, state.outer = state.outer, new
             if old.is_cuda:  # the background thread's stream has allocated it
                 old.record_stream(torch.cuda.current_stream())
@@ -301,16 +296,10 @@ class IslandDiLoCo(StreamingDiLoCo):
                 self._start_afresh(fragment)
                 round_.flags = NOT_FINITE
             else:
-                add_change(state, new, old, own, self._mixing(0, 1))
-        if decision.number:
-            self._healed_since.discard(fragment)
+                add_change(state, new, old)
         copy.drop_before(decision.version)
         round_.applied = time.perf_counter()
         self._meter.applied(round_)
-
-    def _start_afresh(self, index: int) -> None:
-        super()._start_afresh(index)
-        self._healed_since |= {index} & self._sent.keys()
 
     def _round_of(self, decision: Apply) -> Round:
         """Return the round of the own part in an entry, or a new one if it has none."""
@@ -333,7 +322,6 @@ class IslandDiLoCo(StreamingDiLoCo):
             turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
             round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
             payload = self._encoder.encode(delta, part.fragment, part.number, part.slot)
-        self._payloads[part.fragment] = payload
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
         collected = collect(payload, sizes, group)

@@ -52,12 +52,9 @@ class Mode(Enum):
     """How an entry changes the parameters theta, from the shared copies Theta around it."""
 
     MIX = "mix"
-    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
+    """theta = alpha theta + (1 - alpha) Theta_new: the entry has an own part, be it late."""
     ADD = "add"
     """theta += Theta_new - Theta_old: the entry has no own part."""
-    ADD_OWN = "add own"
-    """theta += (1 - alpha) (Theta_new - Theta_old + own decoded part): late. As `MIX`, but all work
-    since the send remains."""
     RESET = "reset"
     """theta = Theta_new: the own part was not finite."""
 
@@ -328,11 +325,7 @@ class Island:
         own_round = part.base == entry.close.version - 1
         if own_round and self.step < due and not self.stopped:
             return None
-        if not part.finite:
-            return Mode.RESET
-        # `MIX` scales down the work since the send. Later there is more of it, and it must stay.
-        in_time = own_round and self.step == due
-        return Mode.MIX if in_time else Mode.ADD_OWN
+        return Mode.MIX if part.finite else Mode.RESET
 
     def finish_apply(self, fragment: int, now: float) -> None:
         """Count the first entry not yet applied as applied."""
