@@ -1,6 +1,7 @@
 """Mistakes of a user are a line; errors of the program keep their traceback."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 import torchtitan_diloco.trainer
+from tests.processes import ProcessPool
 from tests.test_trainer import settings, words
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.train import main
+from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.train import join, main
 from torchtitan_diloco.utils import clock, is_user_error
 
 
@@ -37,6 +40,23 @@ def test_an_error_of_the_program_on_the_first_rank_keeps_its_traceback(
     with pytest.raises(ValueError, match="cannot convert float NaN") as caught:
         main(words(settings(text)))
     assert caught.traceback[-1].name == "clock"
+
+
+def _join_alone() -> str:
+    if os.environ["RANK"] == "1":
+        return "never came"
+    wanted = {"diloco.workers": "2", "distributed.init_timeout_seconds": "1"}
+    with pytest.raises(RanksLostError) as lost:
+        join(load_config("debug", {**wanted, "run.device": "cpu"}))
+    return str(lost.value)
+
+
+def test_a_process_that_others_do_not_reach_says_over_which_interface(
+    processes: ProcessPool,
+) -> None:
+    reason, _ = processes.run(_join_alone, 2)
+    assert "could not connect to all other processes over the lo" in reason
+    assert "within distributed.init_timeout_seconds = 1: " in reason
 
 
 @pytest.mark.parametrize(

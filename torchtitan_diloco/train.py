@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 
 import torch
@@ -22,6 +23,9 @@ from torchtitan_diloco.utils import (
     run_and_exit,
     start_logging,
 )
+
+TORCH_SECONDS = 5.0
+"""For torch's own timeout, whose error says more."""
 
 
 def main(arguments: list[str]) -> int:
@@ -56,6 +60,22 @@ def main(arguments: list[str]) -> int:
 
 def join(config: Config) -> World:
     """Connect to the other processes of the run."""
+    limit = config.distributed.init_timeout_seconds
+    interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
+    reason = (
+        f"could not connect to all other processes over the {interface} interface within "
+        f"distributed.init_timeout_seconds = {limit}: if no other console has an earlier error, "
+        "set diloco.link.interface to one that leads to the other nodes, and open its ports "
+        "(docs/troubleshooting.md)"
+    )
+
+    def give_up() -> None:  # torch waits in C++, and gloo longer than it is told to
+        _print_error(reason)
+        os._exit(WORKER_LOST)
+
+    timer = threading.Timer(limit + TORCH_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         return join_world(
             config.distributed,
@@ -66,14 +86,9 @@ def join(config: Config) -> World:
             outer_loop=config.diloco.method != "none",
         )
     except RuntimeError as error:
-        interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
-        raise RanksLostError(
-            f"could not connect to all other processes over the {interface} interface within "
-            f"distributed.init_timeout_seconds = {config.distributed.init_timeout_seconds} "
-            f"({cause_of(error)}): if no other console has an earlier error, set "
-            "diloco.link.interface to one that leads to the other nodes, and open its ports "
-            "(docs/troubleshooting.md)"
-        ) from error
+        raise RanksLostError(f"{reason} ({cause_of(error)})") from error
+    finally:
+        timer.cancel()
 
 
 def set_determinism(run: Run) -> None:
