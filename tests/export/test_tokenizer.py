@@ -128,6 +128,29 @@ def test_a_tokenizer_json_gives_the_same_ids(kind: str, tmp_path: Path) -> None:
         assert read.decode(read.encode(text)) == text
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_regex": True}, "it has another model"),
+        ({"add_prefix_space": True}, "it has another model"),
+        ({"invert": True}, "it has another model"),
+        ({}, "it has no token for 1 of the 256 bytes"),
+    ],
+)
+def test_a_tokenizer_json_that_would_be_read_otherwise_is_refused(
+    change: dict[str, bool], said: str, tmp_path: Path
+) -> None:
+    content = json.loads(pair("cl100k_base")[1].to_str())
+    split, byte_level = content["pre_tokenizer"]["pretokenizers"]
+    (split if "invert" in change else byte_level).update(change)
+    if not change:
+        del content["model"]["vocab"]["\u0100"]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=said):
+        build_tokenizer(str(path))
+
+
 def test_a_conversion_that_differs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot be exported: for .* it gives the ids"):
         check_same_ids(from_ranks(learned_ranks()), pair("bytes")[1])

@@ -43,6 +43,8 @@ def read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int], s
     end = next((name for name in ENDS if name in special), "")
     if model.get("type", "BPE") != "BPE" or not pattern or made != sorted(made) or not merges:
         raise _refusal(path, "it has another model, or merges in another order than its ids")
+    if absent := 256 - sum(len(token) == 1 for token in ranks):
+        raise _refusal(path, f"it has no token for {absent} of the 256 bytes")
     if normalizer:
         raise _refusal(path, f"it changes text by {normalizer.get('type')} before it is encoded")
     if not end:
@@ -53,12 +55,13 @@ def read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int], s
 def _pattern(step: dict[str, Any]) -> str:
     """Return the pattern that splits text, or nothing if there is any other step."""
     steps = step.get("pretokenizers", [step])
-    kinds = [one.get("type") for one in steps]
-    if kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated":
-        return str(steps[0]["pattern"]["Regex"])
-    if kinds == ["ByteLevel"] and not steps[0].get("add_prefix_space"):
-        return GPT2_PATTERN
-    return ""
+    kinds, first, last = [one.get("type") for one in steps], steps[0], steps[-1]
+    splits = last.get("use_regex", True)  # by GPT-2's pattern
+    if last.get("add_prefix_space"):
+        return ""
+    if kinds == ["Split", "ByteLevel"] and first["behavior"] == "Isolated" and not splits:
+        return "" if first.get("invert") else str(first["pattern"]["Regex"])
+    return GPT2_PATTERN if kinds == ["ByteLevel"] and splits else ""
 
 
 def _refusal(path: Path, reason: str) -> ValueError:
