@@ -212,6 +212,8 @@ def test_workers_without_a_shared_disk_resume_from_the_newest_step_that_all_have
     nodes = [tmp_path / f"node-{rank}" / "run" for rank in range(2)]
     assert train(12) == ["run", "run"]
     shutil.rmtree(last(nodes[1]))  # the second node was lost before its part was complete
+    for error in train(0, **{"checkpoint.resume": "strict"}):
+        assert "step-00000012 is not in all places: set checkpoint.resume to another" in error
     assert train(0) == ["run", "run"]
     assert_same_tensors(tmp_path / "whole", nodes)
     assert (nodes[0] / "checkpoints/step-00000012.damaged").is_dir()

@@ -75,14 +75,16 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     wrong: dict[str, str] = {}
     for name in everywhere:
         manifest, wrong[name] = _verify(world, Path(own[name]))
-        if not wrong[name]:
+        ahead = [one for _, names in found for one in names[: names.index(name)]]
+        absent = [f"{one} is not in all places" for one in ahead if one not in wrong]
+        if not wrong[name] and (resume == "auto" or not absent):
             newer = list(own)[: list(own).index(name)]
             damaged = {own[one]: wrong.get(one, f"{one} is not in all places") for one in newer}
             return Start(folder, own[name], manifest, damaged)
         if resume != "auto":
             raise ValueError(
-                f'{wrong[name]}: set checkpoint.resume to another checkpoint, or to "auto", which '
-                "takes the newest one in run.folder that is not damaged"
+                f"{wrong[name] or absent[0]}: set checkpoint.resume to another checkpoint, or to "
+                '"auto", which takes the newest one in run.folder that all places have undamaged'
             )
     if wrong:
         raise ValueError(

@@ -248,8 +248,9 @@ class Checkpoint:
     """Also keep all checkpoints whose step is a multiple of this. 0: none."""
     resume: str = "auto"
     """`auto`: resume from the latest checkpoint in `run.folder`, if any, that is not damaged.
-    `strict`: the same, but a damaged one is an error. `never`: start a new run. A run folder:
-    resume that run there. A checkpoint folder: start a new run from it."""
+    `strict`: the same, but one that is damaged, or that some places lack, is an error. `never`:
+    start a new run. A run folder: resume that run there. A checkpoint folder: start a new run from
+    it."""
     new_workers: Literal["fresh", "copy"] = "fresh"
     """Inner optimizer state of workers that the saved run did not have: `fresh`, or a `copy` of
     another worker's. Their parameters are the shared ones."""
