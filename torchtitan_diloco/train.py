@@ -85,6 +85,8 @@ def join(config: Config) -> World:
             fsdp=config.parallel.fsdp,
             outer_loop=config.diloco.method != "none",
         )
+    except torch.AcceleratorError:  # such as a GPU that is in use
+        raise
     except RuntimeError as error:
         raise RanksLostError(f"{reason} ({cause_of(error)})") from error
     finally:
