@@ -47,6 +47,7 @@ from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
 from torchtitan_diloco.data.worker_shards import share_out
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
+from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
@@ -380,9 +381,12 @@ class Trainer:
             f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
-        log_plan(self.plan, config.training, self.world, model_line, data_line)
-        outer_loop = config.diloco.method == "streaming"
-        check_size(self.plan, self.world, self.flops_per_token, outer_loop=outer_loop)
+        lines, optimizer = (model_line, data_line), config.optimizer.name
+        log_plan(self.plan, config.training, self.world, *lines, optimizer=optimizer)
+        size = self.plan, self.world, self.flops_per_token
+        streaming = config.diloco.method == "streaming"
+        outer_bytes = state_bytes(config.diloco) if streaming else 0
+        check_size(*size, optimizer=optimizer, outer_bytes=outer_bytes)
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)

@@ -51,6 +51,9 @@ FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
 PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup")
+PAGE_CACHE = ("active_file", "inactive_file")
+"""Memory of a container that holds files, which is given up when it is needed."""
 IGNORE_INDEX = -100
 """Target of a position that does not count in the loss."""
 PEAK_BF16_FLOPS = {
@@ -148,10 +151,11 @@ def free_memory_bytes(device: "torch.device") -> float:
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [1024.0 * int(one.split()[1]) for one in lines if one.startswith("MemAvailable:")]
-    group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # "max" is no limit
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(float(limit - used))
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        cached = [int(one.split()[1]) for one in lines if one.startswith(PAGE_CACHE)]
+        found.append(float(limit - used + sum(cached)))
     return min(found)
 
 

@@ -1,29 +1,37 @@
 """A run that cannot fit is refused before memory is taken, and one that takes months says so."""
 
 import logging
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from torchtitan_diloco import utils
 from torchtitan_diloco.components import run_plan
 from torchtitan_diloco.components.run_plan import RunPlan, check_size
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import GIB
+from torchtitan_diloco.utils import GIB, free_memory_bytes
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
-LARGE = RunPlan(GIB, 0, accumulation=1, tokens_per_step=1000, total_steps=10)
+LARGE = RunPlan(GIB, GIB // 4, accumulation=1, tokens_per_step=1000, total_steps=10)
 
 
-@pytest.mark.parametrize(("ranks", "outer_loop", "needed"), [(1, False, 16), (2, True, 56)])
+@pytest.mark.parametrize(
+    ("ranks", "optimizer", "outer_bytes", "needed"),
+    [(1, "adamw", 0, 16), (2, "adamw", 12, 56), (1, "muon", 8, 21)],
+)
 def test_what_does_not_fit_into_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, outer_loop: bool, needed: int
+    monkeypatch: pytest.MonkeyPatch, ranks: int, optimizer: str, outer_bytes: int, needed: int
 ) -> None:
+    """A quarter of the parameters are embeddings, which are AdamW's with either optimizer."""
+    check = partial(check_size, LARGE, ALONE, 1, optimizer=optimizer, outer_bytes=outer_bytes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(run_plan, "free_memory_bytes", lambda _: needed * GIB)
-    check_size(LARGE, ALONE, 1, outer_loop=outer_loop)
+    check()
     monkeypatch.setattr(run_plan, "free_memory_bytes", lambda _: needed * GIB - 1)
     with pytest.raises(ValueError, match=rf"need {needed}.0 GiB on this machine.*--config 35m"):
-        check_size(LARGE, ALONE, 1, outer_loop=outer_loop)
+        check()
 
 
 @pytest.mark.parametrize(("flops", "said"), [(10**6, False), (10**18, True)])
@@ -32,5 +40,17 @@ def test_a_run_of_months_is_told_so(
 ) -> None:
     monkeypatch.setattr(run_plan, "free_memory_bytes", lambda _: 1000 * GIB)
     with caplog.at_level(logging.WARNING, "torchtitan_diloco"):
-        check_size(LARGE, ALONE, flops, outer_loop=False)
+        check_size(LARGE, ALONE, flops, optimizer="adamw", outer_bytes=0)
     assert ("10,000 tokens take" in caplog.text) == said
+
+
+@pytest.mark.parametrize(("limit", "free"), [("1000", 350), ("max", None)])
+def test_files_that_a_container_has_read_are_not_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, free: int | None
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("950\n")
+    (tmp_path / "memory.stat").write_text("anon 600\nactive_file 100\ninactive_file 200\n")
+    monkeypatch.setattr(utils, "CGROUP", tmp_path)
+    found = free_memory_bytes(torch.device("cpu"))
+    assert found == free if free is not None else found > 1000

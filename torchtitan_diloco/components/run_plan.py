@@ -22,10 +22,6 @@ from torchtitan_diloco.utils import (
     peak_flops,
 )
 
-INNER_BYTES = 16
-"""Bytes of a parameter, its gradient and AdamW's two moments, all in fp32."""
-OUTER_BYTES = 12
-"""Bytes of its shared copy, outer momentum and delta."""
 CORE_FLOPS, LONG_DAYS = 1e11, 60
 """FLOP/s that few CPU cores reach, and days after which a run is unlikely to be meant."""
 
@@ -44,6 +40,14 @@ class RunPlan:
     start_tokens: int = 0
     ranks: int = 1
     """Ranks of all workers, those of other islands included."""
+
+    def inner_bytes(self, optimizer: str) -> float:
+        """Return the bytes of a parameter, its gradient and its moments, all in fp32, on average.
+
+        AdamW has two moments, Muon one for each matrix of a block.
+        """
+        in_blocks = 1 - self.embedding_parameters / self.parameters
+        return 16 - 4 * in_blocks if optimizer == "muon" else 16
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also those of earlier starts with other batches."""
@@ -121,13 +125,20 @@ def validation_due(step: int, finished: bool, every: int) -> bool:
 
 
 def log_plan(
-    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str
+    plan: RunPlan,
+    training: Training,
+    world: World,
+    model_line: str,
+    data_line: str,
+    *,
+    optimizer: str,
 ) -> None:
     """Log how the numbers of the run are derived, one line each, before memory is taken."""
     ranks, start = world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} here" if plan.ranks > world.size else ""
-    gib = INNER_BYTES * plan.parameters / ranks / GIB
+    bytes_each = plan.inner_bytes(optimizer)
+    gib = bytes_each * plan.parameters / ranks / GIB
     total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
     resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
     steps = resumed if start else f"x {each} tokens"
@@ -142,15 +153,20 @@ def log_plan(
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens",
         "run": f"{plan.total_steps:,} steps {steps} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} per parameter",
-        "memory": f"{plan.parameters:,} parameters x {INNER_BYTES} bytes / {ranks} ranks = "
+        "memory": f"{plan.parameters:,} parameters x {bytes_each:.3g} bytes / {ranks} ranks = "
         f"{gib:.2f} GiB a rank for parameters, gradients and optimizer, without activations",
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
 
 
-def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_loop: bool) -> None:
-    """Raise if the state of the run cannot fit into memory, and warn if it can hardly end."""
+def check_size(
+    plan: RunPlan, world: World, flops_per_token: int, *, optimizer: str, outer_bytes: int
+) -> None:
+    """Raise if the state of the run cannot fit into memory, and warn if it can hardly end.
+
+    `outer_bytes`: bytes of a parameter in the outer loop's buffers.
+    """
     device, ranks, smaller = world.device, local_ranks(), "--config 35m, or --config debug to try"
     tokens = plan.tokens_at(plan.total_steps) - plan.start_tokens
     peak = peak_flops(device) or (device.type == "cpu" and CORE_FLOPS * available_cores() / ranks)
@@ -163,13 +179,13 @@ def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_loop:
 
     def check_memory() -> None:
         on_host = device.type == "cpu"
-        bytes_each = INNER_BYTES + OUTER_BYTES * (outer_loop and on_host)
+        bytes_each = plan.inner_bytes(optimizer) + outer_bytes * on_host
         needed = bytes_each * plan.parameters / world.ranks_per_worker * (ranks if on_host else 1)
         if needed > (free := free_memory_bytes(device)):
             raise ValueError(
                 f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this "
                 f"{'machine' if on_host else 'GPU'}, without activations, and {free / GIB:.1f} GiB "
-                f"are free: use more ranks or machines per worker, or a smaller model ({smaller})"
+                f"are {'free' if on_host else 'there'}: use more ranks or machines per worker, or a smaller model ({smaller})"
             )
 
     on_all_ranks(world, check_memory)

@@ -123,14 +123,19 @@ def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
             local.copy_(sent)
 
 
+def state_bytes(config: DiLoCoConfig) -> int:
+    """Return the bytes of a parameter in the buffers of its fragment."""
+    slots = STATE_BUFFERS[config.outer_optimizer.name]
+    return 4 * (2 + slots + config.quantization.error_feedback)
+
+
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
     """Return where the outer state lives, and where deltas are encoded."""
     locals_ = [part.local() for fragment in fragments for part in fragment.parts]
     device, choice = locals_[0].device, config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
         return torch.device("cpu")
-    buffers = 2 + STATE_BUFFERS[config.outer_optimizer.name] + config.quantization.error_feedback
-    wanted = 4 * buffers * sum(local.numel() for local in locals_)
+    wanted = state_bytes(config) * sum(local.numel() for local in locals_)
     total = torch.cuda.get_device_properties(device).total_memory
     return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
 
