@@ -185,7 +185,8 @@ def check_size(
             raise ValueError(
                 f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this "
                 f"{'machine' if on_host else 'GPU'}, without activations, and {free / GIB:.1f} GiB "
-                f"are {'free' if on_host else 'there'}: use more ranks or machines per worker, or a smaller model ({smaller})"
+                f"are {'free' if on_host else 'there'}: use more ranks or machines per worker, or "
+                f"a smaller model ({smaller})"
             )
 
     on_all_ranks(world, check_memory)
