@@ -123,7 +123,7 @@ class Telemetry:
         self._live = tqdm(
             total=plan.total_steps,
             initial=state.step,
-            unit="step",
+            unit=" steps",
             colour="green",
             leave=False,
             dynamic_ncols=True,
@@ -225,9 +225,8 @@ class Telemetry:
             record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
             record["time/longest_gap_worker"] = gaps.index(max(gaps))
             self.write(logged.step, record)
-            line = _console_line(logged.step, self.plan.total_steps, record)
-            logger.info(line)
-            self._live.set_postfix_str(line.partition("  ")[2])
+            logger.info(_console_line(logged.step, self.plan.total_steps, record))
+            self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
 
     def _step_record(
         self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
