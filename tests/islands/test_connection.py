@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.islands.running import wait_until
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server, running_server
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
@@ -265,6 +266,21 @@ def test_no_server_is_an_error_at_first(monkeypatch: pytest.MonkeyPatch, server:
     both = dataclasses.replace(server.join, addresses=(address, *server.join.addresses))
     with Listener(both, "a/1") as listener:
         listener.wait_connected()
+
+
+def test_an_island_that_has_been_in_the_run_waits_for_its_server(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait()
+    connection = Connection(server.join, "a/1")
+    with ThreadPoolExecutor() as pool:
+        started = pool.submit(connection.start, 0, known=True)
+        wait_until(lambda: "waiting for the server of the islands" in caplog.text, "the warning")
+        server.start()
+        started.result(PATIENCE)
+    connection.close()
 
 
 def test_an_island_may_not_delete(server: Server) -> None:

@@ -1,5 +1,7 @@
 """The join string."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,12 @@ def test_a_join_string_is_read_as_it_is_written(
     join = Join(tuple(addresses), run, user, password)
     assert Join.parse(str(join)) == join
     assert "password" not in repr(join)
+
+
+def test_a_file_holds_a_join_string(tmp_path: Path) -> None:
+    join = Join(("host:1",), "run", "user", SECRET)
+    (tmp_path / "join.txt").write_text(f"{join}\n")
+    assert Join.parse(str(tmp_path / "join.txt")) == join
 
 
 def test_a_server_on_this_machine_needs_no_encryption() -> None:

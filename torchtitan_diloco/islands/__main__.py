@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--replicas", type=int, default=1, help="servers that have each stream")
     make.add_argument("--keep-gb", type=float, default=20.0, help=f"{keep} (default: 20)")
     for command in (status, leave, make):
-        command.add_argument("--join", required=True, help="join string, as `serve` prints it")
+        command.add_argument(
+            "--join", required=True, help="join string of `serve`, or a file with it"
+        )
     return parser
 
 
@@ -84,8 +86,9 @@ def _serve(options: argparse.Namespace) -> int:
         process = server.start()
         print(server.join)
         print(
-            f"Give this line, which contains a password, to each island: --islands.join '...'. "
-            f"Islands dial {server.join.addresses[0]}. Ctrl-C ends the server.",
+            f"Give this line, which contains a password, to each island: --islands.join '...', or "
+            f"the path of a file with it, such as {server.join_file}. Islands dial "
+            f"{server.join.addresses[0]}. Ctrl-C ends the server.",
             flush=True,
         )
         code = process.wait()

@@ -14,8 +14,9 @@ class Islands:
     """Workers as jobs of their own, which come and go while the others continue."""
 
     join: str = ""
-    """Join string that `torchtitan_diloco.islands serve` has printed. Empty: all workers are one
-    job. With islands, each job is one worker."""
+    """Join string that `torchtitan_diloco.islands serve` has printed, or a file that holds it, so
+    that no list of processes shows its password. Empty: all workers are one job. With islands, each
+    job is one worker."""
     name: str = ""
     """Name of this island. A job with the name of one that has died takes its place."""
     slots: NotNegative = 0

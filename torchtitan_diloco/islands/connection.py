@@ -40,7 +40,8 @@ RECORD_BYTES = 1_000_000
 """A server takes messages of at most 1 MiB, if it is not configured otherwise."""
 UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
 """Chunks under way at a time. Parts go first, so they have more."""
-FIRST_CONNECTION_SECONDS = 10.0
+FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
+"""Patience of an island that starts, and of one that has been in the run: a server may reboot."""
 LOG_PATIENCE, BULK_PATIENCE = 3.0, 60.0
 """Seconds that the server may be silent. Pings come behind chunks, which may go over a slow link.
 When the log's connection is lost, that of the chunks is given up, too."""
@@ -83,13 +84,14 @@ class Connection:
         self._closed, self._warned = False, ""
         self._lock = threading.Lock()
 
-    def start(self, after: int) -> None:
+    def start(self, after: int, *, known: bool = False) -> None:
         """Connect, and follow the log behind record `after`.
 
-        Raises a ValueError if that is not possible within some seconds. Later on, the connection
-        is made again whenever it is lost.
+        Raises a ValueError if that is not possible within some seconds, or minutes if the server is
+        `known`. Later on, the connection is made again whenever it is lost.
         """
         check_installed()
+        self._patience = SERVER_IS_BACK_SECONDS if known else FIRST_CONNECTION_SECONDS
         self._delivered = after
         self._thread.start()
         first = self._loop.create_future()
@@ -183,7 +185,7 @@ class Connection:
     async def _keep_connected(self, first: "asyncio.Future[None]") -> None:
         """Connect again whenever the connection of the log is lost."""
         reason, pause = "", PAUSE
-        give_up = self._loop.time() + FIRST_CONNECTION_SECONDS
+        give_up = self._loop.time() + self._patience
         addresses = random.sample(self._join.addresses, len(self._join.addresses))
         for address in itertools.cycle(addresses):
             if self._closed:  # nats-py ignores some cancellations
@@ -207,8 +209,11 @@ class Connection:
                 self._in_background(session.close())
             if not first.done():
                 if isinstance(failure, RefusedError) or self._loop.time() > give_up:
-                    first.set_exception(_first_error(failure))
+                    first.set_exception(_first_error(failure, self._patience))
                     return
+                if str(failure) != reason and self._patience > FIRST_CONNECTION_SECONDS:
+                    reason = str(failure)
+                    logger.warning(f"waiting for the server of the islands: {reason}")
             elif str(failure) != reason:
                 reason = str(failure)
                 self.events.put(Disconnected(reason))
@@ -339,10 +344,10 @@ def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
     logger.log(level, "%s: %s", context["message"], error, exc_info=error)
 
 
-def _first_error(failure: Exception) -> ValueError:
+def _first_error(failure: Exception, patience: float) -> ValueError:
     if isinstance(failure, ValueError):
         return failure
     return ValueError(
-        f"islands.join: no connection within {FIRST_CONNECTION_SECONDS:g} s ({failure}): check "
+        f"islands.join: no connection within {patience:g} s ({failure}): check "
         "that the server runs, and that its address and port can be reached from here"
     )

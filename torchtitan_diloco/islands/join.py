@@ -6,6 +6,7 @@ import ipaddress
 import re
 import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import quote, unquote
 
 RUN_PATTERN = r"[A-Za-z0-9_-]{1,64}"
@@ -35,6 +36,9 @@ class Join:
 
     @classmethod
     def parse(cls, text: str) -> "Join":
+        """Read a join string, or a file that holds one."""
+        if "#" not in text and Path(text).is_file():
+            text = Path(text).read_text()
         found = _JOIN.fullmatch(text.strip())
         if found is None:
             raise _error(text, f"is not of the form {FORM}")

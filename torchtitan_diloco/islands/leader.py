@@ -87,7 +87,7 @@ class Leader:
 
     def replay(self, saved: Saved | None) -> Facts:
         """Connect, and read the log as it is. Return the facts of the run."""
-        self._connection.start(after=0)
+        self._connection.start(after=0, known=saved is not None)
         self._beats.start()
         facts = self._joining.read_facts(saved)
         self.state = State(self._checksum, self._joining.begin(facts, saved))

@@ -64,6 +64,7 @@ class Server:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
         self.join = self._join(ISLAND, settings.password, settings.address)
         self.admin = self._join(ADMIN, settings.admin_password, host)
+        self.join_file = folder / "join.txt"
 
     def start(self) -> "subprocess.Popen[str]":
         """Start nats-server, and make the streams if the folder is new."""
@@ -72,6 +73,7 @@ class Server:
         _check_port(self.settings.host, port)
         self._check_disk()
         program = find_server()
+        _write_secret(self.join_file, f"{self.join}\n")
         path = self.folder / "nats-server.json"
         _write_secret(path, json.dumps(self._configuration(), indent=1))
         self.process = subprocess.Popen(
