@@ -3,9 +3,10 @@
 import pytest
 
 from torchtitan_diloco.config import Config, ConfigError, load_config
-from torchtitan_diloco.config.checks import READ_WITH, unused_settings
+from torchtitan_diloco.config.checks import READ_WITH, run_warnings, unused_settings
 from torchtitan_diloco.config.loader import shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.diloco.config import advice
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,11 @@ from torchtitan_diloco.config.schema import flat_settings
         ({"training.global_batch_size": "17"}, "training.global_batch_size"),
         ({"run.name": "../elsewhere"}, "run.name"),
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
+        ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
+        (
+            {"diloco.beginning.steps": "9", "diloco.sync_every": "1", "diloco.overlap.delay": "0"},
+            "diloco.beginning.sync_every",
+        ),
         ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
         ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
         ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
@@ -65,3 +71,25 @@ def test_shipped_configs_have_no_unused_settings(name: str) -> None:
 def test_table_of_unused_settings_has_known_keys() -> None:
     deciders = {decider for decider, _ in READ_WITH.values()}
     assert {*READ_WITH, *deciders} <= set(flat_settings(Config()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"diloco.beginning.steps": "20"}, "beginning.steps = 20 is not shorter than the run"),
+        ({"diloco.beginning.steps": "19"}, "the run has 2 outer rounds"),
+        ({"diloco.sync_every": "30"}, "nothing is ever exchanged"),
+        ({"diloco.sync_every": "30", "diloco.average_at_end": "true"}, "the run has 0 outer"),
+    ],
+)
+def test_advice_counts_the_beginning_and_the_end(settings: dict[str, str], words: str) -> None:
+    config = load_config("debug", {"diloco.sync_every": "10"} | settings)
+    assert words in advice(config.diloco, total_steps=20)[0]
+
+
+@pytest.mark.parametrize("key", ["mixing", "mixing_end"])
+def test_islands_that_keep_little_of_their_work_are_warned(key: str) -> None:
+    changes = {f"diloco.overlap.{key}": "0.1", "islands.local": "2"}
+    for settings, number in ((changes, 1), ({"islands.local": "2"}, 0)):
+        warnings = run_warnings(load_config("debug", settings), total_steps=300)
+        assert sum("mixing_end = 0.1 with islands" in line for line in warnings) == number

@@ -80,3 +80,17 @@ def test_a_group_without_gloo_is_refused(processes: ProcessPool) -> None:
     function = "torch.distributed.get_backend_config"
     for message in processes.run(_refusal, 2, function, ["cuda:nccl"] * 2):
         assert 'hand in dist.new_group(ranks, backend="gloo")' in message
+
+
+def _refusal_of_lengths() -> str:
+    dist.init_process_group("gloo")
+    steps = 100 + dist.get_rank()
+    with pytest.raises(ValueError, match="started differently") as error:
+        StreamingDiLoCo(Net(), dist.group.WORLD, AVERAGE_EVERY_STEP, total_steps=steps)
+    return str(error.value)
+
+
+def test_workers_with_runs_of_other_lengths_are_refused(processes: ProcessPool) -> None:
+    """They would mix in other shares, and exchange once more after other steps."""
+    for message in processes.run(_refusal_of_lengths, 2):
+        assert "total_steps: 100 on worker 0, 101 on worker 1" in message

@@ -1,10 +1,14 @@
 """Tests of the decisions of one island, from what it knows of the others."""
 
+from typing import Any
+
 import pytest
 
+from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Members
-from torchtitan_diloco.islands.records import Facts, Take, encode
+from torchtitan_diloco.islands.records import Close, Facts, Open, Part, Take, encode, subject_of
+from torchtitan_diloco.islands.rules import Island, Timing
 
 EXPIRY = 4.0
 
@@ -87,3 +91,41 @@ def test_an_island_takes_the_slot_of_its_earlier_start_and_no_other() -> None:
     assert members.slot_to_take(state, "i1/again", 5.0) == (1, "i1")
     with pytest.raises(ValueError, match="i0 is running already"):
         members.slot_to_take(state, "i0/again", 5.0)
+
+
+def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends() -> None:
+    """It has the work of fifty cycles. The next round must not count on as much."""
+    state, members = two_owners(), Members(EXPIRY)
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    members.connect(0.0)
+    pass_time(members, 0.0, 10.0, "i0", "i1")
+    ends, weights = [0, 0], [(20, 20), (20, 1000), (20,)]
+
+    def read(record: Open | Part | Close) -> int:
+        sequence = state.sequence + 1
+        assert not island.read(sequence, subject_of(record), encode(record), now=0.0).void
+        return sequence
+
+    for version, of_slots in enumerate(weights):
+        who: dict[str, Any] = {"run": "r", "fragment": 0}
+        read(Open(**who, slot=0, incarnation="i0", version=version + 1, grace=1.0))
+        checked = {}
+        for slot, weight in enumerate(of_slots):
+            start, ends[slot] = ends[slot], ends[slot] + weight
+            part = Part(
+                **who,
+                slot=slot,
+                incarnation=f"i{slot}",
+                number=version + 1,
+                base=version,
+                checksum="v0",
+                start=start,
+                end=ends[slot],
+                weight=weight,
+                finite=True,
+            )
+            checked[read(part)] = ""
+        close = island.close(0, checked, lr=1.0, now=10.0)
+        assert close is not None
+        assert close.lr == (1.0 if len(of_slots) == 2 else 0.5)
+        read(close)

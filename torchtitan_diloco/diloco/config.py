@@ -169,12 +169,17 @@ Mistakes = Iterator[tuple[str, str]]
 
 def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     """Check settings of the outer loop that depend on each other."""
-    outer, every = diloco.outer_optimizer, diloco.sync_every
+    outer, every, first = diloco.outer_optimizer, diloco.sync_every, diloco.beginning
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
         yield "diloco.fragments.modules", reason
     if diloco.overlap.delay >= every:
         yield "diloco.overlap.delay", f"must be smaller than diloco.sync_every = {every}"
+    if first.steps and first.sync_every > every:
+        reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
+        yield "diloco.beginning.sync_every", reason
+    if not first.steps and first.sync_every != Beginning.sync_every:
+        yield "diloco.beginning.sync_every", "is only read with diloco.beginning.steps: set both"
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
@@ -209,8 +214,13 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     if config.method == "none":
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
-    rounds = total_steps // every
-    if rounds == 0:
+    rounds, beginning = total_steps // every, config.beginning.steps
+    if 0 < total_steps <= beginning:
+        found.append(
+            f"diloco.beginning.steps = {beginning} is not shorter than the run of {total_steps} "
+            "steps, so the outer optimizer and the overlap are never used: shorten it"
+        )
+    elif rounds == 0 and not (beginning or config.average_at_end):
         found.append(
             f"diloco.sync_every = {every} is longer than the run of {total_steps} steps: nothing "
             "is ever exchanged and the workers end apart; lower it"

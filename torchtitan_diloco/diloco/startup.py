@@ -69,6 +69,7 @@ def agree_on_run(
     config: DiLoCoConfig,
     fragments: tuple[Fragment, ...],
     device: torch.device,
+    total_steps: int,
     *,
     seed: int,
     run_id: str,
@@ -81,6 +82,7 @@ def agree_on_run(
     mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
     mine |= {
         "code": code_fingerprint(),
+        "total_steps": str(total_steps),
         "seed": str(seed),
         "run id": run_id,
         "model": _layout(fragments),

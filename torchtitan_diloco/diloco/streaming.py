@@ -88,7 +88,7 @@ class StreamingDiLoCo:
         self._inner_steps = healing.InnerSteps(optimizer)
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
-        about = config, self.fragments, device
+        about = config, self.fragments, device, total_steps
         self._run = startup.agree_on_run(group, *about, seed=seed, run_id=run_id)
         if group is not None and self.workers > 1:
             startup.broadcast_from_first(group, model)

@@ -19,7 +19,7 @@ from torchtitan_diloco.islands.members import Members
 from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal
 
 LAGS = 8
-"""Latest parts of a slot by which an island knows how long they take to arrive."""
+"""Latest parts of a slot by which an island knows what they weigh and how long they take."""
 PATIENCE = 1.5
 """Times the usual lag of a part for which a round stays open for it."""
 
@@ -122,8 +122,8 @@ class Island:
         self.leaving = False
         self._lags = [deque[float](maxlen=LAGS) for _ in state.slots]
         """Seconds from the opening of a round until a slot's part could be used here."""
-        self._weights: dict[tuple[int, int], int] = {}
-        """Of the latest part of each fragment and slot."""
+        self._weights = [[deque[int](maxlen=LAGS) for _ in state.slots] for _ in state.fragments]
+        """Of the latest parts, by fragment and slot."""
         self._measured = [0] * len(state.fragments)
         """Last part of each fragment whose lag is known."""
         self._clock_floor = 0
@@ -157,7 +157,7 @@ class Island:
             sync = self.syncs[record.fragment]
             sync.disputed = sync.disputed or outcome.disputed
             if isinstance(record, Part) and not outcome.void:
-                self._weights[record.fragment, record.slot] = record.weight
+                self._weights[record.fragment][record.slot].append(record.weight)
             if isinstance(record, Part) and sync.sent is not None:
                 own = record.incarnation == self.incarnation
                 returned = own and record.number == sync.sent.number
@@ -284,12 +284,14 @@ class Island:
         """Return the weight of these parts as a share of what all ready islands send in a cycle.
 
         An entry of half of the islands takes half an outer step: those that come late take the
-        other half. With whole steps, late islands would move the shared copy twice as far.
+        other half. With whole steps, late islands would move the shared copy twice as far. The
+        first part after an outage weighs as many cycles, so what a slot usually sends counts.
         """
         named = [self.state.fragments[fragment].waiting[number] for number in parts]
         missing = set(ready) - {part.slot for part in named}
         taken = sum(part.weight for part in named)
-        weight = sum(self._weights.get((fragment, slot), 0) for slot in missing)
+        known = (self._weights[fragment][slot] for slot in missing)
+        weight = sum(statistics.median_low(weights) for weights in known if weights)
         return taken / (taken + weight) if taken and weight else 1.0
 
     def _is_pending(self, fragment: int) -> bool:
