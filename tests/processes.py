@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PATIENCE = 200
+PATIENCE = 150
 """Seconds after which a function hangs."""
 DIED = "the process died"
 FORKS = mp.get_context("forkserver")

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_diloco.config import Config, ConfigError, load_config
-from torchtitan_diloco.config.checks import READ_WITH, run_warnings, unused_settings
+from torchtitan_diloco.config.checks import READ_WITH, unused_settings
 from torchtitan_diloco.config.loader import shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.diloco.config import advice
@@ -85,11 +85,3 @@ def test_table_of_unused_settings_has_known_keys() -> None:
 def test_advice_counts_the_beginning_and_the_end(settings: dict[str, str], words: str) -> None:
     config = load_config("debug", {"diloco.sync_every": "10"} | settings)
     assert words in advice(config.diloco, total_steps=20)[0]
-
-
-@pytest.mark.parametrize("key", ["mixing", "mixing_end"])
-def test_islands_that_keep_little_of_their_work_are_warned(key: str) -> None:
-    changes = {f"diloco.overlap.{key}": "0.1", "islands.local": "2"}
-    for settings, number in ((changes, 1), ({"islands.local": "2"}, 0)):
-        warnings = run_warnings(load_config("debug", settings), total_steps=300)
-        assert sum("mixing_end = 0.1 with islands" in line for line in warnings) == number

@@ -105,6 +105,8 @@ class Process:
         self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
         """For each fragment: version -> hash of the entry that made it."""
         self.training = self.blocked = False
+        self.mixed_late = set[int]()
+        """Fragments whose next deltas have a share of older work."""
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
@@ -338,6 +340,8 @@ class Process:
                 old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
                 theta = self.theta[fragment]
                 self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
+                if mode.value == "mix late":
+                    self.mixed_late.add(fragment)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
                 island.finish_apply(fragment, self.now)
@@ -355,7 +359,8 @@ class Process:
         delta = toy.encode_delta(self.theta[fragment], shared.theta)
         checksum = self.copies.checksum(fragment, base)
         part = island.send(fragment, checksum, self.now, finite=fragment not in self.poisoned)
-        if self.nature.not_finite_at < 0:  # a reset loses work
+        exact = fragment not in self.mixed_late and self.nature.not_finite_at < 0
+        if exact:  # a reset loses work
             world.check_samples(part, delta)
         self.stored.pop(fragment, None)
         world.after(self.nature.upload, partial(self.store, part, delta), self)

@@ -86,7 +86,9 @@ def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, alpha: int) -> Ve
     """`alpha`: the share of the local parameters, as a number modulo the prime."""
     if mode is Mode.RESET:
         return dict(new)
-    if mode is Mode.MIX:
+    if mode is Mode.MIX_LATE and not alpha:
+        alpha = inverse(2)
+    if mode in (Mode.MIX, Mode.MIX_LATE):
         return combine((alpha, theta), (1 - alpha, new))
     return combine((1, theta), (1, new), (-1, old))
 

@@ -9,8 +9,6 @@ from torchtitan_diloco.islands.config import Islands, islands_mistakes
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
 
-ISLANDS_MIXING = 0.25
-"""Local share below which islands lose much of their work when parts are late."""
 
 PARTS = ("strided", "sequential", "balanced")
 MOMENTUM = ("nesterov", "momentum", "adam", "sign_momentum")
@@ -117,14 +115,6 @@ def run_warnings(config: Config, total_steps: int) -> list[str]:
         found.append(
             f"lr_schedule.warmup_steps = {warmup_steps} is longer than the run of {total_steps} "
             "steps, so the peak learning rate is never reached: shorten it"
-        )
-    overlap = config.diloco.overlap
-    least = min(overlap.mixing, overlap.mixing_at(1.0))
-    if (config.islands.join or config.islands.local) and least < ISLANDS_MIXING:
-        found.append(
-            f"diloco.overlap.mixing or mixing_end = {least:g} with islands: an island keeps that "
-            "share of what it trains between a send and an entry that comes late, and loses the "
-            "rest; set mixing = 0.5 and no mixing_end, unless parts are never late"
         )
     if stop_after >= total_steps:
         found.append(

@@ -41,6 +41,9 @@ from torchtitan_diloco.islands.restart import Saved, saved_state
 from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.utils import logger
 
+LATE_MIXING = 0.5
+"""Least share of the local parameters when a part was late."""
+
 
 class IslandDiLoCo(StreamingDiLoCo):
     """Outer loop of one island.
@@ -282,10 +285,11 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_.traffic.bytes_received = decision.received
         drop_gathered(self._model)
         new = copy.versions[decision.version]
-        if decision.mode is Mode.MIX:
+        if decision.mode in (Mode.MIX, Mode.MIX_LATE):
+            mixing = max(self._mixing(0, 1), LATE_MIXING * (decision.mode is Mode.MIX_LATE))
             measured = is_measured(decision.version, self.config.measure_every)
             state.delta = new
-            drift = state.apply(self._mixing(0, 1), measured=measured)
+            drift = state.apply(mixing, measured=measured)
             round_.drift = round_.drift if drift is None else drift
         else:
             old, state.outer = state.outer, new

@@ -52,7 +52,9 @@ class Mode(Enum):
     """How an entry changes the parameters theta, from the shared copies Theta around it."""
 
     MIX = "mix"
-    """theta = alpha theta + (1 - alpha) Theta_new: the entry has an own part, be it late."""
+    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
+    MIX_LATE = "mix late"
+    """The same with an alpha of 1/2 at least: what was trained since the send must not be lost."""
     ADD = "add"
     """theta += Theta_new - Theta_old: the entry has no own part."""
     RESET = "reset"
@@ -327,7 +329,9 @@ class Island:
         own_round = part.base == entry.close.version - 1
         if own_round and self.step < due and not self.stopped:
             return None
-        return Mode.MIX if part.finite else Mode.RESET
+        if not part.finite:
+            return Mode.RESET
+        return Mode.MIX if own_round and self.step <= due else Mode.MIX_LATE
 
     def finish_apply(self, fragment: int, now: float) -> None:
         """Count the first entry not yet applied as applied."""
