@@ -110,7 +110,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    clean = dict(os.environ)
+    clean, joined = dict(os.environ), True
     while True:
         try:
             function, arguments, environment = pipe.recv()
@@ -118,11 +118,16 @@ def _serve(pipe: Connection) -> None:
             return
         os.environ.clear()
         os.environ.update(clean | environment)
+        if not joined:  # what failed to join has counted a group, and ranks must count alike
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
+            dist.destroy_process_group()
         try:
             outcome = (False, function(*arguments))
         except BaseException:
             outcome = (True, traceback.format_exc())
         finally:
-            if dist.is_initialized():
+            joined = dist.is_initialized()
+            if joined:
                 dist.destroy_process_group()
         pipe.send(outcome)
