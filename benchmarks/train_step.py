@@ -62,7 +62,7 @@ class Loop:
 
 @dataclass
 class Result:
-    """What was measured of a loop."""
+    """Measurements of one loop."""
 
     name: str
     parameters: int
@@ -70,9 +70,9 @@ class Result:
     """Mean seconds of a step in each round, and CPU seconds."""
     cpu: list[float]
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     mfu_percent: float
-    """Of our model; 0 if the peak is not known."""
+    """MFU of our model; 0 if the peak is not known."""
     peak_bytes: int
     """On an accelerator."""
 

@@ -28,7 +28,7 @@ PATIENT = Link(timeout_seconds=600)
 """Longer than a test may take: what ends in time was not ended by this."""
 PACE = Pace(beat=0.2, silence=1.5, again=60.0)
 VALUES = 6_000_000
-"""Of which sockets do not hold the payload."""
+"""Parameters of a delta that sockets do not hold."""
 STOP_SECONDS = 6.0
 """A busy machine holds nobody up for half of it."""
 

@@ -1,4 +1,4 @@
-"""Where the outer state lives, and what groups it is exchanged over."""
+"""The start of an outer loop: its settings, its groups, and the device of its state."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -125,9 +125,9 @@ class Island:
         self._lags = [deque[float](maxlen=LAGS) for _ in state.slots]
         """Seconds from the opening of a round until a slot's part could be used here."""
         self._weights = [[deque[int](maxlen=LAGS) for _ in state.slots] for _ in state.fragments]
-        """Of the latest parts, by fragment and slot."""
-        self._measured = [0] * len(state.fragments)
-        """Last part of each fragment whose lag is known."""
+        """Weights of the latest parts, by fragment and slot."""
+        self._measured = [set[int]() for _ in state.fragments]
+        """Waiting parts of each fragment whose lag is known."""
         self._clock_floor = 0
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
@@ -264,12 +264,13 @@ class Island:
     def _measure_lags(self, fragment: int, checked: Collection[int], now: float) -> None:
         """Note how long after the opening of their round new parts can be used."""
         sync, shared = self.syncs[fragment], self.state.fragments[fragment]
-        opened = shared.version + (shared.open is not None)
+        opened, measured = shared.version + (shared.open is not None), self._measured[fragment]
+        measured &= shared.waiting.keys()
         for number, part in shared.waiting.items():
-            if number in checked and number > self._measured[fragment] and part.base < opened:
+            if number in checked and number not in measured and part.base < opened:
                 lag = now - sync.opened_at if part.base + 1 == opened else math.inf
                 self._lags[part.slot].append(lag)
-                self._measured[fragment] = number
+                measured.add(number)
 
     def _patience(self, slots: Collection[int]) -> float:
         """Return how long a round stays open for the parts of these slots, if they are usual.
