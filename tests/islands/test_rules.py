@@ -140,17 +140,17 @@ def test_the_lags_of_parts_that_are_fetched_in_another_order_are_known() -> None
     pass_time(members, 0.0, 40.0, "i0", "i1")
 
     def read(record: type[Open] | type[Part], slot: int, now: float, **fields: Any) -> int:
-        who = {"run": "r", "fragment": 0, "slot": slot, "incarnation": f"i{slot}"}
-        made = record(**who, **fields)
+        fields |= {"run": "r", "fragment": 0, "slot": slot, "incarnation": f"i{slot}"}
+        made = record(**fields)
         assert not island.read(state.sequence + 1, subject_of(made), encode(made), now).void
         return state.sequence
 
     def part(slot: int, number: int, now: float) -> int:
-        ends = {"start": 20 * number - 20, "end": 20 * number, "weight": 20}
+        ends: dict[str, int] = {"start": 20 * number - 20, "end": 20 * number, "weight": 20}
         return read(Part, slot, now, number=number, base=number - 1, checksum="v0", **ends)
 
     read(Open, 0, 10.0, version=1, grace=0.5)
     first, second = part(0, 1, 10.0), part(1, 1, 10.0)
     assert island.close(0, {second: ""}, lr=1.0, now=10.1) is None
     assert island.close(0, {first: "", second: ""}, lr=1.0, now=12.0) is not None
-    assert [list(lags) for lags in island._lags[:2]] == [[2.0], [pytest.approx(0.1)]]
+    assert [list(lags) for lags in island._lags[:2]] == [[2.0], pytest.approx([0.1])]

@@ -265,7 +265,7 @@ class Island:
         """Note how long after the opening of their round new parts can be used."""
         sync, shared = self.syncs[fragment], self.state.fragments[fragment]
         opened, measured = shared.version + (shared.open is not None), self._measured[fragment]
-        measured &= shared.waiting.keys()
+        measured.intersection_update(shared.waiting)
         for number, part in shared.waiting.items():
             if number in checked and number not in measured and part.base < opened:
                 lag = now - sync.opened_at if part.base + 1 == opened else math.inf
