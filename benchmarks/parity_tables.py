@@ -292,6 +292,19 @@ MUON = [
     *(f"{CONTROL}, Muon, matrix lr {rate}" for rate in ("3e-3", "1.2e-2")),
     *(f"streaming, Muon, M={workers}, H={H}" for workers, H in ((2, 10), (2, 30), (4, 10))),
 ]
+FRONTIER = [
+    *(f"streaming, M=2, H={H}, {BEGINNING}, alpha falls" for H in (10, 30, 100)),
+    *(f"streaming, Muon, M=2, H={H}" for H in (10, 30, 100)),
+    f"streaming, M=4, H=10, {BEGINNING}, alpha falls",
+    *(f"streaming, Muon, M=4, H={H}" for H in (10, 100)),
+    *(f"streaming, M=2, H={H}" for H in (10, 30, 100)),
+    *(f"streaming, M=2, H={H}, alpha falls" for H in (10, 30, 100)),
+    "streaming, Muon, M=8, H=10",
+    f"streaming, M=8, H=10, {BEGINNING}, alpha falls",
+    "streaming, M=1, H=10",
+    "streaming, Muon, M=1, H=10",
+]
+"""Loss over bytes, the most important runs first."""
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 SHARDS = [f"shards: {kind}" for kind in ("none", "random", "clusters")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
@@ -299,7 +312,20 @@ BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)
 
 TABLES = {
     "beginning": Table(MANY_STEPS, 3000, [CONTROL, *ENDS], "warm-up 300"),
-    "muon": Table(MANY_STEPS, 3000, [CONTROL, *MUON], "warm-up 300"),
+    "muon": Table(
+        MANY_STEPS,
+        3000,
+        [CONTROL, *MUON],
+        "warm-up 300",
+        controls=dict.fromkeys(MUON[1:], MUON[0]),
+    ),
+    "bytes": Table(
+        MANY_STEPS,
+        3000,
+        [CONTROL, f"{CONTROL}, Muon", *FRONTIER],
+        "warm-up 300",
+        controls={name: f"{CONTROL}, Muon" for name in FRONTIER if "Muon" in name},
+    ),
     "parity": _parity(),
     "parity-tuning": Table(
         MANY_STEPS,
