@@ -18,7 +18,7 @@ from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
 
 LOSS = "validation/loss_nats_per_token_global"
-FOREVER = 1e9
+FOREVER = 1e6
 """Seconds."""
 
 

@@ -73,6 +73,14 @@ TERMS: dict[str, Settings] = {
     | {"diloco.outer_optimizer.lr": "0.7", "diloco.outer_optimizer.momentum": "0.5"},
     "averaged": WHOLE_MODEL
     | {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"},
+    "SparseLoCo": {
+        "diloco.quantization.codec": "topk",
+        "diloco.quantization.error_feedback": "true",
+        "diloco.overlap.mixing": "0",
+        "diloco.outer_optimizer.name": "sgd",
+        "diloco.outer_optimizer.lr": "1",
+    },
+    "topk": {"diloco.quantization.codec": "topk"},
     "alpha falls": {"diloco.overlap.mixing_end": "0"},
     "Muon": {"optimizer.name": "muon", "optimizer.matrix_lr": "6e-3"},
     "feedback": {"diloco.quantization.error_feedback": "true"},
@@ -97,6 +105,7 @@ NUMBERS = {
     "inner lr ": "optimizer.lr",
     "matrix lr ": "optimizer.matrix_lr",
     "warm-up ": "lr_schedule.warmup_steps",
+    "top ": "diloco.quantization.top_values",
     "means in ": "diloco.quantization.gather_codec",
     "blocks of ": "diloco.quantization.block_size",
     "drop probability ": "diloco.link.drop_probability",
@@ -298,11 +307,14 @@ FRONTIER = [
     f"streaming, M=4, H=10, {BEGINNING}, alpha falls",
     *(f"streaming, Muon, M=4, H={H}" for H in (10, 100)),
     *(f"streaming, M=2, H={H}" for H in (10, 30, 100)),
+    *(f"SparseLoCo, M=2, H=30, top {n}" for n in (10, 32)),
     *(f"streaming, M=2, H={H}, alpha falls" for H in (10, 30, 100)),
     "streaming, Muon, M=8, H=10",
     f"streaming, M=8, H=10, {BEGINNING}, alpha falls",
+    "topk, M=2, H=30, top 10",
+    "SparseLoCo, Muon, M=2, H=30, top 10",
+    "SparseLoCo, M=4, H=30, top 10",
     "streaming, M=1, H=10",
-    "streaming, Muon, M=1, H=10",
 ]
 """Loss over bytes, the most important runs first."""
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]

@@ -23,7 +23,7 @@ from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Position, blocks, buil
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
-BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]
+BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
 POSITION = Position(key=0x9234567812345678, start=7 * UNIT)
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
 

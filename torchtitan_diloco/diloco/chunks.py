@@ -26,20 +26,29 @@ def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tup
     return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
 
-def slice_size(values: int, workers: int) -> int:
+def slice_owners(workers: int, codec: Codec) -> int:
+    """Return over how many workers the averaging of a chunk is spread.
+
+    It is 1 where all workers send all others everything and average it themselves: two workers, and
+    sparse deltas, which are smaller than their mean.
+    """
+    return 1 if workers == 2 or codec.is_sparse else workers
+
+
+def slice_size(values: int, owners: int) -> int:
     """Return how many values of a chunk one worker averages.
 
-    With two workers these are all, with more an equal part in whole units, so that the bytes of a
+    With one owner these are all, with more an equal part in whole units, so that the bytes of a
     slice are contiguous in those of the chunk.
     """
-    return values if workers == 2 else -(-values // (workers * UNIT)) * UNIT
+    return values if owners == 1 else -(-values // (owners * UNIT)) * UNIT
 
 
-def slice_bounds(values: int, workers: int, worker: int) -> tuple[int, int]:
+def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
     """Return start and end of the part of a chunk that a worker averages; it may be empty."""
-    if workers == 2:
+    if owners == 1:
         return 0, values
-    size = slice_size(values, workers)
+    size = slice_size(values, owners)
     return min(worker * size, values), min((worker + 1) * size, values)
 
 
@@ -48,26 +57,26 @@ class Task(Enum):
 
     SEND = "send"
     AVERAGE = "average"
-    """Average what the first hop brought; with more than two workers also send the mean on."""
+    """Average what the first hop brought; with owners of slices also send the mean on."""
     COLLECT = "collect"
     """Take the means of the second hop."""
 
 
-def send_lead(window: int, workers: int) -> int:
+def send_lead(window: int, owners: int) -> int:
     """Return by how many chunks SEND is ahead of AVERAGE. Two hops share the window."""
-    return window - 1 if workers == 2 else window // 2
+    return window - 1 if owners == 1 else window // 2
 
 
-def pipeline_schedule(chunks: int, window: int, workers: int) -> Iterator[tuple[Task, int]]:
+def pipeline_schedule(chunks: int, window: int, owners: int) -> Iterator[tuple[Task, int]]:
     """Yield tasks and chunk numbers so that at most `window` chunks are in flight.
 
     The order is the same on every worker, so that every message meets its receiver.
     """
-    last, lead = window - 1, send_lead(window, workers)
+    last, lead = window - 1, send_lead(window, owners)
     for step in range(chunks + last):
         if step < chunks:
             yield Task.SEND, step
         if 0 <= step - lead < chunks:
             yield Task.AVERAGE, step - lead
-        if workers > 2 and 0 <= step - last < chunks:
+        if owners > 1 and 0 <= step - last < chunks:
             yield Task.COLLECT, step - last

@@ -1,8 +1,8 @@
 """The weighted mean of every worker's delta over the inter-worker group.
 
 Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All
-workers decode the same bytes, their own included, so they end with the same bits. With two workers
-each sends all it has to the other. With more, each worker owns a slice of every chunk: it receives
+workers decode the same bytes, their own included, so they end with the same bits. With two workers,
+and with sparse deltas, each sends all it has to the others. Else each worker owns a slice of every chunk: it receives
 the others' values of it, and sends the mean to all, encoded a second time.
 
 Messages go from worker to worker and not through collectives, so that a lost worker is known by
@@ -27,6 +27,7 @@ from torchtitan_diloco.diloco.chunks import (
     pipeline_schedule,
     send_lead,
     slice_bounds,
+    slice_owners,
     slice_size,
 )
 from torchtitan_diloco.diloco.codecs import Codec, Position
@@ -101,8 +102,9 @@ class Exchange:
         self._device, on_gpu = device, device.type != "cpu"
         self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
-        part = min(self._chunk, slice_size(self._chunk, self.workers))
-        meaning = range(self.workers if self.workers > 2 else 0)
+        self._owners = slice_owners(self.workers, codec)
+        part = min(self._chunk, slice_size(self._chunk, self._owners))
+        meaning = range(self.workers if self._owners > 1 else 0)
 
         def buffers(workers: Iterable[int], size: int) -> dict[int, Bytes]:
             return {one: room(size, device) for one in workers}
@@ -114,7 +116,7 @@ class Exchange:
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
         self._means = [buffers(meaning, gather_codec.wire_bytes(part)) for _ in window]
         self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
-        mean = part if self.workers > 2 else 0
+        mean = part if self._owners > 1 else 0
         self._mean = torch.zeros(mean, dtype=torch.float32, device=device)
         self._before = torch.zeros(self._piece, dtype=torch.float32, device=device)
         self._dot = torch.zeros((), dtype=torch.float64, device=device)
@@ -165,8 +167,8 @@ class Exchange:
             self._receive(chunk)
             self._receive_means(chunk)
         headers: list[Header] = []
-        lead = send_lead(self._window, self.workers)
-        for task, number in pipeline_schedule(len(chunks), self._window, self.workers):
+        lead = send_lead(self._window, self._owners)
+        for task, number in pipeline_schedule(len(chunks), self._window, self._owners):
             chunk = chunks[number]
             next_in_slot = chunks[number + self._window : number + self._window + 1]
             if task is Task.SEND:
@@ -176,7 +178,7 @@ class Exchange:
                 moments = self._transport.wait(chunk.first_hop)
                 if number <= lead:  # later chunks wait for what this worker has to do before
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
-                if self.workers == 2:
+                if self._owners == 1:
                     self._average(chunk, headers, out=chunk.values)
                 else:
                     self._send_mean(chunk, headers, mean.after(chunk.start))
@@ -200,7 +202,7 @@ class Exchange:
             values = torch.zeros(size, device=self._device)
             chunk = self._chunk_at(0, values, torch.zeros_like(values) if feedback else None)
             self._encode(chunk, Position())
-            if self.workers == 2:
+            if self._owners == 1:
                 self._average(chunk, everybody, out=values)
             else:
                 self._encode_mean(chunk, everybody, Position())
@@ -245,7 +247,7 @@ class Exchange:
         payload = self._outgoing[slot].first(size(values.numel()))
         if self._codec.is_fp32:
             payload.local = values.view(torch.uint8)
-        bounds = [slice_bounds(values.numel(), self.workers, worker) for worker in workers]
+        bounds = [slice_bounds(values.numel(), self._owners, worker) for worker in workers]
         slices = [values[first:last] for first, last in bounds]
         own, mean_size = size(slices[self.me].numel()), self._gather_codec.wire_bytes
         return Chunk(
@@ -319,7 +321,7 @@ class Exchange:
             if worker != self.me:
                 payloads[worker].upload()
         if heard:
-            scope = self._replacing if self.workers == 2 else nullcontext
+            scope = self._replacing if self._owners == 1 else nullcontext
             encoded = [payloads[worker] for worker in heard]
             for values, *pieces in self._pieces(self._codec, out, *encoded):
                 with scope(values):
@@ -332,7 +334,7 @@ class Exchange:
     # --- second hop: the means --------------------------------------------------------------------
 
     def _receive_means(self, chunk: Chunk) -> None:
-        if self.workers > 2:
+        if self._owners > 1:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
             chunk.second_hop = self._transport.receive(rooms, MEANS)
 
@@ -342,7 +344,7 @@ class Exchange:
         self._transport.send(chunk.second_hop, parts, MEANS)
 
     def _encode_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
-        start, end = slice_bounds(chunk.values.numel(), self.workers, self.me)
+        start, end = slice_bounds(chunk.values.numel(), self._owners, self.me)
         mean, encoded = self._mean[: end - start], chunk.means[self.me]
         self._average(chunk, headers, out=mean)
         started = time.perf_counter()

@@ -24,7 +24,7 @@ from torchtitan_diloco.components.records import Conditions, RoundRecord, Summar
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.diloco.chunks import chunk_and_window
+from torchtitan_diloco.diloco.chunks import chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import (
     Beginning,
@@ -68,6 +68,7 @@ CODEC_TRAITS: dict[str, CodecTraits] = {
     "fp4_e2m1": CodecTraits(2.1e9, 0.3),
     "fp4_e3m0": CodecTraits(2.1e9, 0.3),
     "ternary": CodecTraits(2.2e9, 1.7),
+    "topk": CodecTraits(1.0e9, 1.0),
 }
 
 
@@ -199,9 +200,11 @@ def predict_exchange(
         return 0, outer
     codec, gather = _codecs(quantization)
     chunk, window = chunk_and_window(-(-largest // ranks), codec)
-    hops, sent = 1, codec.wire_bytes(values)
-    if others > 1:  # the others' slices of the delta, and the mean of the own slice to each other
-        hops, sent = 2, others * (sent + gather.wire_bytes(values)) // (others + 1)
+    hops, sent = 1, others * codec.wire_bytes(values)
+    if (
+        slice_owners(conditions.workers, codec) > 1
+    ):  # the others' slices of the delta, and the mean of the own slice to each other
+        hops, sent = 2, (sent + others * gather.wire_bytes(values)) // (others + 1)
     sent += others * ranks * HEADER_BYTES
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight

@@ -8,6 +8,7 @@ from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Position
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec, kernels_name
 from torchtitan_diloco.diloco.codecs.grids import Int8Codec, MiniFloatCodec
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
+from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import Quantization
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "kernels_name",
 ]
 
-_BUILDERS: dict[str, Callable[[str, int, bool], Codec]] = {
+_DENSE: dict[str, Callable[[str, int, bool], Codec]] = {
     "fp32": Fp32Codec,
     "bf16": Bf16Codec,
     "fp8_e4m3": partial(MiniFloatCodec, exponent=4, mantissa=3, bias=7, top=448.0),
@@ -34,18 +35,26 @@ _BUILDERS: dict[str, Callable[[str, int, bool], Codec]] = {
 }
 """Each is called with (name, block size, stochastic rounding)."""
 
-CODECS = tuple(_BUILDERS)
+CODECS = (*_DENSE, "topk")
 
 
 def build_codec(config: Quantization) -> Codec:
     """Build the codec of the deltas that workers send."""
-    return _BUILDERS[config.codec](config.codec, config.block_size, config.rounding == "stochastic")
+    return _build(config.codec, config)
 
 
 def build_gather_codec(config: Quantization) -> Codec:
-    """Build the codec of the means that go back to all workers when there are more than two."""
+    """Build the codec of the means that go back to all workers when there are more than two.
+
+    There are none with a sparse codec."""
     name = config.codec if config.gather_codec == "same" else config.gather_codec
-    return _BUILDERS[name](name, config.block_size, config.rounding == "stochastic")
+    return _build(name, config)
+
+
+def _build(name: str, config: Quantization) -> Codec:
+    if name == "topk":
+        return TopKCodec(name, config.top_values)
+    return _DENSE[name](name, config.block_size, config.rounding == "stochastic")
 
 
 def bits_per_parameter(codec: Codec) -> float:
@@ -59,6 +68,8 @@ def describe(config: Quantization, workers: int) -> str:
     text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if isinstance(codec, BlockCodec):
         text += f", a scale for {config.block_size} values"
+    elif isinstance(codec, TopKCodec):
+        text += f", the largest {codec.top_values} of {UNIT} values"
     if workers > 2 and gather.name != codec.name:
         text += f"; means in {gather.name}"
     if config.rounding == "stochastic":
