@@ -307,13 +307,13 @@ FRONTIER = [
     f"streaming, M=4, H=10, {BEGINNING}, alpha falls",
     *(f"streaming, Muon, M=4, H={H}" for H in (10, 100)),
     *(f"streaming, M=2, H={H}" for H in (10, 30, 100)),
-    *(f"SparseLoCo, M=2, H=30, top {n}" for n in (10, 32)),
+    *(f"SparseLoCo, M=2, H={H}, top {n}" for H, n in ((30, 10), (30, 32), (10, 32), (30, 128))),
+    *(f"topk, M=2, H={H}, top 32" for H in (10, 30)),
     *(f"streaming, M=2, H={H}, alpha falls" for H in (10, 30, 100)),
     "streaming, Muon, M=8, H=10",
     f"streaming, M=8, H=10, {BEGINNING}, alpha falls",
-    "topk, M=2, H=30, top 10",
-    "SparseLoCo, Muon, M=2, H=30, top 10",
-    "SparseLoCo, M=4, H=30, top 10",
+    "SparseLoCo, Muon, M=2, H=10, top 32",
+    "SparseLoCo, M=4, H=10, top 32",
     "streaming, M=1, H=10",
 ]
 """Loss over bytes, the most important runs first."""

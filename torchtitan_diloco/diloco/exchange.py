@@ -2,8 +2,8 @@
 
 Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All
 workers decode the same bytes, their own included, so they end with the same bits. With two workers,
-and with sparse deltas, each sends all it has to the others. Else each worker owns a slice of every chunk: it receives
-the others' values of it, and sends the mean to all, encoded a second time.
+and with sparse deltas, each sends all it has to the others. Otherwise each worker owns a slice of
+every chunk: it receives the others' values of it, and sends the mean to all, encoded a second time.
 
 Messages go from worker to worker and not through collectives, so that a lost worker is known by
 name. The headers go first, then the delta in chunks: some are in flight while others are encoded
