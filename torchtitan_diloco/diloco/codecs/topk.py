@@ -67,6 +67,7 @@ class TopKCodec(Codec):
         scales = _read_bytes(rows[:, -4:].unflatten(1, (-1, 2))) << 16
         low, high = scales.view(torch.float32).split(1, dim=1)
         lower, upper = (low + (high - low) * level for level in LEVELS)
+        lower = lower.where(low != 0, 0)  # in a unit with fewer values than entries
         magnitudes = torch.where((entries >> PLACE_BITS & 1).bool(), upper, lower)
         sent = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
         whole = values.numel() % UNIT == 0
