@@ -150,6 +150,16 @@ MANY_STEPS: Settings = {
 }
 """0.12M parameters, 512 tokens a step: a run of some minutes has hundreds of outer rounds."""
 LARGER_BATCH = MANY_STEPS | {"training.global_batch_size": "32"}
+DEFAULT_RUN: Settings = {
+    "model.layers": "4",
+    "model.width": "96",
+    "model.heads": "3",
+    "model.feed_forward": "384",
+    "validation.sequences": "512",
+    "training.global_batch_size": "16",
+    "training.sequence_length": "128",
+}
+"""0.45M parameters, 2,048 tokens a step: that of ./run_train.sh."""
 ALL_HELD_OUT = MANY_STEPS | {"validation.sequences": "4096"}
 """With all held-out text: a corpus may have several kinds of text, one after the other."""
 
@@ -317,6 +327,15 @@ FRONTIER = [
     "streaming, M=1, H=10",
 ]
 """Loss over bytes, the most important runs first."""
+WAYS = [
+    CONTROL,
+    "streaming",
+    "streaming, beginning 150, alpha falls",
+    "streaming, beginning 300, alpha falls",
+    "streaming, alpha falls",
+    f"{CONTROL}, Muon",
+    "streaming, Muon",
+]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 SHARDS = [f"shards: {kind}" for kind in ("none", "random", "clusters")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
@@ -337,6 +356,9 @@ TABLES = {
         [CONTROL, f"{CONTROL}, Muon", *FRONTIER],
         "warm-up 300",
         controls={name: f"{CONTROL}, Muon" for name in FRONTIER if "Muon" in name},
+    ),
+    "default": Table(
+        DEFAULT_RUN, 1500, WAYS, "warm-up 300", controls={WAYS[-1]: f"{CONTROL}, Muon"}
     ),
     "parity": _parity(),
     "parity-tuning": Table(
