@@ -69,18 +69,6 @@ def log_left_out(headers: list[Header], limit: float) -> None:
                 )
 
 
-def log_healed(
-    group: dist.ProcessGroup | None, worker: int, fragments: list[int], step: int, so_far: int
-) -> None:
-    if group is not None and group.rank() > 0:
-        return
-    logger.warning(
-        f"worker {worker}: fragments {fragments} are not finite after step {step}; they take the "
-        f"shared parameters, and the inner optimizer starts afresh for them ({so_far} fragments "
-        "healed so far)"
-    )
-
-
 def is_finite(tensors: list[Tensor]) -> Tensor:
     """Return whether all values are finite, as a tensor. The sum of their squares must be, too."""
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in tensors]
