@@ -17,8 +17,13 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec, build_gather_codec
-from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.codecs import (
+    Codec,
+    Position,
+    build_codec,
+    build_gather_codec,
+    random_key,
+)
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values

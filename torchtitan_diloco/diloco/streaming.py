@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
-from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.codecs import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
