@@ -63,16 +63,20 @@ class Liveness:
         self._group, self._pace, self._rank = group, pace or Pace(), rank
         self._workers = list(workers) or list(range(size))
         self.worker = self._workers[rank]
-        self._speaks = self._workers.index(self.worker) == rank
-        """The first rank speaks for its worker."""
+        self._speaks = self._workers.index(self.worker) == rank  # the first rank of a worker
         self.clock = OwnClock(self._pace.beat)
         self.on_silence: Callable[[int, float], None] | None = None
         """Called with a worker and the seconds of its silence whenever that is reported."""
         now = time.perf_counter()
         self._peers = [
-            Peer(one, self._workers[one], self._name(one), now)
-            for one in peers or range(size)
-            if one != rank
+            Peer(
+                one,
+                worker,
+                f"rank {one} of this worker" if worker == self.worker else f"worker {worker}",
+                now,
+            )
+            for one, worker in enumerate(self._workers)
+            if one != rank and one in (peers or range(size))
         ]
         self._steps = 0
         self._told: dict[int, str] = {}  # ranks that others have lost, and why
@@ -138,7 +142,11 @@ class Liveness:
             ended = [peer for peer in self._peers if peer.ended and peer.last.step < step]
             return [] if self._is_deciding else ended
 
-        result.add_done_callback(self._notify)
+        def notify(_: object) -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        result.add_done_callback(notify)
         with self.clock.waiting(), self._changed:
             self._changed.wait_for(lambda: result.done() or self._lost or left())
             if not result.done():
@@ -223,14 +231,6 @@ class Liveness:
         workers = sorted({peer.worker for peer in peers})
         return WorkerLostError(workers, f"{reason}; call step() equally often on all workers")
 
-    def _name(self, rank: int) -> str:
-        worker = self._workers[rank]
-        return f"rank {rank} of this worker" if worker == self.worker else f"worker {worker}"
-
-    def _notify(self, _: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     # --- messages ---------------------------------------------------------------------------------
 
     def _listen(self, peer: Peer) -> None:
@@ -312,7 +312,9 @@ class Liveness:
                 )
             for peer in self._peers:
                 self._report(peer, now)
-            if self._group_is_destroyed():
+            try:
+                dist.get_backend(self._group)
+            except (ValueError, RuntimeError):  # `dist.destroy_process_group` came before `close`
                 self.close()
 
     def _decide(self) -> None:
@@ -322,14 +324,6 @@ class Liveness:
         self._changed.notify_all()
         if self._speaks:  # now: the training thread may be in a step or in a save
             logger.warning(str(self._loss()))
-
-    def _group_is_destroyed(self) -> bool:
-        """Return whether somebody has called `dist.destroy_process_group` before `close`."""
-        try:
-            dist.get_backend(self._group)
-        except (ValueError, RuntimeError):
-            return True
-        return False
 
     def _report(self, peer: Peer, now: float) -> None:
         """Log when a peer is silent or holds up this rank, and when that has passed."""
