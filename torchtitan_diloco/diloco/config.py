@@ -250,7 +250,15 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             f"diloco.sync_every = {every} and diloco.overlap.mixing = {config.overlap.mixing:g} "
             "is known to be unstable: set mixing to 0.5, or lower the outer lr"
         )
-    if config.quantization.error_feedback:
+    wire = config.quantization
+    as_meant = wire.error_feedback and not config.overlap.mixing and outer.name == "sgd"
+    if wire.codec == "topk" and not as_meant:
+        found.append(
+            'diloco.quantization.codec = "topk" loses what it does not send, or counts it twice: set '
+            "diloco.quantization.error_feedback = true, diloco.overlap.mixing = 0 and "
+            'diloco.outer_optimizer.name = "sgd" with lr = 1 (docs/wire-formats.md)'
+        )
+    if wire.codec != "topk" and wire.error_feedback:
         found.append(
             "diloco.quantization.error_feedback cost more than it gave where it was measured "
             "(docs/measurements.md): leave it off unless a run of your own shows a gain"
