@@ -254,8 +254,8 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
     as_meant = wire.error_feedback and not config.overlap.mixing and outer.name == "sgd"
     if wire.codec == "topk" and not as_meant:
         found.append(
-            'diloco.quantization.codec = "topk" loses what it does not send, or counts it twice: set '
-            "diloco.quantization.error_feedback = true, diloco.overlap.mixing = 0 and "
+            'diloco.quantization.codec = "topk" loses what it does not send, or counts it twice: '
+            "set diloco.quantization.error_feedback = true, diloco.overlap.mixing = 0 and "
             'diloco.outer_optimizer.name = "sgd" with lr = 1 (docs/wire-formats.md)'
         )
     if wire.codec != "topk" and wire.error_feedback:
