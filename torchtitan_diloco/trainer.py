@@ -51,7 +51,7 @@ from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
-from torchtitan_diloco.export.weights import load_initial_weights
+from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
@@ -308,10 +308,8 @@ class Trainer:
         config, device = self.config, self.world.device
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
-        self.flops_per_token, counts = (
-            self.model.flops_per_token(length),
-            self.model.parameter_counts(),
-        )
+        self.flops_per_token = self.model.flops_per_token(length)
+        counts = self.model.parameter_counts()
         self.plan = plan_run(
             config.training,
             self.ranks,
@@ -395,5 +393,7 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
+        weights = "" if self.start.checkpoint else self.config.model.weights
         facts |= {"tokenizer": tokenizer, "corpus": corpus}
+        facts["model.weights"] = weights_fingerprint(weights)
         assert_agreement(self.world, facts)
