@@ -7,9 +7,10 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.export.reading import read_weights
 from tests.test_trainer import settings, train
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.export.weights import new_folder, read_weights
+from torchtitan_diloco.export.weights import new_folder
 from torchtitan_diloco.models import build_model
 
 INDEX = "model.safetensors.index.json"

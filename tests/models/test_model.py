@@ -1,5 +1,7 @@
 """The sizes of the families and the properties a decoder must have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,9 +58,9 @@ def test_parameter_counts_are_the_papers(flavor: str, millions: float) -> None:
 @pytest.mark.parametrize(("flavor", "parameters"), LLAMA_PARAMETERS.items())
 def test_parameter_counts_are_those_of_published_llamas(flavor: str, parameters: int) -> None:
     model = build_model(Model(name="llama", flavor=flavor), 128_256, 8192)  # type: ignore[arg-type]
-    counts = model.parameter_counts()
-    matrices = 2 if flavor == "8b" else 1  # embedding and head
-    assert counts == {"total": parameters, "embedding": matrices * 128_256 * model.shape.width}
+    counts, matrices = model.parameter_counts(), 2 if flavor == "8b" else 1  # embedding and head
+    width = LLAMA_FLAVORS[flavor].width
+    assert counts == {"total": parameters, "embedding": matrices * 128_256 * width}
 
 
 def test_the_config_offers_exactly_the_flavors_there_are() -> None:
@@ -155,9 +157,9 @@ def test_flops_of_a_token() -> None:
     decoder = Decoder(config, vocab_size=10, sequence_length=16)
     weights = 10 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 32) + 5 * 8
     assert decoder.flops_per_token(16) == 6 * weights + 12 * 2 * 2 * 4 * 16
-    shape = {"layers": 2, "width": 8, "heads": 2, "head_dim": 4, "feed_forward": 32, "kv_heads": 1}
+    grouped = replace(config, name="llama", kv_heads=1)
     for tied_head in (True, False):  # one matrix product with the vocabulary
-        llama = build(Model(name="llama", **shape, tied_head=tied_head), vocabulary=10)
+        llama = build(replace(grouped, tied_head=tied_head), vocabulary=10)
         weights = 10 * 8 + 2 * (3 * 8 * 8 + 3 * 8 * 32) + 5 * 8
         assert llama.flops_per_token(16) == 6 * weights + 12 * 2 * 2 * 4 * 16
 

@@ -98,9 +98,11 @@ def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> N
                 f'"{family}"'
             )
         differing = model.differing_settings(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f'model.weights = "{path}": {file.name} does not fit: {missing}') from error
+        raise ValueError(
+            f'model.weights = "{path}": {file.name} does not fit: {missing}'
+        ) from error
     if differing:
         settings = " ".join(f"--model.{key} {json.dumps(one)}" for key, one in differing.items())
         raise ValueError(f'model.weights = "{path}" is of another model: for it, set {settings}')

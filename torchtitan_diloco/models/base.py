@@ -58,9 +58,9 @@ class LanguageModel(nn.Module, ABC):
         """Return the name of each parameter in files of transformers."""
         return {name: name for name, _ in self.named_parameters()}
 
-    def differing_settings(self, transformers_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of [model] that differ in a config.json of this family, and their
-        values there."""
+    def differing_settings(self, _config: Mapping[str, Any], /) -> dict[str, Any]:
+        """Return the settings of [model] that differ in a config.json of transformers, which is of
+        this family, and their values there."""
         return {}
 
     @torch.no_grad()

@@ -101,5 +101,5 @@ class Llama(DecoderBase):
     def transformers_names(self) -> dict[str, str]:
         return {name: hugging_face.name_of(name) for name, _ in self.named_parameters()}
 
-    def differing_settings(self, transformers_config: Mapping[str, Any]) -> dict[str, Any]:
-        return hugging_face.differing_settings(self, transformers_config)
+    def differing_settings(self, config: Mapping[str, Any], /) -> dict[str, Any]:
+        return hugging_face.differing_settings(self, config)
