@@ -1,6 +1,7 @@
 """The sizes of the families and the properties a decoder must have."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,8 +142,9 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
             assert not torch.equal(parameter, dict(other.named_parameters())[name])
 
 
-def test_initial_loss_is_that_of_a_uniform_guess() -> None:
-    decoder = build(Model(), vocabulary=256, length=64)
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_loss_is_that_of_a_uniform_guess(name: Any) -> None:
+    decoder = build(Model(name=name), vocabulary=256, length=64)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
     loss = torch.nn.functional.cross_entropy(
         decoder(tokens).flatten(0, 1), tokens.roll(1).flatten()

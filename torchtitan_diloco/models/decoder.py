@@ -120,7 +120,7 @@ class DecoderBase(LanguageModel):
         """None: the embedding is the output matrix, too."""
 
     def initial_std(self, name: str, parameter: Tensor) -> float:
-        if name.startswith(("embedding", "positions")):
+        if name.startswith(("embedding", "positions", "head")):
             return EMBEDDING_STD
         std = 1 / math.sqrt(parameter.shape[1])
         adds_to_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
