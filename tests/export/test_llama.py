@@ -97,7 +97,7 @@ def test_logits_and_the_loss_after_a_step_are_those_of_transformers(
     assert after < before - 0.1
 
 
-@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("config", [*VARIANTS, Model(layers=1)])
 def test_what_was_exported_is_read_again(config: Model, tmp_path: Path) -> None:
     ours, again = save(config, tmp_path), build(config, seed=1)
     assert not torch.equal(again(some_tokens()), ours(some_tokens()))

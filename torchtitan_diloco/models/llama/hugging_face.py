@@ -1,7 +1,6 @@
 """Llama in the package transformers: names of parameters, config.json, and the model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,8 +102,3 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_scaling": rope.get("factor", 1.0),
         "tied_head": config.get("tie_word_embeddings", False),
     }
-
-
-def differing_settings(model: "Llama", config: Mapping[str, Any]) -> dict[str, Any]:
-    mine = {**asdict(model.shape), "vocab_size": model.vocab_size}
-    return {key: value for key, value in settings_of(config).items() if value != mine[key]}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -102,4 +103,6 @@ class Llama(DecoderBase):
         return {name: hugging_face.name_of(name) for name, _ in self.named_parameters()}
 
     def differing_settings(self, config: Mapping[str, Any], /) -> dict[str, Any]:
-        return hugging_face.differing_settings(self, config)
+        mine, there = asdict(self.shape), hugging_face.settings_of(config)
+        mine["vocab_size"] = self.vocab_size
+        return {key: value for key, value in there.items() if value != mine[key]}
