@@ -394,7 +394,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
-        weights = "" if self.start.checkpoint else self.config.model.weights
-        facts |= {"tokenizer": tokenizer, "corpus": corpus}
-        facts["model.weights"] = weights_fingerprint(weights)
+        weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
+        facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         assert_agreement(self.world, facts)
