@@ -134,6 +134,26 @@ def test_both_spellings_of_rotary_settings_are_written_and_read(
     assert config["max_position_embeddings"] == 131_072
 
 
+PUBLISHED: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}
+    | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "vocab_size": 128256,
+}
+LLAMA_31_8B = PUBLISHED | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_31_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": False}
+
+
+def test_a_flavor_takes_the_published_weights() -> None:
+    model = build_model(Model(name="llama", flavor="8b"), 128_256, 8192)
+    assert model.differing_settings(LLAMA_31_8B) == {}
+    llama_3 = LLAMA_31_8B | {"rope_scaling": None}
+    assert model.differing_settings(llama_3) == {"rotary_scaling": 1.0}
+
+
 Damage = Callable[[Path], object]
 
 
