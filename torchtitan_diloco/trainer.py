@@ -145,7 +145,7 @@ class Trainer:
         garbage.close()
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
-        log_summary(summary)
+        log_summary(summary, folder / "config.toml" if self.island is None else None)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
