@@ -1,6 +1,6 @@
 """Networks for benchmarks: Linux network namespaces, with links as slow as asked.
 
-    with Network(3, up=[10, 10, 2], down=20) as network:  # Mbit/s; math.inf: no limit
+    with Network(3, up=10, down=20) as network:  # Mbit/s; math.inf: no limit
         program = network.start(1, [sys.executable, "-m", ...], os.environ)
         sent, received = network.counters(1)
         network.set_rate(1, up=5, down=5)  # while the program runs
@@ -114,16 +114,9 @@ def loopback_bytes() -> int:
 
 
 class Network:
-    def __init__(
-        self,
-        workers: int,
-        *,
-        up: float | Sequence[float] = math.inf,
-        down: float | Sequence[float] = math.inf,
-    ) -> None:
-        """`up`, `down`: Mbit/s from and to the workers, one for all or one for each."""
-        self.workers = workers
-        self._up, self._down = _for_each("up", up, workers), _for_each("down", down, workers)
+    def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
+        """`up`, `down`: Mbit/s from and to each worker."""
+        self.workers, self._up, self._down = workers, up, down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
         self._programs: list[subprocess.Popen[Any]] = []
@@ -212,7 +205,7 @@ class Network:
         self._hold(unshare(), "switch")
         self._run(self.switch, "ip link add name switch type bridge")
         self._run(self.switch, "ip link set switch up")
-        for worker, (up, down) in enumerate(zip(self._up, self._down, strict=True)):
+        for worker in range(self.workers):
             # A user namespace of its own would cut the worker off from the switch.
             self._hold(
                 [*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker)
@@ -224,7 +217,7 @@ class Network:
             self._run(namespace, f"ip address add {self.address(worker)}/24 dev {INTERFACE}")
             self._run(namespace, f"ip link set {INTERFACE} up")
             self._run(namespace, "ip link set lo up")
-            self.set_rate(worker, up=up, down=down)
+            self.set_rate(worker, up=self._up, down=self._down)
 
     def _hold(self, command: list[str], name: str) -> None:
         """Start the process that holds a new namespace, which `command` creates."""
@@ -257,14 +250,3 @@ class Network:
 def port_of(worker: int) -> str:
     """Return the switch's end of a worker's link."""
     return f"port{worker}"
-
-
-def _for_each(name: str, rates: float | Sequence[float], workers: int) -> list[float]:
-    found = [rates] * workers if isinstance(rates, (int, float)) else list(rates)
-    if len(found) != workers:
-        raise ValueError(
-            f"{name} has {len(found)} rates for {workers} workers: give one for all or one for each"
-        )
-    if not all(rate > 0 for rate in found):
-        raise ValueError(f"{name} = {rates}: a rate is a number of Mbit/s above 0")
-    return found
