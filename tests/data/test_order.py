@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.data.order import Indices, sequence_indices
+from torchtitan_diloco.data.loader import Indices, sequence_indices
 
 
 def epoch_order(sequences: int, epoch: int, seed: int = 0) -> Indices:

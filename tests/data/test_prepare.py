@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchtitan_diloco
-from torchtitan_diloco.data.files import only_writer
 from torchtitan_diloco.data.prepare import main, parse_quantity, prepare
-from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards
+from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.data.files import only_writer
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -30,6 +29,7 @@ from torchtitan_diloco.data.shards import (
     Split,
     SplitIndex,
     TokenShards,
+    only_writer,
     read_index,
     write_index,
 )
