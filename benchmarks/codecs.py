@@ -96,8 +96,6 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
 def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=list(CODECS))
-    parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest")
-    parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--megabytes", type=core.list_of(core.positive_number), default=[4.2, 33.6])
     parser.add_argument("--threads", type=core.positive, default=1)
     parser.add_argument("--rounds", type=core.positive, default=15)
@@ -108,13 +106,10 @@ def main() -> None:
     for megabytes in options.megabytes:
         values = 1e-3 * torch.randn(round(megabytes * 1e6 / 4), device=device)
         for name in options.codecs:
-            chosen = Quantization(
-                codec=name, rounding=options.rounding, block_size=options.block_size
-            )
-            rows.append(codec_row(build_codec(chosen), values, options.rounds))
+            codec = build_codec(Quantization(codec=name))
+            rows.append(codec_row(codec, values, options.rounds))
         steps.append(outer_step_row(values.numel(), device, options.rounds))
-    settings = f"{options.threads} CPU threads, {options.rounding}, blocks of {options.block_size}"
-    title = f"{describe_device(device)}; {settings}; torch {torch.__version__}"
+    title = f"{describe_device(device)}; {options.threads} CPU threads; torch {torch.__version__}"
     core.print_table(title, HEADER, rows)
     print(LEGEND)
     core.print_table("outer step", STEP_HEADER, steps)

@@ -5,12 +5,11 @@ processes of one thread each.
 
 Both take turns in one run, so that a machine whose speed drifts treats them alike, and the ratio is
 taken for each sync. Rows are without norms, cosines and drift, as most rounds of a run are (see
-`diloco.measure_every`). `--measured` adds rows that measure them in every round.
+`diloco.measure_every`), but for "fp32, measured".
 
 If torchft is installed (`pip install -e .[bench]`), its DiLoCo syncs the same model in a row of its
 own. If the system allows it, everything runs in a network namespace: its interface counter then
-counts nothing else, and `--rate` limits it. With a delay, the training thread sleeps
-`--inner-seconds` a step, as if it waited for an accelerator.
+counts nothing else, and `--rate` limits it.
 """
 
 import argparse
@@ -49,6 +48,8 @@ LAYERS = 4
 MEGABYTES = 33.6
 """Size of the parameters in fp32."""
 TIMEOUT = 600
+INNER_SECONDS = 0.4
+"""With a delay: the training thread sleeps as if it waited for an accelerator."""
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
     "sent MB, one worker | on lo MB, both | memory MB | n"
@@ -65,7 +66,6 @@ class Case:
     delay: int
     codec: str
     rounds: int
-    inner_seconds: float
     measured: bool = False
     """Measure norms, cosines and drift in all rounds; otherwise in none."""
 
@@ -199,7 +199,7 @@ def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int
     exposed, cpu = 0.0, time.process_time()
     for number in range(case.delay + 1):
         if number:
-            time.sleep(case.inner_seconds)
+            time.sleep(INNER_SECONDS)
         started = time.perf_counter()
         step()
         exposed += time.perf_counter() - started
@@ -256,10 +256,10 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
 def build_rows(options: argparse.Namespace) -> list[list[str]]:
     rows = []
     for fragments, delay in product(options.fragments, options.delays):
-        plain = Case(fragments, delay, "fp32", options.rounds, options.inner_seconds)
+        plain = Case(fragments, delay, "fp32", options.rounds)
         cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
-        for codec in options.measured:
-            cases[f"{codec}, measured"] = replace(plain, codec=codec, measured=True)
+        if "fp32" in options.codecs:
+            cases["fp32, measured"] = replace(plain, measured=True)
         rows += [build_row(name, case, run(case)) for name, case in cases.items()]
         if torchft_loop.is_installed():
             rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
@@ -274,11 +274,9 @@ def main() -> None:
     parser.add_argument("--delays", type=core.list_of(int), default=[0], help="tau")
     codecs = ["fp32", "bf16", "int8", "fp4_e3m0"]
     parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=codecs)
-    parser.add_argument("--measured", type=core.list_of(core.codec_name), default=["fp32"])
     parser.add_argument("--rounds", type=core.positive, default=9, help="syncs of each fragment")
     rate_help = "as tc writes it (200mbit), of both directions together"
     parser.add_argument("--rate", default="", help=rate_help)
-    parser.add_argument("--inner-seconds", type=float, default=0.4, help="with delays above 0")
     options = parser.parse_args()
     for fragments in options.fragments:
         if fragments > 1 and LAYERS % (fragments - 1):
@@ -293,7 +291,7 @@ def main() -> None:
             parser.error(f"--rate {options.rate} needs a network namespace: {error}")
         print(f"no network namespace, so no bytes from the interface's counter: {error}")
     speed = f" at {options.rate} for both directions together" if options.rate else ""
-    sleep = f", inner steps of {options.inner_seconds:g} s" if any(options.delays) else ""
+    sleep = f", inner steps of {INNER_SECONDS:g} s" if any(options.delays) else ""
     title = (
         f"{MEGABYTES} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
         f"{os.cpu_count()} cores, loopback{speed}{sleep}; torch {torch.__version__}\n\n{LEGEND}"

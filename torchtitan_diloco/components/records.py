@@ -4,12 +4,22 @@ docs/report.md says what each field means. A number that is not known is NaN in 
 the file. Records of steps are dictionaries, because their keys depend on the run.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
+
+from torchtitan_diloco.components.timeline import write_trace
+from torchtitan_diloco.utils import logger, read_json_lines
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.components.board import Board
 
 NAN = math.nan
 Record = dict[str, Any]
@@ -151,3 +161,80 @@ def _null_to_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [NAN if item is None else _null_to_nan(item) for item in value]
     return value
+
+
+class RecordFiles:
+    """Writes records to the folder of a run, if there is one. A full disk loses them, no more.
+
+    A run that was resumed after `step` does not keep those of later steps, which it repeats.
+    Without `settings`, which TensorBoard compares runs by, there is no TensorBoard.
+    """
+
+    def __init__(self, folder: Path | None, step: int, settings: Mapping[str, Any] | None) -> None:
+        self._folder, self._failed, self._writing = folder, False, threading.Lock()
+        self._lines: TextIO | None = None
+        self._board: Board | None = None
+        if folder is not None:
+            drop_records_after(folder / "metrics.jsonl", step)
+            self._lines = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        if folder is not None and settings is not None:
+            from torchtitan_diloco.components import board  # slow to import
+
+            self._board = board.Board(folder / "tensorboard", step, settings)
+
+    def write(
+        self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
+    ) -> None:
+        """Write a line of JSON and the TensorBoard scalars of a step."""
+        with self._tolerating_a_full_disk():
+            if self._lines is not None:
+                self._lines.write(to_line(line))
+            if self._board is not None:
+                self._board.add(step, scalars or {})
+
+    def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
+        """Write a trace file of these rounds."""
+        if self._folder is not None and rounds:
+            with self._tolerating_a_full_disk():
+                write_trace(self._folder / "traces" / "fragments.json", rounds)
+
+    def close(self) -> None:
+        for opened in (self._lines, self._board):
+            with suppress(OSError):
+                if opened is not None:
+                    opened.close()
+
+    @contextmanager
+    def _tolerating_a_full_disk(self) -> Iterator[None]:
+        try:
+            with self._writing:  # silence is recorded by a thread of its own
+                yield
+        except OSError as error:
+            if not self._failed:
+                reason = f"cannot write records to {self._folder} ({error.strerror})"
+                logger.error(f"{reason}; they are lost until there is room again")
+            self._failed = True
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Drop records of steps that a resumed run repeats. If it starts over, put them all aside."""
+    if not path.exists():
+        return
+    if step == 0:
+        names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        path.rename(aside)
+        logger.warning(
+            f"{path.parent} holds a run without a checkpoint, which starts over; its records are "
+            f"kept in {aside.name}"
+        )
+        return
+    records, unreadable = read_json_lines(path)
+    known = [record for record in records if isinstance(record.get("step"), int)]
+    unreadable += len(records) - len(known)
+    if unreadable:
+        logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
+    kept = [to_line(record) for record in known if record["step"] <= step]
+    new = path.with_suffix(".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(path)

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torchtitan_diloco.components.records import RoundRecord
+if TYPE_CHECKING:
+    from torchtitan_diloco.components.records import RoundRecord
 
 Lane = Literal["training", "exchange"]
 """The training thread, and the thread that exchanges in the background."""
@@ -39,14 +40,14 @@ class Phase(NamedTuple):
     end_seconds: float
     name: str
     """A key of PHASES."""
-    round: RoundRecord
+    round: "RoundRecord"
 
     @property
     def seconds(self) -> float:
         return self.end_seconds - self.start_seconds
 
 
-def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
+def phases(rounds: Sequence["RoundRecord"]) -> list[Phase]:
     """Return the phases whose moments are known, sorted by worker, lane and time."""
     found = [phase for record in rounds for phase in _phases_of_round(record)]
     found.sort(key=lambda p: (p.worker, LANES.index(p.lane), p.start_seconds, p.end_seconds))
@@ -60,7 +61,7 @@ def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
     return ordered
 
 
-def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
+def _phases_of_round(record: "RoundRecord") -> Iterator[Phase]:
     for worker, table in enumerate(record.workers):
         for name, (lane, *moments, _) in PHASES.items():
             start, end = (getattr(table, f"{moment}_at_seconds") for moment in moments)
@@ -68,7 +69,7 @@ def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
                 yield Phase(worker, lane, start, end, name, record)
 
 
-def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
+def write_trace(path: Path, rounds: Sequence["RoundRecord"]) -> None:
     """Write a trace file for https://ui.perfetto.dev and chrome://tracing.
 
     It is renamed when it is complete, so that it can be opened during the run.
