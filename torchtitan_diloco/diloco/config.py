@@ -32,9 +32,8 @@ class Fragments:
 class OuterOptimizer:
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
-    name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
-    """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD). `sign_momentum` steps by
-    the sign of the momentum."""
+    name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD)."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 0.4
     """Peak outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9

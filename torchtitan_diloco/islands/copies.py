@@ -14,8 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec
-from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec, random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, UPDATES, OuterStep, outer_lr
