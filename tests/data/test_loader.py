@@ -110,16 +110,6 @@ def test_iterating_again_continues(shards: TokenShards) -> None:
     assert take(loader, 4) + take(loader, 2) == whole
 
 
-def test_position_fits_any_layout(shards: TokenShards) -> None:
-    expected = flat(build(shards), 12)
-    before = build(shards, batch_size=4, accumulation=2)
-    seen = flat(before, 4)
-    assert before.position == 16
-    layout = {"ranks": 2, "batch_size": 4, "start": before.position}
-    after = [take(build(shards, rank=rank, **layout), 1)[0] for rank in range(2)]
-    assert [*seen, *after[0], *after[1]] == expected
-
-
 def test_random_numbers_of_the_run_stay_as_they_were(shards: TokenShards) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()

@@ -136,16 +136,6 @@ def test_killed_at_any_point_and_restarted_is_uninterrupted(job: Job, tmp_path: 
     assert before == after, "finished shards are kept"
 
 
-def test_an_error_in_the_source_leaves_a_folder_that_continues(job: Job) -> None:
-    texts = write_documents(job.source, documents=200)
-    with job.source.open("a") as file:
-        file.write("no json\n")
-    assert job.run("--shard-tokens", 10_000, "--threads", 1) == 2
-    assert f"a.jsonl, line {len(texts) + 1}: not JSON" in job.error
-    assert list(job.out.glob("train-*.tokens"))
-    assert not (job.out / "corpus.json").exists()
-
-
 def test_finished_folder_stays_as_it_is_and_other_settings_are_refused(job: Job) -> None:
     write_documents(job.source, documents=3)
     assert job.run("--shard-tokens", "40000") == 0
