@@ -172,6 +172,10 @@ def known(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+def percent_without(part: float, whole: float) -> float:
+    return max(100 - 100 * part / whole, 0.0) if whole else NAN  # NaN stays NaN
+
+
 def round_scalars(record: RoundRecord) -> Record:
     """Return the numbers of a round by TensorBoard tag: means over workers, without moments."""
     scalars: dict[str, float] = {}
@@ -182,8 +186,7 @@ def round_scalars(record: RoundRecord) -> Record:
     waited, exchange = (
         scalars[f"{key}_seconds_mean_over_workers"] for key in ("waited", "exchange")
     )
-    hidden = max(100 - 100 * waited / exchange, 0.0) if exchange else NAN  # NaN stays NaN
-    scalars["hidden_percent_mean_over_workers"] = hidden
+    scalars["hidden_percent_mean_over_workers"] = percent_without(waited, exchange)
     for key in ("update_norm", "late_by_seconds", "participants"):
         scalars[key] = getattr(record, key)
     tags = {f"round_{key}/fragment_{record.fragment}": value for key, value in scalars.items()}

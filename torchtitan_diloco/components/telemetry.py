@@ -25,6 +25,7 @@ from torchtitan_diloco.components.records import Record, RecordFiles, RoundRecor
 from torchtitan_diloco.components.round_records import (
     RoundTable,
     peak_mbit_per_second,
+    percent_without,
     round_scalars,
 )
 from torchtitan_diloco.components.run_plan import RunPlan
@@ -262,7 +263,7 @@ class Telemetry:
             record[f"time/share_{name}_percent_mean_over_ranks"] = share
         if exchange := sums.get("diloco/exchange_seconds"):
             waited = sums.get("diloco/exposed_waiting_seconds", 0.0)
-            record[HIDDEN] = 100 * max(0.0, 1 - waited / exchange)
+            record[HIDDEN] = percent_without(waited, exchange)
         if "diloco/sent_bytes" in sums and workers > 1:
             used = 8e-6 * sums["diloco/sent_bytes"] / workers / wall_seconds
             record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used
