@@ -22,11 +22,10 @@ HEADER = (
     "format | bits | MB fp32 | encode GB/s | decode GB/s | copy GB/s | encode + decode ms | "
     "share of copy | n"
 )
-STEP_HEADER = "MB fp32 | plain ms | GB/s | measured ms | n"
+STEP_HEADER = "MB fp32 | ms | GB/s | n"
 LEGEND = """
 Share of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n
-turns. Outer step: Nesterov and checksum; measured: also the norms of the mean and of the
-change."""
+turns. Outer step, in a measured round: norm of the mean, Nesterov, norm of the change, checksum."""
 
 
 def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[float]]:
@@ -82,14 +81,13 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
     state = OuterState(fragment, OuterOptimizer(), device)
 
-    def step(measured: bool) -> float:
+    def step() -> float:
         state.delta.normal_(std=1e-3)
-        return core.timed(lambda: state.advance(measured=measured), device).wall
+        return core.timed(lambda: state.advance(measured=True), device).wall
 
-    found = core.take_turns({"plain": lambda: step(False), "measured": lambda: step(True)}, rounds)
-    speed = core.summary([4e-9 * values / one for one in found["plain"]], 2)
-    plain, measured = (core.summary(seconds, 1, 1e3) for seconds in found.values())
-    return [f"{4e-6 * values:.1f}", plain, speed, measured, str(rounds)]
+    (seconds,) = core.take_turns({"step": step}, rounds).values()
+    speed = core.summary([4e-9 * values / one for one in seconds], 2)
+    return [f"{4e-6 * values:.1f}", core.summary(seconds, 1, 1e3), speed, str(rounds)]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ Each worker has a namespace with one interface, `eth0` at `10.0.0.<worker + 1>`,
 the other workers. Its link is a pair of virtual Ethernet devices with a token bucket at each end:
 the worker's limits what it sends, the switch's what it receives.
 
-`enter_own_network` moves a whole benchmark into a namespace that has only a loopback interface.
+`enter_own_network` runs a whole benchmark in one such namespace, over its loopback interface.
 
 Neither needs root where the kernel allows user namespaces. Elsewhere NoNetworkError says what is
 missing.
@@ -18,7 +18,6 @@ missing.
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -78,39 +77,6 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
             fields = counted.split()
             return int(fields[8]), int(fields[0])
     raise NoNetworkError(f"/proc/{process}/net/dev has no {interface}")
-
-
-# --- one namespace for a whole benchmark ----------------------------------------------------------
-
-
-def in_own_network() -> bool:
-    return MARK in os.environ
-
-
-def enter_own_network(module: str, rate: str = "") -> None:
-    """Start `python -m module` again in a new namespace; called from inside, set up loopback.
-
-    `rate`: bandwidth as tc writes it, such as 200mbit, which all processes and both directions
-    share. Empty: no limit.
-    """
-    if not in_own_network():
-        require("unshare", "ip", *(["tc"] if rate else []))
-        run_command([*unshare(), "true"])
-        command = [*unshare(), "--", sys.executable, "-m", module, *sys.argv[1:]]
-        os.execvpe(command[0], command, os.environ | {MARK: "1"})
-    socket.sethostname("localhost")  # the machine's own name cannot be looked up in here
-    run_command(["ip", "link", "set", LOOPBACK, "up"])
-    if rate:
-        bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
-        run_command(["tc", "qdisc", "add", "dev", LOOPBACK, "root", "tbf", *bucket])
-
-
-def loopback_bytes() -> int:
-    """Return the bytes sent over loopback by all processes; 0 if other programs share it."""
-    return read_counters(LOOPBACK)[0] if in_own_network() else 0
-
-
-# --- a namespace for each worker ------------------------------------------------------------------
 
 
 class Network:
@@ -250,3 +216,28 @@ class Network:
 def port_of(worker: int) -> str:
     """Return the switch's end of a worker's link."""
     return f"port{worker}"
+
+
+# --- a whole benchmark in one namespace -----------------------------------------------------------
+
+
+def enter_own_network(module: str, rate: str = "") -> None:
+    """Run `python -m module` again in a namespace of its own, unless this is in one already.
+
+    `rate`: bandwidth of its loopback interface as tc writes it, such as 200mbit, which all
+    processes and both directions share. Empty: no limit.
+    """
+    if MARK in os.environ:
+        return
+    with Network(1) as network:
+        inside = network.inside(network.namespace(0))
+        if rate:
+            bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
+            run_command([*inside, "tc", "qdisc", "add", "dev", LOOPBACK, "root", "tbf", *bucket])
+        command = [*inside, sys.executable, "-m", module, *sys.argv[1:]]
+        sys.exit(subprocess.call(command, env=os.environ | {MARK: "1"}))
+
+
+def loopback_bytes() -> int:
+    """Return the bytes sent over loopback by all processes; 0 if other programs share it."""
+    return read_counters(LOOPBACK)[0] if MARK in os.environ else 0
