@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,24 +117,17 @@ def inner_step(model: nn.Module, worker: int) -> None:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(case: Case, lighthouse: str = "") -> Measured:
-    """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
-    world, model, plain = start(case)
-    if lighthouse:
-        inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
-        torchft = TorchftLoop(
-            model,
-            inner,
-            case.config,
-            world,
-            lighthouse=lighthouse,
-            address="localhost",
-            timeout_seconds=TIMEOUT,
-        )
-        syncs = measure_syncs(case, world, model, torchft.sizes, lambda: inner.step())
-        memory = peak_megabytes() - plain
-        torchft.close()
-        return syncs, memory
+class Loop(NamedTuple):
+    sizes: list[int]
+    """Values in each fragment."""
+    step: Callable[[], object]
+    """What follows an inner step."""
+    sent: Callable[[], int]
+    """Returns the bytes sent since the last call."""
+    close: Callable[[], None]
+
+
+def build_ours(case: Case, world: World, model: nn.Module) -> Loop:
     outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
     for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
         outer.step()
@@ -143,47 +137,36 @@ def measure(case: Case, lighthouse: str = "") -> Measured:
         assert metrics["diloco/fragments_applied"] == 1, "one sync begins and ends in a window"
         return int(metrics["diloco/sent_bytes"])
 
-    sizes = [fragment.parameters for fragment in outer.fragments]
-    return measure_syncs(case, world, model, sizes, outer.step, sent), peak_megabytes() - plain
+    return Loop([one.parameters for one in outer.fragments], outer.step, sent, outer.close)
 
 
-def start(case: Case) -> tuple[World, nn.Module, float]:
-    """Join the others; return the model and the peak memory in MB of steps without syncs."""
+def build_torchft(case: Case, world: World, model: nn.Module, lighthouse: str) -> Loop:
+    inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
+    place = {"lighthouse": lighthouse, "address": "localhost"}
+    outer = TorchftLoop(model, inner, case.config, world, timeout_seconds=TIMEOUT, **place)
+    return Loop(outer.sizes, lambda: inner.step(), lambda: 0, outer.close)
+
+
+def measure(case: Case, lighthouse: str = "") -> Measured:
+    """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
     model = build_model()
-    values = torch.ones(round(MEGABYTES * 1e6 / 4 / case.fragments))
     for _ in range(3):
         inner_step(model, world.worker)
-        time_all_reduce(values)
-    return world, model, peak_megabytes()
-
-
-def measure_syncs(
-    case: Case,
-    world: World,
-    model: nn.Module,
-    sizes: list[int],
-    step: Callable[[], None],
-    sent: Callable[[], int] = lambda: 0,
-) -> list[Sync]:
-    """Measure a sync of each fragment in each round.
-
-    Args:
-        sizes: values in each fragment.
-        step: what follows an inner step.
-        sent: returns the bytes sent since the last call.
-    """
-    measured = []
-    values = torch.ones(max(sizes))
+        time_all_reduce(torch.ones(round(MEGABYTES * 1e6 / 4 / case.fragments)))
+    plain, parts, syncs = peak_megabytes(), (case, world, model), []
+    loop = build_torchft(*parts, lighthouse) if lighthouse else build_ours(*parts)
+    values = torch.ones(max(loop.sizes))
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
-        floor = time_all_reduce(values[: sizes[number % case.fragments]])
-        exposed, cpu, wire = time_window(step, case)
-        sync = Sync(floor, exposed, cpu, wire, sent())
+        floor = time_all_reduce(values[: loop.sizes[number % case.fragments]])
+        sync = Sync(floor, *time_window(loop.step, case), loop.sent())
         if number >= case.fragments:  # the first round touches all buffers for the first time
-            measured.append(sync)
-    return measured
+            syncs.append(sync)
+    memory = peak_megabytes() - plain
+    loop.close()
+    return syncs, memory
 
 
 def time_all_reduce(values: Tensor) -> core.Seconds:
@@ -191,7 +174,7 @@ def time_all_reduce(values: Tensor) -> core.Seconds:
     return core.timed(lambda: dist.all_reduce(values))
 
 
-def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int]:
+def time_window(step: Callable[[], object], case: Case) -> tuple[float, float, int]:
     """Return exposed seconds, CPU seconds and bytes on the wire of one sync."""
     dist.barrier()
     wire = loopback_bytes()
