@@ -149,7 +149,9 @@ class _Run:
             code, reason = describe_failures(failures)
             if self._signals:
                 if not {-signal.SIGTERM, 128 + signal.SIGTERM}.issuperset(failures.values()):
-                    _say(f"error: {reason}{restarts.last_saved()}")
+                    latest = restarts.latest_checkpoint()
+                    saved = f"the latest checkpoint is {latest}" if latest else ""
+                    _say(f"error: {reason}; {saved or 'no checkpoint was saved'}")
                 break
             if code == USER_ERROR:  # a rank has said what is wrong
                 break
@@ -161,10 +163,10 @@ class _Run:
             except NotRestartedError as error:
                 _say(f"error: {reason}; not started again, because {error}")
                 break
-            _say(f"error: {reason}\n{restarts.announcement()}")
+            _say(f"error: {reason}\n{restarts.announcement}")
             self._wait(lambda: "the pause", restarts.pause_seconds)
-        if restarts.reasons:
-            _say(restarts.summary())
+        if restarts.summary:
+            _say(restarts.summary)
         return code if failures else 0
 
     def _run_ranks(self, program: list[str]) -> dict[int, int]:
