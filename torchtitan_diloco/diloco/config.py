@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from torchtitan_diloco.diloco.fields import Section
+
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
-class Fragments:
+class Fragments(Section):
     """Partition of the model into fragments, which synchronise in turn."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
@@ -23,13 +25,13 @@ class Fragments:
     """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
     fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
     blocks: str = ""
-    """Name of the module that holds the blocks. Empty: the longest ModuleList."""
+    """Name of the module that holds the blocks. Empty: the longest ModuleList or ModuleDict."""
     modules: tuple[tuple[str, ...], ...] = ()
     """For `explicit`: the names of the modules or parameters of each fragment."""
 
 
 @dataclass(frozen=True)
-class OuterOptimizer:
+class OuterOptimizer(Section):
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
@@ -54,7 +56,7 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Section):
     """Overlap of training and communication."""
 
     delay: NotNegative = 1
@@ -73,7 +75,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Beginning(Section):
     """First steps of a run, in which workers drift apart most easily."""
 
     steps: NotNegative = 0
@@ -89,7 +91,7 @@ CodecName = Literal[
 
 
 @dataclass(frozen=True)
-class Quantization:
+class Quantization(Section):
     """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
@@ -111,7 +113,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Section):
     """Communication between workers."""
 
     interface: str = ""
@@ -129,7 +131,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class DiLoCoConfig:
+class DiLoCoConfig(Section):
     """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
