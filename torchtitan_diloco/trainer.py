@@ -18,8 +18,9 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
     build_optimizer,
-    clip_gradients,
+    clipped_step,
     compute_dtype,
+    gradient_norm,
     lr_factor,
     reduce_over_workers,
     set_lr,
@@ -170,15 +171,14 @@ class Trainer:
             sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
-        norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
-        # Read here, where the norm has been waited for: later a GPU would run out of work.
-        loss = cross_entropy.item()
+        total_norm = gradient_norm(self.model.parameters(), fsdp)
+        clipped_step(self.optimizer, total_norm, config.max_gradient_norm)
+        self.optimizer.zero_grad()
+        # The host waits here only, when the work of the whole step is queued.
+        loss, norm = torch.stack([cross_entropy, total_norm]).tolist()
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
         self.outer.step(weight=0.0 if skipped else self._tokens_of_step())
         return StepResult(loss, norm, skipped)
 
