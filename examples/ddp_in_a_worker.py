@@ -33,7 +33,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def main() -> None:

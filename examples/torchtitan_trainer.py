@@ -1,4 +1,6 @@
-"""Train with torchtitan's own Trainer and config, and exchange fragments between workers; start it with
+"""Train with torchtitan's own Trainer and config, and streaming DiLoCo between workers.
+
+Start it with
 
 torchrun --nproc-per-node 4 examples/torchtitan_trainer.py --model.name llama3_diloco [--...]
 
@@ -14,11 +16,12 @@ Written for torchtitan 0.2.2, for models in one part (no pipeline parallelism).
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed import utils as dist_utils
@@ -34,12 +37,10 @@ WORKERS = int(os.environ.get("WORKERS", "2"))
 
 class DiLoCoTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
-        config, chosen = self.job_config, self.job_config.parallelism
-        on_gpu = utils.device_type != "cpu"
-        dist_utils.init_distributed(config.comm, enable_cpu_backend=on_gpu)  # gloo between workers
-        ranks = dist.get_world_size() // WORKERS
-        names = ("worker", "world")
-        self.mesh = init_device_mesh(utils.device_type, (WORKERS, ranks), mesh_dim_names=names)
+        on_gpu, chosen = utils.device_type != "cpu", self.job_config.parallelism
+        dist_utils.init_distributed(self.job_config.comm, enable_cpu_backend=on_gpu)  # for gloo
+        shape, names = (WORKERS, dist.get_world_size() // WORKERS), ("worker", "world")
+        self.mesh = init_device_mesh(utils.device_type, shape, mesh_dim_names=names)
         dims = ParallelDims(
             dp_replicate=chosen.data_parallel_replicate_degree,
             dp_shard=chosen.data_parallel_shard_degree,
@@ -48,27 +49,22 @@ class DiLoCoTrainer(Trainer):
             pp=1,
             ep=chosen.expert_parallel_degree,
             etp=chosen.expert_tensor_parallel_degree,
-            world_size=ranks,
+            world_size=self.mesh["world"].size(),
         )
         with patch.object(parallel_dims, "init_device_mesh", return_value=self.mesh["world"]):
             dims.build_mesh()
         return dims
 
     def train(self) -> None:
-        (model,), (optimizer,) = self.model_parts, self.optimizers.optimizers
-        self.outer = StreamingDiLoCo(
-            model,
-            self.mesh["worker"].get_group(),
-            DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=3)),
-            optimizer=optimizer,
-            total_steps=self.job_config.training.steps,
-        )
+        (model,), group = self.model_parts, self.mesh["worker"].get_group()
+        config = DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=3))
+        self.outer = StreamingDiLoCo(model, group, config)
         super().train()
         self.outer.drain()
-        folder = os.path.join(self.job_config.job.dump_folder, "shared")
         if self.outer.worker == 0:  # the shared model is the same on all workers
-            world = self.mesh["world"].get_group()
-            dcp.save(self.outer.global_state_dict(), checkpoint_id=folder, process_group=world)
+            folder = Path(self.job_config.job.dump_folder, "shared")
+            shared, world = self.outer.global_state_dict(), self.mesh["world"].get_group()
+            save(shared, checkpoint_id=folder, process_group=world)
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
@@ -77,11 +73,9 @@ class DiLoCoTrainer(Trainer):
 
 def build_dataloader(*, dp_world_size: int, dp_rank: int, **others: Any) -> Any:
     """Build torchtitan's loader for all workers together: each reads a part of its own."""
-    worker = dist.get_rank() * WORKERS // dist.get_world_size()
-    dp_rank += worker * dp_world_size
-    return spec.build_dataloader_fn(
-        dp_world_size=WORKERS * dp_world_size, dp_rank=dp_rank, **others
-    )
+    dp_rank += dp_world_size * (dist.get_rank() * WORKERS // dist.get_world_size())
+    dp_world_size *= WORKERS
+    return spec.build_dataloader_fn(dp_world_size=dp_world_size, dp_rank=dp_rank, **others)
 
 
 if __name__ == "__main__":

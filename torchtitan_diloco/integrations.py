@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_model
 from torch import nn
 
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 
+STATE = "diloco.pt"
+"""File of the outer loop in a checkpoint of transformers."""
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
@@ -38,14 +41,20 @@ def join_workers() -> dist.ProcessGroup:
     return group
 
 
-class _OuterLoop:
-    """StreamingDiLoCo that is built when training begins."""
+class DiLoCoCallback:
+    """Builds the outer loop when training begins. `outer` is it."""
 
     def __init__(self, group: dist.ProcessGroup | None, config: DiLoCoConfig) -> None:
         self._group, self._config = group, config
-        self.outer: StreamingDiLoCo | None = None
+        self._outer: StreamingDiLoCo | None = None
 
-    def begin(
+    @property
+    def outer(self) -> StreamingDiLoCo:
+        if self._outer is None:
+            raise ValueError("there is no outer loop yet: it is built when training begins")
+        return self._outer
+
+    def _begin(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -61,7 +70,7 @@ class _OuterLoop:
                 "call torchtitan_diloco.integrations.join_workers() before it is set up"
             )
         own = {} if saved is None else {k: v.clone() for k, v in model.state_dict().items()}
-        self.outer = StreamingDiLoCo(
+        self._outer = StreamingDiLoCo(
             model,
             self._group,
             self._config,
@@ -70,105 +79,89 @@ class _OuterLoop:
         )
         if saved is not None:
             model.load_state_dict(own)
-            self.outer.load_state_dict(saved)
+            self._outer.load_state_dict(saved)
 
-    def end(self, model: nn.Module) -> None:
+    def _end(self, model: nn.Module) -> None:
         """Leave the shared parameters in the model: from then on workers have the same."""
-        assert self.outer is not None
         self.outer.drain()
         model.load_state_dict(self.outer.global_state_dict())
 
 
-def transformers_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) -> Any:
+def transformers_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) -> DiLoCoCallback:
     """Return a callback for transformers.Trainer.
 
-    `group` is that of join_workers(). Give each worker an `output_dir` of its own, as checkpoints
-    differ. After training the model holds the shared parameters.
+    `group` is that of join_workers(). Give each worker an `output_dir` of its own: checkpoints hold
+    its state. After training the model holds the shared parameters.
     """
     from transformers import TrainerCallback
 
-    class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked
-        def __init__(self) -> None:
-            self._loop = _OuterLoop(group, config)
-
-        @property
-        def outer(self) -> StreamingDiLoCo | None:
-            return self._loop.outer
-
-        def _file(self, args: Any, state: Any) -> Path:
-            return Path(args.output_dir, f"checkpoint-{state.global_step}", "diloco.pt")
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    class ForTrainer(DiLoCoCallback, TrainerCallback):  # type: ignore[misc]  # not type-checked
+        def on_train_begin(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
             optimizer = parts["optimizer"]
-            saved = torch.load(self._file(args, state)) if state.global_step else None
-            self._loop.begin(
+            self._begin(
                 parts["model"],
                 getattr(optimizer, "optimizer", optimizer),  # without accelerate's wrapper
                 ranks=args.world_size,
                 total_steps=state.max_steps,
-                saved=saved,
+                saved=torch.load(_checkpoint(args, state) / STATE) if state.global_step else None,
             )
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-            assert self.outer is not None
+        def on_step_end(self, *_: Any, **_parts: Any) -> None:
             self.outer.step()
 
-        def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-            assert self.outer is not None
-            torch.save(self.outer.state_dict(), self._file(args, state))
+        def on_save(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
+            folder = _checkpoint(args, state)
+            torch.save(self.outer.state_dict(), folder / STATE)
+            if self.outer.worker:  # transformers writes weights on rank 0 of torch.distributed only
+                save_model(parts["model"], str(folder / "model.safetensors"))
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-            self._loop.end(parts["model"])
+        def on_train_end(self, *_: Any, **parts: Any) -> None:
+            self._end(parts["model"])
 
-    return DiLoCoCallback()
+    return ForTrainer(group, config)
 
 
-def lightning_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) -> Any:
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")
+
+
+def lightning_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) -> DiLoCoCallback:
     """Return a callback for lightning.pytorch.Trainer(devices=1).
 
-    `group` is that of join_workers(). Checkpoints hold the state of this worker. Validation sees
-    the shared parameters, and after training the model holds them.
+    `group` is that of join_workers(). Give each worker a `default_root_dir` of its own: checkpoints
+    hold its state. Validation sees the shared parameters, and after training the model holds them.
     """
     from lightning.pytorch import Callback
 
-    class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not type-checked
+    class ForLightning(DiLoCoCallback, Callback):  # type: ignore[misc]  # not type-checked
         def __init__(self) -> None:
-            self._loop, self._saved = _OuterLoop(group, config), None
+            super().__init__(group, config)
+            self._saved: dict[str, Any] | None = None
             self._validation = ExitStack()
-
-        @property
-        def outer(self) -> StreamingDiLoCo | None:
-            return self._loop.outer
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             (optimizer,) = trainer.optimizers
-            self._loop.begin(
-                module,
-                optimizer,
-                ranks=trainer.world_size,
-                total_steps=trainer.max_steps,
-                saved=self._saved,
-            )
+            length = {"ranks": trainer.world_size, "total_steps": trainer.max_steps}
+            self._begin(module, optimizer, **length, saved=self._saved)
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            assert self.outer is not None
             if trainer.global_step > self.outer.step_count:  # not while gradients accumulate
                 self.outer.step()
 
         def on_validation_start(self, *_: Any) -> None:
-            if self.outer is not None:
+            if self._outer is not None:  # not in the check before training
                 self._validation.enter_context(self.outer.global_parameters())
 
         def on_validation_end(self, *_: Any) -> None:
             self._validation.close()
 
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            self._loop.end(module)
+        def on_train_end(self, _: Any, module: Any) -> None:
+            self._end(module)
 
         def state_dict(self) -> dict[str, Any]:
-            return {} if self.outer is None else self.outer.state_dict()
+            return {} if self._outer is None else self.outer.state_dict()
 
         def load_state_dict(self, saved: dict[str, Any]) -> None:
             self._saved = saved
 
-    return DiLoCoCallback()
+    return ForLightning()

@@ -25,7 +25,7 @@ class Fragments(Section):
     """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
     fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
     blocks: str = ""
-    """Name of the module that holds the blocks. Empty: the longest ModuleList or ModuleDict."""
+    """Name of the module that holds the blocks. Empty: the longest ModuleList."""
     modules: tuple[tuple[str, ...], ...] = ()
     """For `explicit`: the names of the modules or parameters of each fragment."""
 
