@@ -156,7 +156,8 @@ def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     group = join_workers()
-    loader, runs = DataLoader(_examples(group.rank(), "tokens"), batch_size=2), []  # type: ignore[arg-type]
+    loader: Any = DataLoader(_examples(group.rank(), "tokens"), batch_size=2)  # type: ignore[arg-type]
+    runs = []
     for resumed in (None, folder / f"{group.rank()}-epoch=0.ckpt"):
         callback: Any = lightning_callback(group, config())
         saves = ModelCheckpoint(folder, filename=f"{group.rank()}-{{epoch}}", save_top_k=-1)
