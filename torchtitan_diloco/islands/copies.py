@@ -14,8 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec
-from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec, random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, UPDATES, OuterStep, outer_lr
@@ -102,7 +101,7 @@ class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self._ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
-        self.threads = config.quantization.threads
+        self.threads = max(1, config.quantization.threads)
         layouts = [Layout(state.fragment) for state in states]
         self.fragments = [
             SharedCopy(state, Place(layout, ranks.size, ranks.rank))

@@ -344,13 +344,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         reads the samples of that work once more. Each island saves what is shared, too.
         """
         self.check()
-        facts = {
-            "step": self.step_count,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-            "in_flight": [],
-            "healed": self._healed,
-        }
+        facts = self._facts_now()
         copied: Future[list[SavedCopy]] = Future()
         saved: Future[SavedState] = Future()
 
