@@ -11,7 +11,7 @@ FSDP2 (and TP, CP) stay inside a worker. Streaming DiLoCo joins each column:
     worker 1: ranks 2, 3
                             ranks 0 and 2 hold the same shard, and so do 1 and 3
 
-Written for torchtitan 0.2.2, for models in one part (no pipeline parallelism).
+Written for torchtitan 0.2.2, without pipeline parallelism and without its checkpoints.
 """
 
 import os
@@ -37,34 +37,35 @@ WORKERS = int(os.environ.get("WORKERS", "2"))
 
 class DiLoCoTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
-        on_gpu, chosen = utils.device_type != "cpu", self.job_config.parallelism
+        if self.job_config.checkpoint.enable:
+            raise ValueError("all workers would write to one checkpoint: leave it off")
+        on_gpu = utils.device_type != "cpu"
         dist_utils.init_distributed(self.job_config.comm, enable_cpu_backend=on_gpu)  # for gloo
         shape, names = (WORKERS, dist.get_world_size() // WORKERS), ("worker", "world")
         self.mesh = init_device_mesh(utils.device_type, shape, mesh_dim_names=names)
-        dims = ParallelDims(
-            dp_replicate=chosen.data_parallel_replicate_degree,
-            dp_shard=chosen.data_parallel_shard_degree,
-            cp=chosen.context_parallel_degree,
-            tp=chosen.tensor_parallel_degree,
-            pp=1,
-            ep=chosen.expert_parallel_degree,
-            etp=chosen.expert_tensor_parallel_degree,
-            world_size=self.mesh["world"].size(),
-        )
-        with patch.object(parallel_dims, "init_device_mesh", return_value=self.mesh["world"]):
+        row = self.mesh["world"]
+        with patch.object(dist_utils, "init_distributed", return_value=row.size()):
+            dims = super().init_distributed()
+        with patch.object(parallel_dims, "init_device_mesh", return_value=row):
             dims.build_mesh()
         return dims
 
     def train(self) -> None:
-        (model,), group = self.model_parts, self.mesh["worker"].get_group()
-        config = DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=3))
-        self.outer = StreamingDiLoCo(model, group, config)
+        row = self.mesh["world"].mesh.tolist()
+        shards = dist.new_group(row, backend="gloo", use_local_synchronization=True)
+        (model,), (optimizer,) = self.model_parts, self.optimizers.optimizers
+        self.outer = StreamingDiLoCo(
+            model,
+            self.mesh["worker"].get_group(),
+            DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=3)),
+            optimizer=optimizer,
+            shard_group=shards,
+        )
         super().train()
         self.outer.drain()
         if self.outer.worker == 0:  # the shared model is the same on all workers
             folder = Path(self.job_config.job.dump_folder, "shared")
-            shared, world = self.outer.global_state_dict(), self.mesh["world"].get_group()
-            save(shared, checkpoint_id=folder, process_group=world)
+            save(self.outer.global_state_dict(), checkpoint_id=folder, process_group=shards)
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
