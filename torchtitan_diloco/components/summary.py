@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from torchtitan_diloco.components.records import NAN, Conditions, RoundRecord, Summary
-from torchtitan_diloco.components.round_records import known
+from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
+from torchtitan_diloco.components.round_records import known, percent_without
 from torchtitan_diloco.components.telemetry import OF_WORKER, Telemetry, worker_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.utils import all_reduce_bytes, logger
@@ -44,14 +44,10 @@ def summarise(
         summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / workers
         summary.exchange_seconds_mean_over_ranks = exchange
         summary.exposed_waiting_seconds_mean_over_ranks = waited
-        summary.hidden_percent = _percent_without(waited, exchange)
-        summary.measured_utilisation_percent = _percent_without(exposed, whole)
+        summary.hidden_percent = percent_without(waited, exchange)
+        summary.measured_utilisation_percent = percent_without(exposed, whole)
         summary.observed = observed_conditions(config, totals, telemetry.round_records)
     return summary
-
-
-def _percent_without(part: float, whole: float) -> float:
-    return 100 * max(0.0, 1 - part / whole) if whole else NAN
 
 
 def log_summary(summary: Summary, config: Path | None = None) -> None:

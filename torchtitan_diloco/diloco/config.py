@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from torchtitan_diloco.diloco.fields import Section
+
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
-class Fragments:
+class Fragments(Section):
     """Partition of the model into fragments, which synchronise in turn."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
@@ -29,7 +31,7 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class OuterOptimizer:
+class OuterOptimizer(Section):
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
@@ -53,7 +55,7 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Section):
     """Overlap of training and communication."""
 
     delay: NotNegative = 1
@@ -72,7 +74,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Beginning(Section):
     """First steps of a run, in which workers drift apart most easily."""
 
     steps: NotNegative = 0
@@ -88,7 +90,7 @@ CodecName = Literal[
 
 
 @dataclass(frozen=True)
-class Quantization:
+class Quantization(Section):
     """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
@@ -107,13 +109,13 @@ class Quantization:
     error_feedback: bool = False
     """Add the encoding error of a fragment to the delta that is sent next. Takes 4 bytes per
     parameter."""
-    threads: NotNegative = 0
-    """CPU threads for encoding, decoding and the outer step. They compete with training for cores.
-    0: one, or beside a GPU all of the process. Outer state on a GPU is encoded on the GPU."""
+    threads: Positive = 1
+    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
+    GPU is encoded on the GPU."""
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Section):
     """Communication between workers."""
 
     interface: str = ""
@@ -131,7 +133,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class DiLoCoConfig:
+class DiLoCoConfig(Section):
     """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
