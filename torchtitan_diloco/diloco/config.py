@@ -210,7 +210,7 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
     elif chosen.top_values != Quantization.top_values and not sparse:
         yield "diloco.quantization.top_values", 'is only read with codec = "topk": leave it out'
     if chosen.gather_codec == "topk" or (sparse and chosen.gather_codec != "same"):
-        reason = "is not for topk, of which workers send all others everything: leave it out"
+        reason = "does not go with topk, as the mean of sparse deltas is not sent: leave it out"
         yield "diloco.quantization.gather_codec", reason
     elif chosen.gather_codec != "same" and workers <= 2:
         reason = f"is only for more than two workers, and there are {workers}: leave it out"
