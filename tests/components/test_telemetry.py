@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.test_trainer import records
-from torchtitan_diloco.components import record_files
+from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint_schema import RunState
-from torchtitan_diloco.components.record_files import drop_records_after
+from torchtitan_diloco.components.records import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import (
     OF_WORKER,
@@ -306,7 +306,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record_files, "write_trace", full)
+    monkeypatch.setattr(records_module, "write_trace", full)
     with telemetry(tmp_path) as own:
         train(own, [1, 2, 3])
         own.write_trace()
