@@ -52,7 +52,7 @@ from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
-from torchtitan_diloco.export.weights import load_initial_weights
+from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
@@ -144,7 +144,7 @@ class Trainer:
         garbage.close()
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
-        log_summary(summary)
+        log_summary(summary, folder / "config.toml" if self.island is None else None)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
@@ -393,5 +393,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
-        facts |= {"tokenizer": tokenizer, "corpus": corpus}
+        weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
+        facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         assert_agreement(self.world, facts)

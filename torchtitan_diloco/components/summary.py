@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
 from torchtitan_diloco.components.round_records import known, percent_without
@@ -49,8 +50,8 @@ def summarise(
     return summary
 
 
-def log_summary(summary: Summary) -> None:
-    """Log the table at the end of a run."""
+def log_summary(summary: Summary, config: Path | None = None) -> None:
+    """Log the table at the end of a run. `config`: the file that starts the same run again."""
     after = summary.counted_after_step
     by_each = "MB by each worker" + (f" after step {after}" if after else "")
     sent, expected = summary.sent_bytes_mean_over_workers, summary.data_parallel_bytes_per_worker
@@ -66,6 +67,9 @@ def log_summary(summary: Summary) -> None:
         rows["sent between workers"] = f"{sent / 1e6:,.1f} {by_each}, as counted"
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows["data parallelism would send"] = f"{would_send} MB {gradients}{ratio}"
+        if config is not None:
+            control = f"./run_train.sh --config {config} --diloco.method none"
+            rows["its loss at equal tokens"] = control
     elif math.isfinite(expected):
         rows["sent between workers"] = f"about {would_send} {by_each} {gradients}"
     if math.isfinite(hidden := summary.hidden_percent):
