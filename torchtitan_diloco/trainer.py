@@ -144,7 +144,8 @@ class Trainer:
         garbage.close()
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
-        log_summary(summary, folder / "config.toml" if self.island is None else None)
+        has_control = self.island is None and config.data.shard_by == "none"
+        log_summary(summary, folder / "config.toml" if has_control else None)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(

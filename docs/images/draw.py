@@ -146,6 +146,34 @@ def draw_losses() -> None:
     plt.close("all")
 
 
+def draw_bytes() -> None:
+    """The table "What to set, and what it costs" of docs/algorithm.md: a curve for each method."""
+    page = (HERE.parent / "algorithm.md").read_text(encoding="utf-8")
+    table = page[page.index("| run | bytes | n | loss |") :]
+    rows = re.findall(r"^\| ([^|]+?) \| 1/([\d,]+) \| \d \| ([\d.]+)", table, re.M)
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, share, loss in rows:
+        method = re.sub(r", H = \d+", "", name)
+        curves.setdefault(method, []).append((1 / float(share.replace(",", "")), float(loss)))
+    figure, axes = plt.subplots(figsize=(9.2, 4.2), layout="constrained")
+    for name, loss in re.findall(r"^\| (.+), data parallel \| 1 \| \d \| ([\d.]+)", table, re.M):
+        axes.axhline(float(loss), color=GREY, lw=1, ls="--")
+        axes.text(1 / 1100, float(loss), f"{name}, data parallel", ha="right", va="bottom")
+    for method, points in curves.items():
+        if len(points) > 1:
+            axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)
+    axes.set(xscale="log", ylabel="loss of the shared model, nats per byte")
+    axes.set_xlabel("bytes a step, as a share of bf16 gradients", x=0.5)
+    ticks = [1 / 30, 1 / 100, 1 / 300, 1 / 1000]
+    axes.set_xticks(ticks, [f"1/{round(1 / tick):,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8)
+    for side in ("right", "top"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(HERE / "bytes.svg", metadata={"Date": None})
+    plt.close("all")
+
+
 def draw_islands() -> None:
     """Three islands and one log: one comes late, one is cut off for a while, one dies."""
     axes = bare_axes(9.2, 3.6)
@@ -219,3 +247,4 @@ if __name__ == "__main__":
     draw_islands()
     draw_exchange()
     draw_losses()
+    draw_bytes()

@@ -8,6 +8,8 @@ from torchtitan_diloco.config.loader import shipped_configs
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.diloco.config import advice
 
+TOPK = {"diloco.quantization.codec": "topk"}
+
 
 @pytest.mark.parametrize(
     ("settings", "key"),
@@ -27,6 +29,19 @@ from torchtitan_diloco.diloco.config import advice
         ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
         ({"diloco.quantization.gather_codec": "bf16"}, "diloco.quantization.gather_codec"),
+        (
+            {"diloco.quantization.gather_codec": "topk", "diloco.workers": "3"},
+            "diloco.quantization.gather_codec",
+        ),
+        (
+            TOPK | {"diloco.quantization.gather_codec": "bf16", "diloco.workers": "3"},
+            "diloco.quantization.gather_codec",
+        ),
+        (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
+        (TOPK | {"diloco.quantization.top_values": "258"}, "diloco.quantization.top_values"),
+        ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
+        (TOPK | {"diloco.quantization.rounding": "stochastic"}, "diloco.quantization.rounding"),
+        (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"data.shard_by": "clusters", "diloco.workers": "1"}, "data.shard_by"),
         ({"data.shard_by": "random", "diloco.method": "none"}, "data.shard_by"),
         ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
@@ -85,3 +100,20 @@ def test_table_of_unused_settings_has_known_keys() -> None:
 def test_advice_counts_the_beginning_and_the_end(settings: dict[str, str], words: str) -> None:
     config = load_config("debug", {"diloco.sync_every": "10"} | settings)
     assert words in advice(config.diloco, total_steps=20)[0]
+
+
+def test_advice_about_the_largest_values() -> None:
+    fed_back = TOPK | {
+        "diloco.quantization.error_feedback": "true",
+        "diloco.overlap.mixing": "0",
+        "diloco.outer_optimizer.name": "sgd",
+        "diloco.outer_optimizer.lr": "1",
+    }
+    assert not advice(load_config("debug", fed_back).diloco, total_steps=10**4)
+    for key, value in (
+        ("diloco.quantization.error_feedback", "false"),
+        ("diloco.overlap.mixing", "0.5"),
+        ("diloco.outer_optimizer.name", "nesterov"),
+    ):
+        found = advice(load_config("debug", fed_back | {key: value}).diloco, total_steps=10**4)
+        assert "counts it twice" in found[-1]

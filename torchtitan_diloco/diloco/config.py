@@ -210,7 +210,7 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
     elif chosen.top_values != Quantization.top_values and not sparse:
         yield "diloco.quantization.top_values", 'is only read with codec = "topk": leave it out'
     if chosen.gather_codec == "topk" or (sparse and chosen.gather_codec != "same"):
-        reason = "is not for topk, of which workers send all others everything: leave it out"
+        reason = "does not go with topk, as the mean of sparse deltas is not sent: leave it out"
         yield "diloco.quantization.gather_codec", reason
     elif chosen.gather_codec != "same" and workers <= 2:
         reason = f"is only for more than two workers, and there are {workers}: leave it out"
@@ -252,7 +252,15 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             f"diloco.sync_every = {every} and diloco.overlap.mixing = {config.overlap.mixing:g} "
             "is known to be unstable: set mixing to 0.5, or lower the outer lr"
         )
-    if config.quantization.error_feedback:
+    wire = config.quantization
+    as_meant = wire.error_feedback and not config.overlap.mixing and outer.name == "sgd"
+    if wire.codec == "topk" and not as_meant:
+        found.append(
+            'diloco.quantization.codec = "topk" loses what it does not send, or counts it twice: '
+            "set diloco.quantization.error_feedback = true, diloco.overlap.mixing = 0 and "
+            'diloco.outer_optimizer.name = "sgd" with lr = 1 (docs/wire-formats.md)'
+        )
+    if wire.codec != "topk" and wire.error_feedback:
         found.append(
             "diloco.quantization.error_feedback cost more than it gave where it was measured "
             "(docs/measurements.md): leave it off unless a run of your own shows a gain"
