@@ -30,15 +30,22 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
-from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Seat, Send, decide
-from torchtitan_diloco.islands.fingerprints import fingerprints
+from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, add_change, fingerprints
+from torchtitan_diloco.islands.decisions import (
+    Apply,
+    Boundary,
+    Decision,
+    Seat,
+    Send,
+    decide,
+    take_seat,
+)
 from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.joining import Saved
 from torchtitan_diloco.islands.leader import Leader
-from torchtitan_diloco.islands.ranks import Ranks, collect, share
 from torchtitan_diloco.islands.records import Facts, Part
-from torchtitan_diloco.islands.restart import Saved, saved_state
 from torchtitan_diloco.islands.rules import Mode, Timing
+from torchtitan_diloco.islands.shards import Ranks, collect, share
 from torchtitan_diloco.utils import logger
 
 LATE_MIXING = 0.5
@@ -106,19 +113,14 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def join(self) -> None:
         """Connect, take a slot, take the shared parameters, and wait until the run has begun."""
+        seat = None
         if self._ranks.is_first:
             self._leader = self.build_leader()
             self._leader.join(self._saved)
-            island = self._leader.joined
-            known = island.state.facts
-            assert known is not None
-            versions = [sync.applied for sync in island.syncs]
-            place = island.slot, known.slots, known.block, island.position
-            seat = Seat(*place, known.total_tokens, island.clock, versions)
+            seat = take_seat(self._leader)
         else:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
-            seat = None
         self._seat = share(seat, Seat, self._ranks.decisions)
         self._take_versions(self._seat.versions)
         logger.info(
@@ -128,26 +130,21 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def build_leader(self) -> Leader:
         """Build the part of the first rank that reads the log. It is not connected yet."""
-        incarnation = f"{self.islands.name}/{secrets.token_hex(4)}"
-        join = Join.parse(self.islands.join)
+        chosen = self.islands
+        join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
+        checksums = [self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))]
         facts = Facts(
             run=join.run,
-            slots=self.islands.slots,
-            begin=self.islands.begin,
+            slots=chosen.slots,
+            begin=chosen.begin,
             total_tokens=self.total_tokens,
-            checksums=tuple(
-                self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))
-            ),
+            checksums=tuple(checksums),
             block=self._samples_per_step,
             fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
         )
-        return Leader(
-            Connection(join, incarnation),
-            self._copies,
-            facts,
-            Timing(self.schedule, self.islands.quorum, self.islands.grace_seconds),
-            incarnation=incarnation,
-        )
+        timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds)
+        connection = Connection(join, incarnation)
+        return Leader(connection, self._copies, facts, timing, incarnation=incarnation)
 
     @property
     def left(self) -> bool:
@@ -344,28 +341,38 @@ class IslandDiLoCo(StreamingDiLoCo):
         reads the samples of that work once more. Each island saves what is shared, too.
         """
         self.check()
-        facts = {
-            "step": self.step_count,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-            "in_flight": [],
-            "healed": self._healed,
-        }
-        copied: Future[list[SavedCopy]] = Future()
         saved: Future[SavedState] = Future()
+        now = {"step": self.step_count, "healed": self._healed}
 
-        def complete(_: object) -> None:  # in the thread that has copied
+        def save() -> None:  # in the thread that makes the copies
             try:
-                copies = copied.result()
-                if self._leader is not None:
-                    facts["island"] = vars(self._leader.to_save([one.version for one in copies]))
-                saved.set_result(saved_state(copies, self._states, facts, mesh))
+                saved.set_result(self._save(now, mesh))
             except BaseException as error:
                 saved.set_exception(error)
 
-        copied.add_done_callback(complete)
-        self._copies.saves.put(copied)
+        self._copies.saves.put(save)
         return saved
+
+    def _save(self, now: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+        copies = self._copies.fragments
+        facts = {
+            **now,
+            "settings": saving.resume_settings(self.config),
+            "layout": saving.layout_of(self._states),
+            "in_flight": [],
+            "fragments": [
+                {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(one.state.norms.latest)}
+                for one in copies
+            ],
+        }
+        if self._leader is not None:
+            facts["island"] = vars(self._leader.to_save())
+        shared: dict[str, Tensor] = {}
+        for number, buffers in enumerate(zip(*(one.buffers() for one in copies), strict=True)):
+            kind = f"{saving.SLOT}{number - 1}" if number else saving.SHARED
+            host = [buffer.to("cpu", copy=True) for buffer in buffers]
+            shared |= saving.named(kind, self._states, host, mesh)
+        return SavedState(facts, shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
@@ -374,9 +381,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)
-        if (island := saved.facts.get("island")) is not None:
-            rounds = [record["rounds"] for record in saved.facts["fragments"]]
-            self._saved = Saved(**(island | {"rounds": rounds}))
+        if "island" in saved.facts:
+            self._saved = Saved(**saved.facts["island"])
         return notes
 
     def describe(self) -> list[str]:

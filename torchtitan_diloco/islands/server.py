@@ -20,9 +20,8 @@ from typing import IO, Any
 import msgspec
 
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
-from torchtitan_diloco.islands.events import Names
 from torchtitan_diloco.islands.join import RUN_PATTERN, Join
-from torchtitan_diloco.islands.session import Session, check_installed
+from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
 from torchtitan_diloco.utils import end_with_parent, install_command, logger
 
 ISLAND, ADMIN = "island", "admin"
@@ -170,7 +169,7 @@ class Server:
         session = Session(LOG_PATIENCE)
         await session.open(self.admin, self.admin.addresses[0], "serve")
         try:
-            await session.jetstream.stream_info(Names(self.settings.run).stream("log"))
+            await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
         except NotFoundError as error:
             raise ValueError(
                 f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
@@ -185,25 +184,24 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
     from nats.js.api import DiscardPolicy, StreamConfig
     from nats.js.errors import APIError
 
-    names = Names(admin.run)
     log = StreamConfig(
-        name=names.stream("log"),
-        subjects=[f"{names.log}.>"],
+        name=stream_of(admin.run, "log"),
+        subjects=[subject_of(admin.run, "log")],
         num_replicas=replicas,
         deny_delete=True,
         deny_purge=True,
     )
     parts = StreamConfig(
-        name=names.stream("parts"),
-        subjects=[names.bulk("parts")],
+        name=stream_of(admin.run, "parts"),
+        subjects=[subject_of(admin.run, "parts")],
         num_replicas=replicas,
         max_bytes=int(keep_gb * 1e9),
         discard=DiscardPolicy.OLD,
         allow_direct=True,
     )
     snapshots = parts.evolve(
-        name=names.stream("snapshots"),
-        subjects=[names.bulk("snapshots")],
+        name=stream_of(admin.run, "snapshots"),
+        subjects=[subject_of(admin.run, "snapshots")],
         max_age=SNAPSHOT_SECONDS,
     )
     session = Session(LOG_PATIENCE)
