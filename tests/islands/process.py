@@ -111,6 +111,8 @@ class Process:
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
+        self.waits: list[int] = []
+        """For each own part: steps from when its entry was due until it was applied."""
         self.joined_at = -1.0
         self.leaving = False
 
@@ -344,6 +346,8 @@ class Process:
                     self.mixed_late.add(fragment)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
+                if rounds.unapplied[0].part_of(self.incarnation) is not None:
+                    self.waits.append(island.step - rounds.sent_step - self.plan.delay)
                 rounds.finish_apply(self.now)
             until = rounds.wait_until()
             if until is not None and self.now < until:

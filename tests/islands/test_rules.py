@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Hint, Members
+from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
 from torchtitan_diloco.islands.records import Close, Facts, Open, Part, Take, encode
 from torchtitan_diloco.islands.rules import Island, Timing
 
@@ -158,3 +158,56 @@ def test_the_lags_of_parts_that_are_fetched_in_another_order_are_known() -> None
     assert island.rounds[0].close({second: ""}, lr=1.0, now=10.1) is None
     assert island.rounds[0].close({first: "", second: ""}, lr=1.0, now=12.0) is not None
     assert [list(one.lags) for one in island.habits[:2]] == [[2.0], pytest.approx([0.1])]
+
+
+def part_of(slot: int, checksum: str = "v0", number: int = 1) -> Part:
+    who: dict[str, Any] = {"run": "r", "slot": slot, "incarnation": f"i{slot}", "fragment": 0}
+    who |= {"number": number, "base": 0, "start": 0, "end": 20, "weight": 20}
+    return Part(**who, checksum=checksum)
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool) -> None:
+    state, members = two_owners(), Members(EXPIRY)
+    take = Take(run="r", slot=2, incarnation="i2", replaces=None)
+    state.read(4, encode(take))
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    island.finish_step(2, 20, 0.1)
+    island.leaving = True
+    assert island.rounds[0].send_is_due(0.0)
+    assert island.read(5, encode(part_of(1, checksum="other")), now=0.0).disputed
+    assert not island.rounds[0].send_is_due(0.0), "nothing is written meanwhile"
+    if confirmed:
+        island.read(6, encode(part_of(2)), now=1.0)
+        assert "i1 has other bits of fragment 0" in next(island.settle_disputes(1.0))
+        assert island.rounds[0].send_is_due(1.0)
+    else:
+        assert list(island.settle_disputes(EXPIRY)) == []
+        with pytest.raises(IslandFailedError, match="no island has confirmed"):
+            list(island.settle_disputes(EXPIRY + 0.1))
+
+
+def test_what_is_known_of_a_slot_is_that_of_its_owner() -> None:
+    state, members = two_owners(), Members(EXPIRY)
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    island.read(4, encode(part_of(1)), now=0.0)
+    island.habits[1].lags.append(3.0)
+    assert island.habits[1].weight(0) == 20
+    island.read(5, encode(Take(run="r", slot=1, incarnation="new", replaces="i1")), now=0.0)
+    assert (island.habits[1].weight(0), list(island.habits[1].lags)) == (0, [])
+
+
+def test_lags_are_not_measured_while_an_outage_is_read() -> None:
+    """All its records come in a moment: nothing would seem to take any time."""
+    state, members = two_owners(), Members(EXPIRY)
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    opening = Open(run="r", slot=0, incarnation="i0", fragment=0, version=1, grace=1.0)
+    for connected, known in ((7.0, 0), (0.0, 1)):
+        members.connect(connected)
+        pass_time(members, connected, 10.0, "i0", "i1")
+        if state.sequence == 3:
+            island.read(4, encode(opening), now=9.0)
+            island.read(5, encode(part_of(1)), now=10.0)
+        island.rounds[0].close({5: ""}, lr=1.0, now=10.0)
+        assert len(island.habits[1].lags) == known
+        island.rounds[0]._measured.clear()

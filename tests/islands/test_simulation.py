@@ -1,6 +1,7 @@
 """Promises of islands (docs/islands.md), in simulated networks with faults."""
 
 import random
+import statistics
 from itertools import pairwise
 
 import pytest
@@ -137,6 +138,18 @@ def test_islands_that_begin_apart_do_not_wait_for_each_other_in_every_round(late
     world.run()
     check(world)
     assert sum(island.idle for island in islands) <= 2 * world.plan.floor
+
+
+@pytest.mark.parametrize(("later", "upload"), [(0.8, 0.6), (1.7, 0.6), (1.7, 1.2)])
+def test_parts_wait_for_no_round_that_begins_later(later: float, upload: float) -> None:
+    """Nobody is in step at first: turns come up to a cycle before the openings, again and again."""
+    world = World(Plan(sync_every=20, slots=2, begin=1, floor=0.2, steps=300))
+    healthy = world.start("healthy")
+    slow = world.start("slow", Nature(upload=upload), at=later)
+    world.run()
+    check(world)
+    assert statistics.mean(wait > 1 for wait in healthy.waits[6:]) < 0.1
+    assert statistics.median(slow.waits) <= 1.25 * upload / slow.nature.step + 2
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -177,6 +177,8 @@ class Rounds:
         self.under_way = False
         """The last part sent has not come back in the log. Append it again after an
         interruption."""
+        self._returned_step = 0
+        """Own step when it came back."""
         self._tokens_sent = self._tokens_taken = 0
         """Own tokens when the last part was sent, and when the last one was that an entry has
         taken: where the next weight begins."""
@@ -212,7 +214,7 @@ class Rounds:
             self._compare(record, outcome, now)
         if isinstance(record, Part):
             if own and self.sent is not None and record.number == self.sent.number:
-                self.under_way = False
+                self.under_way, self._returned_step = False, self._island.step
             if not outcome.void:
                 self._island.habits[record.slot].weights[self._fragment].append(record.weight)
         if outcome.entry is not None:
@@ -222,9 +224,10 @@ class Rounds:
         version, step = self._attempt
         self._opened_step = step if version == record.version else self._island.step
         self._opened_at = now
-        early = self._opened_step - self.sent_step
-        if self.is_pending and 0 < early <= self._every // 2:
-            self.turn += early  # sooner, the next part would wait for its opening, too
+        if self.shared.waiting_of(self._island.slot) is not None:
+            # The next one would wait for its opening as long. Uploads do not all take as long.
+            margin = (self._returned_step - self.sent_step) // 4
+            self.turn += max(0, self._opened_step - self._returned_step - margin)
 
     def _compare(self, record: Part | Close, outcome: Outcome, now: float) -> None:
         """Remember what another island says of the bits of a version."""
