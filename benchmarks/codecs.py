@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import core
-from torchtitan_diloco.diloco.chunks import GPU_CHUNK
 from torchtitan_diloco.diloco.codecs import CODECS, Codec, build_codec
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer, Quantization
-from torchtitan_diloco.diloco.exchange import PIECE
+from torchtitan_diloco.diloco.exchange import GPU_CHUNK, PIECE
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import describe_device

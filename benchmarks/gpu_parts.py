@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -209,16 +210,20 @@ def idle_gaps(scale: Scale) -> list[Check]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         train_step.run_steps(loop, 3, scale.device)
     work = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, event.name)
         for event in found.events()
         if str(event.device_type).endswith("CUDA")
     )
-    idle, end = 0.0, work[0][1]
-    for begin, finish in work:
-        idle, end = idle + max(0.0, begin - end), max(end, finish)
-    share = idle / (end - work[0][0])
-    waits = sum("Synchronize" in event.name for event in found.events()) / 3
-    measured = f"idle {share:.1%}, {waits:.1f} waits a step"
+    gaps, end = [], work[0][1]
+    for begin, finish, name in work:
+        if begin > end:
+            gaps.append((begin - end, begin - work[0][0], name))
+        end = max(end, finish)
+    share = sum(gap for gap, _, _ in gaps) / (end - work[0][0])
+    waits = Counter(event.name for event in found.events() if "Synchronize" in event.name)
+    print(f"waits of the host in 3 steps: {dict(waits)}; longest gaps in us, and what followed:")
+    print(*sorted(gaps, reverse=True)[:20], sep="\n")
+    measured = f"idle {share:.1%}, {waits.total() / 3:.1f} waits a step"
     return [Check("gaps in the GPU's work, batch 4, eager", "idle 2 %", measured, share <= 0.02)]
 
 

@@ -31,7 +31,8 @@ from benchmarks.parity_tables import DEFAULTS, MANY_STEPS
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     build_optimizer,
-    clip_gradients,
+    clipped_step,
+    gradient_norm,
     lr_factor,
     set_lr,
 )
@@ -180,8 +181,8 @@ class Island(threading.Thread):
         training = config.training
         head = loss_head(targets, z_loss=training.z_loss, chunk_tokens=training.loss_chunk_tokens)
         (self.model(inputs, head=head).objective / inputs.numel()).backward()
-        clip_gradients(self.model.parameters(), training.max_gradient_norm, None)
-        self.optimizer.step()
+        norm = gradient_norm(self.model.parameters())
+        clipped_step(self.optimizer, norm, training.max_gradient_norm)
         self.optimizer.zero_grad()
 
 

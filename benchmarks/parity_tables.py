@@ -80,7 +80,7 @@ TERMS: dict[str, Settings] = {
     **{codec: {"diloco.quantization.codec": codec} for codec in CODECS},
     **{
         name: {"diloco.outer_optimizer.name": name}
-        for name in ("nesterov", "momentum", "sgd", "adam", "sign_momentum")
+        for name in ("nesterov", "momentum", "sgd", "adam")
     },
 }
 NUMBERS = {
@@ -258,7 +258,6 @@ OUTER_OPTIMIZERS = [
     "sgd, lr 1",
     "sgd, lr 0.5",
     "adam, lr 0.3, momentum 0.9, epsilon 0.1",
-    "sign_momentum, lr 0.001, momentum 0.9",
 ]
 TUNING = [
     CONTROL,

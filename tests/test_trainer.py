@@ -297,7 +297,7 @@ def test_the_profiler_writes_into_the_folder(text: Path) -> None:
         ({"profiling.enable": "true", "profiling.ranks": "[3]"}, "profiling.ranks has 3"),
         ({"diloco.workers": 2}, "diloco.workers = 2"),
         ({"training.stepz": 2}, "training.steps"),
-        ({"training.batch_size": 10**12, "training.global_batch_size": 10**12}, "out of memory"),
+        ({"training.batch_size": 10**15, "training.global_batch_size": 10**15}, "out of memory"),
         ({"model.width": 10**9}, "GiB on this machine"),
         ({"diloco.method": "streaming", "diloco.outer_optimizer.lr": 1e30}, "100"),
     ],

@@ -18,9 +18,11 @@ from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
     SkippedSteps,
     build_optimizer,
-    clip_gradients,
+    clipped_step,
     compute_dtype,
+    gradient_norm,
     lr_factor,
+    read_later,
     reduce_over_workers,
     set_lr,
 )
@@ -170,15 +172,14 @@ class Trainer:
             sums = self.model(inputs, head=head)
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
-        norm = clip_gradients(self.model.parameters(), config.max_gradient_norm, fsdp)
-        # Read here, where the norm has been waited for: later a GPU would run out of work.
-        loss = cross_entropy.item()
+        total_norm = gradient_norm(self.model.parameters(), fsdp)
+        read = read_later(torch.stack([cross_entropy, total_norm]))
+        clipped_step(self.optimizer, total_norm, config.max_gradient_norm)
+        self.optimizer.zero_grad()
+        loss, norm = read()  # while a GPU works on the optimizer step
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
         self.outer.step(weight=0.0 if skipped else self._tokens_of_step())
         return StepResult(loss, norm, skipped)
 
@@ -308,10 +309,8 @@ class Trainer:
         config, device = self.config, self.world.device
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
-        self.flops_per_token, counts = (
-            self.model.flops_per_token(length),
-            self.model.parameter_counts(),
-        )
+        self.flops_per_token = self.model.flops_per_token(length)
+        counts = self.model.parameter_counts()
         self.plan = plan_run(
             config.training,
             self.ranks,

@@ -7,9 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
-from torchtitan_diloco.components.optimizer import build_optimizer, clip_gradients, lr_factor
+from torchtitan_diloco.components.optimizer import (
+    build_optimizer,
+    clipped_step,
+    gradient_norm,
+    lr_factor,
+)
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 
 schedules = st.builds(
@@ -60,16 +66,34 @@ def test_weight_decay_of_one_over_the_steps() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [1 / 400, 0.0]
 
 
+def train(name: str, max_norm: float, *, together: bool, broken: bool = False) -> list[Tensor]:
+    """Return parameters and moments after three steps, of which the second may have a NaN."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks, model.head = nn.Linear(5, 3), nn.Linear(3, 2)
+    optimizer = build_optimizer(model, Optimizer(name=name), total_steps=10)  # type: ignore[arg-type]
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        norm = gradient_norm(model.parameters())
+        if broken and step == 1:
+            next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+            norm = gradient_norm(model.parameters())
+            assert math.isnan(norm)
+        if together:
+            clipped_step(optimizer, norm, max_norm)
+        elif norm.isfinite():
+            clip_grad_norm_(model.parameters(), max_norm or math.inf)
+            optimizer.step()
+    moments = [optimizer.state[one] for one in model.parameters()]
+    return [*model.parameters(), *(value for one in moments for value in one.values())]
+
+
+@pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 100.0])
-def test_clipping(max_norm: float) -> None:
-    vector, matrix, without = (nn.Parameter(torch.zeros(shape)) for shape in (3, (2, 2), 1))
-    vector.grad, matrix.grad = torch.full((3,), 2.0), torch.ones(2, 2)
-    assert clip_gradients([vector, matrix, without], max_norm, group=None) == pytest.approx(4.0)
-    assert vector.grad.tolist() == pytest.approx([0.5 if max_norm == 1.0 else 2.0] * 3)
-
-
-def test_a_norm_that_is_not_finite_leaves_the_gradients_alone() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([math.inf, 3.0])
-    assert math.isinf(clip_gradients([parameter], 1.0, group=None))
-    assert parameter.grad.tolist() == [math.inf, 3.0]
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_clipped_step(name: str, max_norm: float, broken: bool) -> None:
+    found, expected = (
+        train(name, max_norm, together=together, broken=broken) for together in (True, False)
+    )
+    torch.testing.assert_close(found, expected)

@@ -2,6 +2,8 @@
 
 import math
 from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor
 
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import chunks, exchange
-from torchtitan_diloco.diloco.chunks import Task, pipeline_schedule
+from torchtitan_diloco.diloco import exchange
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
@@ -38,8 +39,8 @@ def _exchange(
     chosen = Quantization(codec=codec, rounding="stochastic" if codec == "bf16" else "nearest")
     own, gather = build_codec(chosen), build_gather_codec(chosen)
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
-        patch.setattr(chunks, "CHUNK", BLOCK)
-        patch.setattr(chunks, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
+        patch.setattr(exchange, "CHUNK", BLOCK)
+        patch.setattr(exchange, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
         made = Exchange(
             group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=600
         )
@@ -100,8 +101,8 @@ def _means_by_way_of_the_host(workers: int, chunk: int) -> list[Tensor]:
     for staged in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if staged:
-                sizes = partial(chunks.chunk_and_window, on_gpu=True)
-                patch.setattr(chunks, "GPU_CHUNK", chunk)
+                sizes = partial(exchange.chunk_and_window, on_gpu=True)
+                patch.setattr(exchange, "GPU_CHUNK", chunk)
                 patch.setattr(exchange, "chunk_and_window", sizes)
                 patch.setattr(exchange, "room", room_for_both)
             codecs = build_codec(chosen), build_gather_codec(chosen)
@@ -120,7 +121,7 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
     return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
 
 
-@pytest.mark.parametrize(("workers", "chunk"), [(2, chunks.GPU_CHUNK), (3, 2**18)])
+@pytest.mark.parametrize(("workers", "chunk"), [(2, exchange.GPU_CHUNK), (3, 2**18)])
 def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
     processes: ProcessPool, workers: int, chunk: int
 ) -> None:
@@ -131,27 +132,25 @@ def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
         assert torch.equal(mean, results[0][0])
 
 
-@given(chunks=st.integers(0, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
-def test_chunks_are_processed_in_order_and_within_the_window(
-    chunks: int, window: int, workers: int
+@given(count=st.integers(1, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
+def test_as_many_chunks_as_the_window_allows_are_in_flight(
+    count: int, window: int, workers: int
 ) -> None:
-    done = dict.fromkeys([Task.SEND, Task.AVERAGE] + [Task.COLLECT] * (workers > 2), 0)
-    for task, number in pipeline_schedule(chunks, window, workers):
-        assert number == done[task]
-        done[task] += 1
-        counts = list(done.values())
-        assert counts == sorted(counts, reverse=True), "no task comes before the one it needs"
-        assert counts[0] - counts[-1] <= window, "the slot is free again"
-    assert set(done.values()) == {chunks}
-
-
-@given(chunks=st.integers(1, 40), window=st.integers(1, 12), workers=st.integers(2, 5))
-def test_as_much_as_the_window_allows_is_in_flight(chunks: int, window: int, workers: int) -> None:
-    tasks = [task for task, _ in pipeline_schedule(chunks, window, workers)]
-    hop = window if workers == 2 else window // 2 + 1  # of two hops, each has half of it
-    assert tasks.index(Task.AVERAGE) == min(chunks, hop), "sent before the first is waited for"
-    if workers > 2:
-        assert tasks[: tasks.index(Task.COLLECT)].count(Task.SEND) == min(chunks, window)
+    last = "_average" if workers == 2 else "_collect_means"
+    made = MagicMock(workers=workers, _window=window)
+    chunks: list[Any] = [MagicMock() for _ in range(count)]
+    Exchange._run(made, MagicMock(), chunks, MagicMock(), MagicMock())
+    done = {"_send": 0, "_average" if workers == 2 else "_send_mean": 0, last: 0}
+    most = 0
+    for name, arguments, _ in made.mock_calls:
+        if name in done:
+            assert arguments[0] is chunks[done[name]]
+            done[name] += 1
+            counts = list(done.values())
+            assert counts == sorted(counts, reverse=True), "no task comes before the one it needs"
+            most = max(most, counts[0] - min(counts))
+    assert set(done.values()) == {count}
+    assert most == min(count, window)
 
 
 def test_headers() -> None:

@@ -128,7 +128,7 @@ def _leaves_because_of_another(_: int) -> str:
     message = ""
     if world.worker == 0:
         with pytest.raises(WorkerLostError) as error:
-            liveness.wait(Future(), exchange=1)
+            liveness.wait(Future(), step=1)
         message = str(error.value)
     dist.barrier(group=world.control)
     return message
@@ -268,7 +268,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(processes: ProcessPool
 
 
 def test_a_message_is_what_was_packed_also_if_its_text_is_too_long() -> None:
-    message = Message(1, 2, 3, 4, 5.5, 7.5, 6.25, "é" * 300)
+    message = Message(1, 2, 3, 5.5, 7.5, 6.25, "é" * 300)
     unpacked = Message.unpack(message.pack())
     assert unpacked[:-1] == message[:-1]
     assert message.text.startswith(unpacked.text.rstrip("\N{REPLACEMENT CHARACTER}"))

@@ -128,6 +128,7 @@ def test_gpus(
     tool.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if selection is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
     monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0+cpu")

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.optimizer import clip_gradients
+from torchtitan_diloco.components.optimizer import gradient_norm
 from torchtitan_diloco.config.schema import (
     ActivationCheckpoint,
     Compile,
@@ -74,12 +74,12 @@ def backward(decoder: Decoder, world: World) -> None:
     (objective * world.size / (BATCH * LENGTH)).backward()
 
 
-def step(workers: int = 1, max_norm: float = 0.0, **options: Any) -> Outcome:
-    """Return the initial weights, and the gradients, clipped if `max_norm` is set."""
+def step(workers: int = 1, **options: Any) -> Outcome:
+    """Return the initial weights, the gradients and their norm."""
     decoder, world = build(workers, **options)
     weights = {name: full(parameter) for name, parameter in decoder.named_parameters()}
     backward(decoder, world)
-    norm = clip_gradients(decoder.parameters(), max_norm, world.group(FSDP)) if max_norm else 0.0
+    norm = gradient_norm(decoder.parameters(), world.group(FSDP)).item()
     gradients = {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}
     return Outcome(weights, gradients, norm)
 
@@ -94,6 +94,7 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> N
     for name, value in expected.weights.items():
         assert torch.equal(value, found.weights[name]), f"{name} starts from other values"
     assert_close(found.gradients, expected.gradients, rtol=tolerance, atol=tolerance)
+    assert found.norm == pytest.approx(expected.norm, rel=tolerance), "of the whole gradient"
 
 
 @pytest.mark.parametrize(
@@ -154,18 +155,6 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(
             assert (value - found.gradients[name]).norm() < 0.1 * value.norm(), name
         name = "embedding.weight"
         assert not torch.equal(found.gradients[name], single.gradients[name])
-
-
-@pytest.mark.parametrize(("size", "workers"), [(3, 1), (4, 2)])
-def test_clipping_sees_the_whole_gradient(processes: ProcessPool, size: int, workers: int) -> None:
-    decoder, world = build()
-    backward(decoder, world)
-    norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), 0.25).item()
-    assert norm > 0.25
-    clipped = {name: full(parameter.grad) for name, parameter in decoder.named_parameters()}
-    for found in processes.run(partial(step, workers, 0.25), size):
-        assert found.norm == pytest.approx(norm, rel=1e-5)
-        assert_close(found.gradients, clipped, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "every_nth"])

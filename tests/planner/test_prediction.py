@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.processes import ProcessPool
 from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config.loader import load_config
-from torchtitan_diloco.diloco.chunks import CHUNK
 from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import (
     Beginning,
@@ -23,7 +22,7 @@ from torchtitan_diloco.diloco.config import (
     Overlap,
     Quantization,
 )
-from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.exchange import CHUNK, Exchange
 from torchtitan_diloco.diloco.transport import Header
 from torchtitan_diloco.planner.prediction import (
     CODEC_TRAITS,

@@ -23,26 +23,35 @@ ADAMW_RMS = 0.2
 
 
 class Muon(torch.optim.Optimizer):
-    """One optimizer for training, healing and checkpoints. Its first group is Muon's."""
+    """One optimizer for training, healing and checkpoints. Its first group is Muon's.
+
+    Like fused AdamW it divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
+    """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: AdamW, **settings: float) -> None:
         """`settings`: lr, momentum and weight_decay of the matrices."""
         super().__init__([{"params": list(matrices)}], dict(settings))
         self._others = others
+        device = matrices[0].device
+        self.grad_scale, self.found_inf = (
+            torch.ones((), device=device),
+            torch.zeros((), device=device),
+        )
         self.param_groups += others.param_groups
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        group = self.param_groups[0]
+        group, applied = self.param_groups[0], 1 - self.found_inf
         matrices = [one for one in group["params"] if one.grad is not None]
         updates = orthogonalise(matrices, [self._nesterov(one, group) for one in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
             scale = ADAMW_RMS * max(matrix.shape) ** 0.5
             local = local_of(matrix)
-            local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(update, alpha=-group["lr"] * scale)
+            local.mul_(1 - group["lr"] * group["weight_decay"] * applied)
+            local.sub_(update * (group["lr"] * scale * applied))
         self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
+        self._others.grad_scale, self._others.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
         self._others.step()
 
     def _nesterov(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -52,7 +61,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state.update(initial_state(group, matrix))
         gradient, momentum = local_of(matrix.grad), local_of(state["momentum_buffer"])
-        momentum.lerp_(gradient, 1 - group["momentum"])
+        gradient = (gradient / self.grad_scale).where(self.found_inf == 0, 0.0)
+        momentum.lerp_(gradient, (1 - group["momentum"]) * (1 - self.found_inf))
         update = gradient.lerp(momentum, group["momentum"])
         # bf16 is enough for the iteration; most CPUs are far slower in it.
         return update.bfloat16() if update.is_cuda else update

@@ -1,17 +1,16 @@
 """Inner optimization: compute dtype, gradient clipping, the optimizer and its learning rate."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from torchtitan_diloco.components.muon import Muon
+from torchtitan_diloco.components.muon import Muon, local_of
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
 from torchtitan_diloco.utils import logger
 
@@ -86,23 +85,45 @@ def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None
-) -> float:
-    """Scale the gradient, sharded over `group`, down to `max_norm` (0: never) and return its norm
-    before. If the norm is not finite the gradient stays as it is: the caller skips the step."""
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the norm of the gradient, which is sharded over `group`, as a tensor on its device."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
-    total = get_total_norm(shards)
+    total = get_total_norm([local_of(gradient) for gradient in gradients])
     if group is not None and group.size() > 1:
         squared = total.square()
         dist.all_reduce(squared, group=group)
         total = squared.sqrt()
-    norm = total.item()
-    if max_norm and math.isfinite(norm) and norm > max_norm:
-        for shard in shards:
-            shard.mul_(max_norm / norm)
-    return norm
+    return total
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
+    """Step with the gradient of this norm scaled down to `max_norm` (0: never). Change nothing if
+    the norm is not finite.
+
+    Both happen in the kernels of the optimizer, as GradScaler has them do it: the host does not
+    wait for the norm, so a GPU always has work.
+    """
+    optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
+    optimizer.grad_scale = (norm / (max_norm or math.inf)).clamp(min=1)  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def read_later(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a small tensor to the host. The returned function waits for it, but not for
+    work that is queued on the GPU after this call."""
+    if not values.is_cuda:
+        return values.tolist
+    host, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        found: list[float] = host.tolist()
+        return found
+
+    return read
 
 
 class SkippedSteps:

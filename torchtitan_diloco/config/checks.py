@@ -11,7 +11,7 @@ RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_paramete
 
 
 PARTS = ("strided", "sequential", "balanced")
-MOMENTUM = ("nesterov", "momentum", "adam", "sign_momentum")
+MOMENTUM = ("nesterov", "momentum", "adam")
 READ_WITH = {
     "optimizer.matrix_lr": ("optimizer.name", ("muon",)),
     "optimizer.momentum": ("optimizer.name", ("muon",)),

@@ -32,9 +32,8 @@ class Fragments:
 class OuterOptimizer:
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
-    name: Literal["nesterov", "momentum", "sgd", "adam", "sign_momentum"] = "nesterov"
-    """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD). `sign_momentum` steps by
-    the sign of the momentum."""
+    name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD)."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 0.4
     """Peak outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -105,9 +104,9 @@ class Quantization:
     error_feedback: bool = False
     """Add the encoding error of a fragment to the delta that is sent next. Takes 4 bytes per
     parameter."""
-    threads: Positive = 1
-    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
-    GPU is encoded on the GPU."""
+    threads: NotNegative = 0
+    """CPU threads for encoding, decoding and the outer step. They compete with training for cores.
+    0: one, or beside a GPU all of the process. Outer state on a GPU is encoded on the GPU."""
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.chunks import (
-    Task,
-    chunk_and_window,
-    pipeline_schedule,
-    send_lead,
-    slice_bounds,
-    slice_size,
-)
-from torchtitan_diloco.diloco.codecs import Codec, Position
+from torchtitan_diloco.diloco.codecs import UNIT, Codec, Position
 from torchtitan_diloco.diloco.healing import settle_weights
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
@@ -42,12 +34,38 @@ from torchtitan_diloco.diloco.transport import (
     check_headers,
 )
 
+CHUNK = 8 * BLOCK
+"""Values in one message (2 MB in fp32)."""
+IN_FLIGHT = 2**23
+"""Bytes in chunks in flight at once: long links need as many as they carry in a round trip."""
+GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
+"""The same for deltas on a GPU, where a kernel for 2 MB takes less time than its launch."""
 PIECE = 2 * BLOCK
 """Values encoded, decoded or averaged at once on a CPU. A format takes a dozen passes over a piece:
 smaller pieces cost calls, larger ones do not fit the cache."""
-
 MEANS = 1
 """Tag of the second hop: receives of both hops are posted ahead, and must not be confused."""
+
+assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
+
+
+def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tuple[int, int]:
+    """Return values per chunk, and chunks in flight. `largest`: values of the largest fragment."""
+    chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
+    chunk = min(chunk, max(1, largest))
+    return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
+
+
+def slice_bounds(values: int, workers: int, worker: int) -> tuple[int, int]:
+    """Return start and end of the part of a chunk that a worker averages; it may be empty.
+
+    With two workers these are all values, with more an equal part in whole units, so that the bytes
+    of a slice are contiguous in those of the chunk.
+    """
+    if workers == 2:
+        return 0, values
+    size = -(-values // (workers * UNIT)) * UNIT
+    return min(worker * size, values), min((worker + 1) * size, values)
 
 
 @dataclass
@@ -57,15 +75,11 @@ class Chunk:
     start: int
     values: Tensor
     residual: Tensor | None
-    payload: Bytes
-    """This worker's encoded values."""
+    payload: Bytes  # this worker's encoded values
     slices: list[Tensor]
-    outgoing: list[Bytes]
-    """Bytes of `payload` for each slice."""
-    incoming: dict[int, Bytes]
-    """Buffers for the others' values of this worker's slice."""
-    means: list[Bytes]
-    """Buffers for the encoded means of all slices."""
+    outgoing: list[Bytes]  # bytes of `payload` for each slice
+    incoming: dict[int, Bytes]  # buffers for the others' values of this worker's slice
+    means: list[Bytes]  # buffers for the encoded means of all slices
     first_hop: Messages = field(default_factory=Messages)
     second_hop: Messages = field(default_factory=Messages)
 
@@ -101,21 +115,18 @@ class Exchange:
         self._device, on_gpu = device, device.type != "cpu"
         self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
-        part = min(self._chunk, slice_size(self._chunk, self.workers))
-        meaning = range(self.workers if self.workers > 2 else 0)
+        part = slice_bounds(self._chunk, self.workers, 0)[1]
+        averaging = range(self.workers if self.workers > 2 else 0)
 
         def buffers(workers: Iterable[int], size: int) -> dict[int, Bytes]:
             return {one: room(size, device) for one in workers}
 
         window, whole = range(self._window), codec.wire_bytes(self._chunk)
-        self._headers = {
-            one: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for one in range(self.workers)
-        }
+        self._headers = [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in range(self.workers)]
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
-        self._means = [buffers(meaning, gather_codec.wire_bytes(part)) for _ in window]
+        self._means = [buffers(averaging, gather_codec.wire_bytes(part)) for _ in window]
         self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
-        mean = part if self.workers > 2 else 0
-        self._mean = torch.zeros(mean, dtype=torch.float32, device=device)
+        self._mean = torch.zeros(part if averaging else 0, dtype=torch.float32, device=device)
         self._before = torch.zeros(self._piece, dtype=torch.float32, device=device)
         self._dot = torch.zeros((), dtype=torch.float64, device=device)
         self._is_measured = False
@@ -142,7 +153,7 @@ class Exchange:
         """
         if self._failure is not None:
             raise self._failure
-        self._transport.begin()
+        self._traffic = self._transport.traffic = Traffic()
         self._is_measured = measured
         self._dot.zero_()
         residual = None if header.flags or not header.weight else residual
@@ -160,19 +171,21 @@ class Exchange:
     def _run(
         self, header: Header, chunks: list[Chunk], mine: Position, mean: Position
     ) -> list[Header]:
+        """Process the chunks in the same order on every worker, so that every message meets its
+        receiver. At most `window` chunks are in flight, in both hops together."""
         greeting = self._send_header(header)
         for chunk in chunks[: self._window]:
             self._receive(chunk)
             self._receive_means(chunk)
         headers: list[Header] = []
-        lead = send_lead(self._window, self.workers)
-        for task, number in pipeline_schedule(len(chunks), self._window, self.workers):
-            chunk = chunks[number]
-            next_in_slot = chunks[number + self._window : number + self._window + 1]
-            if task is Task.SEND:
-                self._send(chunk, mine.after(chunk.start))
-            elif task is Task.AVERAGE:
-                headers = headers or self._read_headers(greeting, header)
+        last, count = self._window - 1, len(chunks)
+        lead = last if self.workers == 2 else self._window // 2
+        for step in range(count + last):
+            if step < count:
+                self._send(chunks[step], mine.after(chunks[step].start))
+            if 0 <= (number := step - lead) < count:
+                chunk = chunks[number]
+                headers = headers or self._read_headers(greeting)
                 moments = self._transport.wait(chunk.first_hop)
                 if number <= lead:  # later chunks wait for what this worker has to do before
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
@@ -180,12 +193,12 @@ class Exchange:
                     self._average(chunk, headers, out=chunk.values)
                 else:
                     self._send_mean(chunk, headers, mean.after(chunk.start))
-                for following in next_in_slot:
+                for following in chunks[number + self._window :][:1]:  # in the same buffers
                     self._receive(following)
-            else:
-                self._transport.wait(chunk.second_hop)
-                self._collect_means(chunk)
-                for following in next_in_slot:
+            if self.workers > 2 and 0 <= (number := step - last) < count:
+                self._transport.wait(chunks[number].second_hop)
+                self._collect_means(chunks[number])
+                for following in chunks[number + self._window :][:1]:
                     self._receive_means(following)
         return headers
 
@@ -194,6 +207,7 @@ class Exchange:
 
         The first exchange would do it while training keeps the GPU busy.
         """
+        self._traffic = Traffic()
         starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
         everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
         for size in starts - {0}:
@@ -214,26 +228,19 @@ class Exchange:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    @property
-    def _traffic(self) -> Traffic:
-        return self._transport.traffic
-
     # --- headers ----------------------------------------------------------------------------------
 
     def _send_header(self, header: Header) -> Messages:
-        packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        mine = self._headers[self.me].copy_(packed)
+        mine = self._headers[self.me]
+        mine.copy_(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8))
         self._traffic.header_sent = time.perf_counter()
         messages = self._transport.receive([(one, self._headers[one]) for one in self._others])
         self._transport.send(messages, [(one, mine) for one in self._others], watched=True)
         return messages
 
-    def _read_headers(self, greeting: Messages, header: Header) -> list[Header]:
+    def _read_headers(self, greeting: Messages) -> list[Header]:
         self._traffic.heard = self._transport.wait(greeting)
-        headers = [
-            header if worker == self.me else Header.unpack(received.numpy().tobytes())
-            for worker, received in self._headers.items()
-        ]
+        headers = [Header.unpack(received.numpy().tobytes()) for received in self._headers]
         check_headers(headers, self.me)
         return settle_weights(headers)
 
@@ -242,7 +249,7 @@ class Exchange:
     def _chunk_at(self, start: int, delta: Tensor, residual: Tensor | None) -> Chunk:
         slot, values = start // self._chunk % self._window, delta[start : start + self._chunk]
         workers, size = range(self.workers), self._codec.wire_bytes
-        payload = self._outgoing[slot].first(size(values.numel()))
+        payload = self._outgoing[slot].part(0, size(values.numel()))
         if self._codec.is_fp32:
             payload.local = values.view(torch.uint8)
         bounds = [slice_bounds(values.numel(), self.workers, worker) for worker in workers]
@@ -255,9 +262,9 @@ class Exchange:
             payload,
             slices,
             [payload.part(size(first), size(last)) for first, last in bounds],
-            {worker: buffer.first(own) for worker, buffer in self._incoming[slot].items()},
+            {worker: buffer.part(0, own) for worker, buffer in self._incoming[slot].items()},
             [
-                buffer.first(mean_size(slices[one].numel()))
+                buffer.part(0, mean_size(slices[one].numel()))
                 for one, buffer in self._means[slot].items()
             ],
         )

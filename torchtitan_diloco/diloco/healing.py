@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.fragments import Fragment, local_rows
+from torchtitan_diloco.diloco.fragments import Fragment, Part, local_rows
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER, Header, WorkerLostError
 from torchtitan_diloco.utils import cause_of, logger
 
-LATEST = 32
-"""Norms that the median is taken of."""
-FEWEST = 5
-"""Without as many norms, no delta is an outlier."""
+LATEST = 32  # norms that the median is taken of
+FEWEST = 5  # norms without which no delta is an outlier
 
 
 class DeltaNorms:
@@ -69,19 +67,7 @@ def log_left_out(headers: list[Header], limit: float) -> None:
                 )
 
 
-def log_healed(
-    group: dist.ProcessGroup | None, worker: int, fragments: list[int], step: int, so_far: int
-) -> None:
-    if group is not None and group.rank() > 0:
-        return
-    logger.warning(
-        f"worker {worker}: fragments {fragments} are not finite after step {step}; they take the "
-        f"shared parameters, and the inner optimizer starts afresh for them ({so_far} fragments "
-        "healed so far)"
-    )
-
-
-def is_finite(tensors: list[Tensor]) -> Tensor:
+def is_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether all values are finite, as a tensor. The sum of their squares must be, too."""
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in tensors]
     return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
@@ -92,12 +78,23 @@ def find_broken(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
 ) -> list[int]:
-    """Return the fragments that are not finite on any rank of a group."""
-    finite = torch.stack([is_finite(list(values_of(one, optimizer))) for one in fragments])
-    broken = (~finite).to(torch.int32)
+    """Return the fragments that are not finite, or their inner moments, on any rank of a group."""
+
+    def values_of(part: Part) -> Iterator[Tensor]:
+        yield part.local()
+        state = {} if optimizer is None else optimizer.state.get(part.parameter, {})
+        for value in state.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                rows = (part.run, part.runs) if value.shape == part.parameter.shape else ()
+                yield local_rows(part.name, value, *rows)
+
+    finite = [
+        is_finite(one for part in each.parts for one in values_of(part)) for each in fragments
+    ]
+    broken = (~torch.stack(finite)).to(torch.int32)
     if group is not None and group.size() > 1:
         dist.all_reduce(broken, dist.ReduceOp.MAX, group=group)
-    return [index for index, found in enumerate(broken.tolist()) if found]
+    return broken.nonzero().flatten().tolist()
 
 
 def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -> float:
@@ -138,17 +135,6 @@ class InnerSteps:
                 f"the inner optimizer has made {made} steps since the last call of "
                 "StreamingDiLoCo.step(): call it after every step, equally often on all workers"
             )
-
-
-def values_of(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
-    """Yield the fragment's parameters on this rank and their inner optimizer state, flat."""
-    for part in fragment.parts:
-        yield part.local()
-        state = {} if optimizer is None else optimizer.state.get(part.parameter, {})
-        for value in state.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                same = value.shape == part.parameter.shape
-                yield local_rows(part.name, value, *((part.run, part.runs) if same else ()))
 
 
 def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:

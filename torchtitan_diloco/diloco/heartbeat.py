@@ -21,34 +21,26 @@ from torchtitan_diloco.utils import SILENCE_SECONDS
 class Pace:
     """Seconds. No settings: they only decide when something is reported."""
 
-    beat: float = 1.0
-    """Between two heartbeats."""
+    beat: float = 1.0  # between two heartbeats
     silence: float = SILENCE_SECONDS
-    again: float = 30.0
-    """Between two reports of the same silence."""
+    again: float = 30.0  # between two reports of the same silence
     settle: float = 0.5
     """From the first sign of a loss until it is named: others may know an earlier cause."""
 
 
 BEAT, LOST, HANGS, GOODBYE = range(4)
-"""Kinds of messages: LOST is told of dead ranks, HANGS of ranks that were given up on a stop
+"""Kinds of messages: LOST is about dead ranks, HANGS about ranks that were given up on a stop
 request. After its goodbye a rank sends nothing more to this peer."""
 MESSAGE_BYTES = 256
-_NUMBERS = struct.Struct("<BIIIddd")
+_NUMBERS = struct.Struct("<BIIddd")
 
 
 class Message(NamedTuple):
     kind: int = BEAT
-    lost: int = 0
-    """Rank that the message is about; `text` says why it is lost."""
-    step: int = 0
-    """Steps of the sender."""
-    exchanges: int = 0
-    """Exchanges that the sender has completed."""
-    idle: float = 0.0
-    """See OwnClock."""
-    gap: float = 0.0
-    """`OwnClock.last_gap` of the sender."""
+    lost: int = 0  # rank that the message is about; `text` says why it is lost
+    step: int = 0  # of the sender
+    idle: float = 0.0  # OwnClock.idle() of the sender, 0 if it waits for others
+    gap: float = 0.0  # OwnClock.last_gap of the sender
     stopped: float = 0.0
     """Longest time since the message before in which the sender's process did not run."""
     text: str = ""
@@ -69,15 +61,11 @@ class Peer:
     rank: int
     worker: int
     name: str
-    heard_at: float
-    """When its last message came, on this rank's clock."""
+    heard_at: float  # when its last message came, on this rank's clock
     last: Message = field(default_factory=Message)
-    failure: str = ""
-    """Why the connection to it failed."""
-    ended: bool = False
-    """It has said goodbye ..."""
-    answered: bool = False
-    """... and this rank has, to it."""
+    failure: str = ""  # why the connection to it failed
+    ended: bool = False  # it has said goodbye ...
+    answered: bool = False  # ... and this rank has, to it
     sent: int = 0
     heard: int = 0
     """Heartbeats. The next is sent when the one before was answered, so few are under way."""
@@ -87,8 +75,7 @@ class Peer:
     quiet_since: float = math.nan
     """Since when it has been silent or has held up this rank; NaN while all is well."""
     quiet_why: str = ""
-    stopped: float = 0.0
-    """Longest time in which its process did not run, since all was well."""
+    stopped: float = 0.0  # longest time in which its process did not run, since all was well
     reported_at: float = -math.inf
 
 
@@ -102,12 +89,10 @@ class OwnClock:
     def __init__(self, every: float) -> None:
         self._every, self._lock = every, threading.Lock()
         self._beaten = math.nan  # nobody beats if there is nobody to watch
-        self._stops = deque[tuple[float, float]](maxlen=64)
-        """Ends and lengths of the times when the process did not run."""
+        self._stops = deque[tuple[float, float]](maxlen=64)  # ends and lengths
         self._ticked = self._waiting_since = math.nan
         self._waited = self._longest = self._asked = 0.0
-        self.last_gap = 0.0
-        """Own time between the latest two steps."""
+        self.last_gap = 0.0  # between the latest two steps
 
     def tick(self, *, counts: bool = True) -> None:
         """End a gap, at a step; one that was spent on validation or a save does not count."""

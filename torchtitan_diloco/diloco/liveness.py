@@ -63,35 +63,36 @@ class Liveness:
         self._group, self._pace, self._rank = group, pace or Pace(), rank
         self._workers = list(workers) or list(range(size))
         self.worker = self._workers[rank]
-        self._speaks = self._workers.index(self.worker) == rank
-        """The first rank speaks for its worker."""
+        self._speaks = self._workers.index(self.worker) == rank  # the first rank of a worker
         self.clock = OwnClock(self._pace.beat)
         self.on_silence: Callable[[int, float], None] | None = None
         """Called with a worker and the seconds of its silence whenever that is reported."""
         now = time.perf_counter()
         self._peers = [
-            Peer(one, self._workers[one], self._name(one), now)
-            for one in peers or range(size)
-            if one != rank
+            Peer(
+                one,
+                worker,
+                f"rank {one} of this worker" if worker == self.worker else f"worker {worker}",
+                now,
+            )
+            for one, worker in enumerate(self._workers)
+            if one != rank and one in (peers or range(size))
         ]
-        self._steps = self._exchanges = 0
-        self._told: dict[int, str] = {}
-        """Ranks that others have lost, and why."""
+        self._steps = 0
+        self._told: dict[int, str] = {}  # ranks that others have lost, and why
         self._lost: dict[int, str] = {}
         """Ranks that were lost first, and why, once that is decided: at `_decided_at`."""
         self.hanging: set[int] = set()
         """Workers that were given up on a stop request, because a rank of theirs is silent."""
         self._decided_at = math.inf
         self._changed, self._closed = threading.Condition(), False
-        tasks = [partial(self._listen, peer) for peer in self._peers]
-        tasks += [partial(self._run)] if tasks else []
-        self._threads = [
-            threading.Thread(target=task, name="liveness", daemon=True) for task in tasks
-        ]
+        tasks: list[Callable[[], None]] = [partial(self._listen, peer) for peer in self._peers]
+        if tasks:
+            tasks.append(self._run)
+            atexit.register(self.close)
+        self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
         for thread in self._threads:
             thread.start()
-        if self._threads:
-            atexit.register(self.close)
 
     @staticmethod
     def between(group: dist.ProcessGroup | None) -> "Liveness":
@@ -120,32 +121,32 @@ class Liveness:
         self._steps = steps
         self.clock.tick()
 
-    def exchange_done(self) -> None:
-        self._exchanges += 1
-
-    def wait(self, result: "Future[Result]", exchange: int = 0, where: str = "") -> Result:
-        """Return the result of the exchange of this number, or raise WorkerLostError.
+    def wait(self, result: "Future[Result]", step: int = 0, where: str = "") -> Result:
+        """Return the result of what ranks do together after a step, or raise WorkerLostError.
 
         `where` completes its reason, which is that of the first cause.
         """
         try:
-            self.wait_for(result, exchange)
+            self.wait_for(result, step)
             return result.result()
         except WorkerLostError as error:
             first = self.first_cause(error)
             reasons = filter(None, [first.reason, where])
             raise WorkerLostError(first.workers, "; ".join(reasons)) from error
 
-    def wait_for(
-        self, result: "Future[Any] | torch.futures.Future[Any]", exchange: int = 0
-    ) -> None:
+    def wait_for(self, result: "Future[Any] | torch.futures.Future[Any]", step: int = 0) -> None:
         """Wait until a future is done, or raise WorkerLostError."""
 
         def left() -> list[Peer]:
-            behind = [peer for peer in self._peers if peer.last.exchanges < exchange]
-            return [] if self._is_deciding else [peer for peer in behind if peer.ended]
+            """Return peers that have ended before the step. Some leave because of a loss."""
+            ended = [peer for peer in self._peers if peer.ended and peer.last.step < step]
+            return [] if self._is_deciding else ended
 
-        result.add_done_callback(self._notify)
+        def notify(_: object) -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        result.add_done_callback(notify)
         with self.clock.waiting(), self._changed:
             self._changed.wait_for(lambda: result.done() or self._lost or left())
             if not result.done():
@@ -230,14 +231,6 @@ class Liveness:
         workers = sorted({peer.worker for peer in peers})
         return WorkerLostError(workers, f"{reason}; call step() equally often on all workers")
 
-    def _name(self, rank: int) -> str:
-        worker = self._workers[rank]
-        return f"rank {rank} of this worker" if worker == self.worker else f"worker {worker}"
-
-    def _notify(self, _: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     # --- messages ---------------------------------------------------------------------------------
 
     def _listen(self, peer: Peer) -> None:
@@ -289,7 +282,7 @@ class Liveness:
         idle = 0.0 if self.clock.waiting_for() else self.clock.idle()
         stopped, peer.sent_at = self.clock.stopped_since(peer.sent_at), time.perf_counter()
         gap = self.clock.last_gap
-        message = Message(kind, lost, self._steps, self._exchanges, idle, gap, stopped, text)
+        message = Message(kind, lost, self._steps, idle, gap, stopped, text)
         with suppress(RuntimeError):  # the receive fails as well
             peer.works.append(self._group.send([message.pack()], peer.rank, 0))
 
@@ -319,7 +312,9 @@ class Liveness:
                 )
             for peer in self._peers:
                 self._report(peer, now)
-            if self._group_is_destroyed():
+            try:
+                dist.get_backend(self._group)
+            except (ValueError, RuntimeError):  # `dist.destroy_process_group` came before `close`
                 self.close()
 
     def _decide(self) -> None:
@@ -329,14 +324,6 @@ class Liveness:
         self._changed.notify_all()
         if self._speaks:  # now: the training thread may be in a step or in a save
             logger.warning(str(self._loss()))
-
-    def _group_is_destroyed(self) -> bool:
-        """Return whether somebody has called `dist.destroy_process_group` before `close`."""
-        try:
-            dist.get_backend(self._group)
-        except (ValueError, RuntimeError):
-            return True
-        return False
 
     def _report(self, peer: Peer, now: float) -> None:
         """Log when a peer is silent or holds up this rank, and when that has passed."""

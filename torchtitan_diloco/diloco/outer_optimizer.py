@@ -17,7 +17,7 @@ from torchtitan_diloco.diloco.config import OuterOptimizer
 BLOCK = 65_536
 """Values processed at once on a CPU, so that the operations of a step find them in cache."""
 
-STATE_BUFFERS = {"nesterov": 1, "momentum": 1, "sgd": 0, "adam": 2, "sign_momentum": 1}
+STATE_BUFFERS = {"nesterov": 1, "momentum": 1, "sgd": 0, "adam": 2}
 """fp32 values of optimizer state per parameter."""
 
 
@@ -35,8 +35,7 @@ def outer_lr(config: OuterOptimizer, outer_round: int) -> float:
 
 class OuterStep(NamedTuple):
     config: OuterOptimizer
-    outer_round: int
-    """Number of updates of this fragment, this one included."""
+    outer_round: int  # updates of this fragment, this one included
     lr: float
 
 
@@ -59,12 +58,6 @@ def _nesterov(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep
     torch.add(theta, delta, alpha=-step.lr, out=delta)
 
 
-def _sign_momentum(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = state[0].mul_(step.config.momentum).add_(delta, alpha=1 - step.config.momentum)
-    torch.sign(buffer, out=delta)
-    torch.add(theta, delta, alpha=-step.lr, out=delta)
-
-
 def _adam(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
     first, second = state
     first.mul_(step.config.momentum).add_(delta, alpha=1 - step.config.momentum)
@@ -81,5 +74,4 @@ UPDATES: dict[str, Update] = {
     "momentum": _momentum,
     "sgd": _sgd,
     "adam": _adam,
-    "sign_momentum": _sign_momentum,
 }

@@ -58,10 +58,9 @@ class OuterState:
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
+        # Encoding error of this worker's deltas that was not sent yet.
         self.residual = self.slots.pop() if error_feedback else None
-        """Encoding error of this worker's deltas that was not sent yet."""
-        self.rounds = 0
-        """Steps of the outer optimizer; rounds without a participant do not count."""
+        self.rounds = 0  # steps of the outer optimizer; rounds without a participant do not count
         self.norms = DeltaNorms()
         self.checksum = 0
         self._block_norms: list[Tensor] = []
@@ -81,8 +80,10 @@ class OuterState:
 
     @property
     def bytes(self) -> int:
-        sizes = [buffer.nbytes for buffer in self._buffers]
-        return sum(map(pinned_bytes, sizes)) if self._on_host else sum(sizes)
+        size = 4 * self.values
+        if self._on_host and size:  # torch allocates pinned memory in powers of two
+            size = 1 << (size - 1).bit_length()
+        return size * len(self._buffers)
 
     @torch.no_grad()
     def read_model(self) -> None:
@@ -222,16 +223,14 @@ class OuterState:
                 for now, before in pieces:
                     change_square += square(torch.sub(now, before, out=room[: now.numel()]))
         self.checksum = sums.checksum()
-        self._stage()
+        if self._staging is not None:
+            self._staging.copy_(self.delta, non_blocking=True)
         return (mean_square, change_square) if measured else (math.nan, math.nan)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Make the present shared copy the next one: no worker took part in this round."""
         self.delta.copy_(self.outer)
-        self._stage()
-
-    def _stage(self) -> None:
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
 
@@ -239,11 +238,6 @@ class OuterState:
 def square(values: Tensor) -> float:
     """Return the squared norm of a flat tensor."""
     return float(torch.linalg.vector_norm(values)) ** 2
-
-
-def pinned_bytes(wanted: int) -> int:
-    """Return what torch allocates for a pinned buffer: a power of two."""
-    return 1 << (wanted - 1).bit_length() if wanted else 0
 
 
 class RowSums:

@@ -5,18 +5,17 @@ outer step is torch's own optimizer, so that it does not share mistakes with out
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.diloco.config import OuterOptimizer
+from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 
 Values = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Sender:
+class Sender(NamedTuple):
     """Sender of a fragment at step t; worker -1 stands for the mean that goes back to all."""
 
     worker: int
@@ -28,8 +27,7 @@ Transmit = Callable[[Sender, Values], Values]
 """Returns values as they are after being encoded, sent and decoded."""
 
 
-@dataclass
-class MeanInFlight:
+class MeanInFlight(NamedTuple):
     sent: int
     fragment: int
     mean: Values
@@ -40,33 +38,24 @@ class ReferenceDiLoCo:
         self,
         workers: Sequence[nn.Module],
         fragments: list[list[str]],
+        config: DiLoCoConfig,
         *,
-        sync_every: int,
-        delay: int,
-        mixing: float,
-        outer: OuterOptimizer,
-        mixing_end: float | None = None,
         total_steps: int = 1,
-        beginning_steps: int = 0,
-        beginning_every: int = 1,
-        average_at_end: bool = False,
         transmit: Transmit = lambda _, delta: delta,
         gather: Transmit = lambda _, mean: mean,
         feedback: bool = False,
     ) -> None:
         """`fragments`: names of parameters; `gather`: transmits the mean that goes back to all;
         `feedback`: what was lost of a delta is added to the next one."""
-        self.H, self.tau, self.alpha = sync_every, delay, mixing
-        self.alpha_T, self.T = mixing if mixing_end is None else mixing_end, total_steps
-        self.beginning_steps, self.beginning_H = beginning_steps, beginning_every
-        self.average_at_end = average_at_end
-        self.fragments, self.outer, self.transmit, self.gather = fragments, outer, transmit, gather
+        self.config, self.T = config, total_steps
+        self.fragments, self.transmit, self.gather = fragments, transmit, gather
         self.feedback, self.lost = feedback, [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.in_flight: list[MeanInFlight] = []
         self.optimizers = [
-            build_optimizer(outer, [self.Theta[name] for name in names]) for names in fragments
+            build_optimizer(config.outer_optimizer, [self.Theta[name] for name in names])
+            for names in fragments
         ]
         self.t = 0
         for theta in self.theta:  # all start from worker 0
@@ -76,9 +65,16 @@ class ReferenceDiLoCo:
     def step(self, weights: Sequence[float] | None = None) -> None:
         """Follow inner step t of all workers. A worker of weight 0 is left out of the means."""
         self.t += 1
-        t, P = self.t, len(self.fragments)
-        H, tau = (self.beginning_H, 0) if t <= self.beginning_steps else (self.H, self.tau)
-        is_end = self.average_at_end and t == self.T
+        t, P, H, tau = (
+            self.t,
+            len(self.fragments),
+            self.config.sync_every,
+            self.config.overlap.delay,
+        )
+        is_beginning = t <= self.config.beginning.steps
+        is_end = self.config.average_at_end and t == self.T
+        if is_beginning:
+            H, tau = self.config.beginning.sync_every, 0
         if is_end:
             self.drain()
             H, tau = 1, 0
@@ -88,7 +84,7 @@ class ReferenceDiLoCo:
                 mean = self._mean_delta(p, weights or [1.0] * len(self.theta))
                 self.in_flight.append(MeanInFlight(t, p, mean))
         for message in [one for one in self.in_flight if one.sent == t - tau]:  # APPLY
-            self._apply(message, average=is_end or t <= self.beginning_steps)
+            self._apply(message, average=is_beginning or is_end)
 
     def drain(self) -> None:
         for message in list(self.in_flight):
@@ -97,7 +93,8 @@ class ReferenceDiLoCo:
     @torch.no_grad()
     def _apply(self, message: MeanInFlight, *, average: bool = False) -> None:
         self.in_flight.remove(message)
-        alpha = self.alpha + (self.alpha_T - self.alpha) * self.t / self.T
+        begin, end = self.config.overlap.mixing, self.config.overlap.mixing_end
+        alpha = begin if end is None else begin + (end - begin) * self.t / self.T
         if average:
             alpha = 0.0
             for name, delta in message.mean.items():
@@ -140,19 +137,6 @@ def build_optimizer(outer: OuterOptimizer, parameters: list[Tensor]) -> torch.op
     if outer.name == "adam":
         betas = (outer.momentum, outer.beta2)
         return torch.optim.Adam(parameters, lr=outer.lr, betas=betas, eps=outer.epsilon)
-    if outer.name == "sign_momentum":
-        return SignMomentum(parameters, {"lr": outer.lr, "momentum": outer.momentum})
     momentum = 0.0 if outer.name == "sgd" else outer.momentum
     nesterov = outer.name == "nesterov" and momentum > 0
     return torch.optim.SGD(parameters, lr=outer.lr, momentum=momentum, nesterov=nesterov)
-
-
-class SignMomentum(torch.optim.Optimizer):
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                assert parameter.grad is not None
-                buffer = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter))
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                parameter.sub_(group["lr"] * buffer.sign())

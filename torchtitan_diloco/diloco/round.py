@@ -26,23 +26,17 @@ class Traffic:
     bytes_sent: float = 0
     bytes_received: float = 0
     encoding_seconds: float = 0.0
-    decoding_seconds: float = 0.0
-    """Includes averaging."""
-    waiting_seconds: float = 0.0
-    """Seconds that the exchange thread waited for messages of other workers."""
+    decoding_seconds: float = 0.0  # with averaging
+    waiting_seconds: float = 0.0  # of the exchange thread, for messages of other workers
     header_sent: float = NEVER
-    encoded: float = NEVER
-    """The last part of this worker's delta was encoded."""
-    received: float = NEVER
-    """The last payload was there."""
-    heard: dict[int, float] = field(default_factory=dict)
-    """When the header of each other worker was there."""
+    encoded: float = NEVER  # the last part of this worker's delta
+    received: float = NEVER  # the last payload
+    heard: dict[int, float] = field(default_factory=dict)  # when each worker's header was there
     link_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes that each other worker sent without waiting for anybody ..."""
     link_until: dict[int, float] = field(default_factory=dict)
     """... and when the last of them was there."""
-    dot: float = NEVER
-    """Scalar product of this worker's delta and the mean, in measured rounds."""
+    dot: float = NEVER  # scalar product of this worker's delta and the mean
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
         for worker, size in sizes.items():
@@ -72,8 +66,8 @@ class Round:
     sent_step: int
     values: int
     weight: float = 0.0
-    participants: int = 0
-    """Workers whose delta went into the mean."""
+    participants: int = 0  # workers whose delta went into the mean
+    flags: int = 0  # of this worker's header
     applied_step: int = 0
     due: float = NEVER
     taken: float = NEVER
@@ -85,20 +79,12 @@ class Round:
     fetched: float = NEVER
     applied: float = NEVER
     traffic: Traffic = field(default_factory=Traffic)
-    delta_square: float = NEVER
-    """Known in every round, unlike the other norms."""
+    delta_square: float = NEVER  # known in every round, unlike the other norms
     mean_square: float = NEVER
-    update_square: float = NEVER
-    """Squared norm of the change of the shared parameters."""
-    applying: "Span" = (None, None)
+    update_square: float = NEVER  # of the change of the shared parameters
+    applying: Span = (None, None)
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
     """Distance of this worker's parameters from the new shared ones, before both were mixed."""
-    flags: int = 0
-    """Flags of this worker's header."""
-    number: int = 0
-    """Among all exchanges of this process, from 1; 0 if another process has done it."""
-    counted: bool = False
-    """The exchange is in the totals already; the apply may come later."""
 
     @staticmethod
     def loaded(fragment: int, outer_round: int, values: int, facts: Mapping[str, Any]) -> "Round":
@@ -124,11 +110,6 @@ class Round:
 
 InFlight = tuple[Round, "Future[None]"]
 """A round, and the completion of its exchange."""
-
-
-def is_complete(exchanged: "Future[None]") -> bool:
-    """Return whether an exchange has ended, and without an error."""
-    return exchanged.done() and exchanged.exception() is None
 
 
 def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -162,18 +143,11 @@ class Meter:
         self._sums = self.TOTALS.copy()
         self._rounds: deque[Round] = deque(maxlen=256)
 
-    def exchanged(self, round_: Round) -> None:
-        """Count an exchange, once. One whose result was loaded is in the totals of its save."""
-        if not round_.counted and (sums := round_.exchange_sums()):
-            round_.counted = True
-            self._sums = total([self._sums, sums])
-
     def applied(self, round_: Round) -> None:
-        self.exchanged(round_)
         self.waited(round_.fetched - round_.asked)
         self.expose(round_.applied - round_.fetched, round_.applying)
-        self._sums["diloco/participants"] += round_.participants
-        self._sums["diloco/fragments_applied"] += 1
+        counts = {"diloco/participants": round_.participants, "diloco/fragments_applied": 1}
+        self._sums = total([self._sums, round_.exchange_sums(), counts])
         self._rounds.append(round_)
 
     def healed(self) -> None:

@@ -5,7 +5,7 @@ fragment in flight is saved with the shared copy that its exchange ends with, to
 its turn comes.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,11 +119,11 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
     drop_gathered(model)
     for state in states:
         check_identity(model, state.fragment)
-    shared = by_name(states, [state.outer for state in states])
-    first = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones
-    names = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
+    shared = named(SHARED, states, [state.outer for state in states])
+    first = {one: shared_parameter_name(name) for name, one in model.named_parameters()}
+    keys = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
     return {
-        name: shared[names[name]] if names.get(name) in shared else value.detach().clone()
+        name: shared[keys[name]] if keys.get(name) in shared else value.detach().clone()
         for name, value in model.state_dict().items()
     }
 
@@ -162,77 +162,50 @@ class Snapshot:
         state: OuterState,
         weight: float,
         in_flight: InFlight | None,
+        given_up: bool,
         *,
-        given_up: bool = False,
-        shared: bool = True,
+        shared: bool,
     ) -> None:
         """`shared`: copy also what all workers share, not only this worker's own."""
         self.state, self._weight = state, weight
         self._in_flight, self._given_up = in_flight, given_up
-        self._counted = in_flight is None or in_flight[0].counted
         self.residual = state.residual
         self.outer: Tensor | None = None
         self.next: Tensor | None = None
-        self.slots: list[Tensor] = []
+        self.slots = state.slots if shared else []
         if shared:
             self.outer = state.outer if in_flight is None else state.outer.clone()
             self.next = None if in_flight is None else state.delta
-            self.slots = state.slots
         self._moment = state.moment()
 
     def copy_out(self) -> tuple[Facts, dict[str, float]]:
         """Copy to host memory; return the fragment's facts and what its exchange adds to totals."""
-
-        def host(buffer: Tensor | None) -> Any:
-            return None if buffer is None else copy_to_host(buffer)
-
+        buffers = self.outer, self.next, self.residual, *self.slots
         with torch.no_grad(), self.state.background(self._moment):
-            copies = list(map(host, (self.outer, self.next, self.residual, *self.slots)))
+            copies: list[Any] = [one if one is None else copy_to_host(one) for one in buffers]
         self.outer, self.next, self.residual, *self.slots = copies  # only now others may be freed
         if self._given_up and self.residual is not None:
             self.residual.zero_()
-        norms = list(self.state.norms.latest)
-        facts = {"weight": self._weight, "rounds": self.state.rounds, "delta_norms": norms}
+        facts: Facts = {"weight": self._weight, "rounds": self.state.rounds}
+        facts["delta_norms"] = list(self.state.norms.latest)
         if self._in_flight is None:
             return facts, {}
         round_, exchanged = self._in_flight
         exchanged.result()
         facts |= {name: getattr(round_, name) for name in ("sent_step", "participants", "flags")}
-        return facts, {} if self._counted else round_.exchange_sums()
-
-
-def take_snapshots(
-    config: DiLoCoConfig,
-    facts: Facts,
-    states: Sequence[OuterState],
-    weights: Sequence[float],
-    in_flight: Mapping[int, InFlight],
-    given_up: Container[int],
-    *,
-    shared: bool,
-) -> tuple[list[Snapshot], Facts]:
-    """Return a snapshot of each fragment, and what is known so far of `SavedState.facts`."""
-    snapshots = [
-        Snapshot(state, weight, in_flight.get(index), given_up=index in given_up, shared=shared)
-        for index, (state, weight) in enumerate(zip(states, weights, strict=True))
-    ]
-    settings, layout = resume_settings(config), layout_of(states)
-    known = {"settings": settings, "layout": layout, "in_flight": list(in_flight)}
-    return snapshots, facts | known
+        return facts, round_.exchange_sums()
 
 
 def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:
     """Complete a save in the background thread, behind the exchanges that were in flight."""
     copied = [snapshot.copy_out() for snapshot in snapshots]
     states = [snapshot.state for snapshot in snapshots]
-
-    in_flight = [one.state for one in snapshots if one.next is not None]
-    names = {part.name for state in in_flight for part in state.fragment.parts}
     shared: Named = {}
-    outer = [one.outer for one in snapshots if one.outer is not None]
-    if outer:  # else another worker writes it
-        pairs = zip(outer, snapshots, strict=True)
-        following = [now if one.next is None else one.next for now, one in pairs]
+    if outer := [one.outer for one in snapshots if one.outer is not None]:
+        pairs = zip(outer, (one.next for one in snapshots), strict=True)
+        following = [now if new is None else new for now, new in pairs]
+        in_flight = [one.state.fragment for one in snapshots if one.next is not None]
+        names = {part.name for fragment in in_flight for part in fragment.parts}
         shared = named(SHARED, states, outer, mesh) | named(NEXT, states, following, mesh, names)
     for number, slots in enumerate(zip(*(one.slots for one in snapshots), strict=True)):
         shared |= named(f"{SLOT}{number}", states, slots, mesh)
@@ -246,21 +219,10 @@ def named(
     kind: str,
     states: Sequence[OuterState],
     buffers: Sequence[Tensor],
-    mesh: DeviceMesh | None,
-    names: Container[str] | None = None,
-) -> Named:
-    """Return flat buffers, one for each fragment, as tensors of a saved state."""
-    found = by_name(states, buffers, mesh, names)
-    return {f"{kind}/{name}": value for name, value in found.items()}
-
-
-def by_name(
-    states: Sequence[OuterState],
-    buffers: Sequence[Tensor],
     mesh: DeviceMesh | None = None,
     names: Container[str] | None = None,
 ) -> Named:
-    """Return flat buffers, one for each fragment, by the names and in the shape of the parameters.
+    """Return copies of flat buffers, one for each fragment, as tensors of a saved state.
 
     The rows of a parameter may be in several fragments. `names`: only of these parameters.
     """
@@ -272,7 +234,9 @@ def by_name(
                 rows.setdefault(part.name, {})[part.run] = view
                 parameters[part.name] = part.parameter
     return {
-        name: shaped_like(parameters[name], torch.cat([runs[run] for run in sorted(runs)]), mesh)
+        f"{kind}/{name}": shaped_like(
+            parameters[name], torch.cat([runs[run] for run in sorted(runs)]), mesh
+        )
         for name, runs in rows.items()
     }
 
@@ -291,9 +255,16 @@ def load(
     `mixing` returns the local share for flags and participants.
     """
     facts, before, notes = saved.facts, saved.facts["settings"], list[str]()
+    in_flight, fragments = list(facts["in_flight"]), list(facts["fragments"])
     changed = {key for key in settings if settings[key] != before.get(key)}
-    in_flight, fragments = list(facts["in_flight"]), fragment_facts(states, facts)
-    if in_flight and (facts["layout"] != layout_of(states) or changed - {OPTIMIZER}):
+    is_split_anew = facts["layout"] != layout_of(states)
+    if is_split_anew:  # each takes the facts of the one that had its first parameter, but no norms
+        holders: dict[str, Facts] = {}
+        for parts, record in zip(facts["layout"], fragments, strict=True):
+            for name, *_ in parts:
+                holders.setdefault(name, record | {"delta_norms": []})
+        fragments = [holders[state.fragment.parts[0].name] for state in states]
+    if in_flight and (is_split_anew or changed - {OPTIMIZER}):
         notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")
         apply_early(states, saved, mixing)
         in_flight = []
@@ -342,22 +313,6 @@ def layout_of(states: Sequence[OuterState]) -> list[list[list[Any]]]:
         [[part.name, part.run, part.runs, ranks(part)] for part in state.fragment.parts]
         for state in states
     ]
-
-
-def fragment_facts(states: Sequence[OuterState], facts: Facts) -> list[Facts]:
-    """Return the saved facts of each fragment.
-
-    A fragment that the saved run did not have gets those of the one with its first parameter, but
-    no norms.
-    """
-    if facts["layout"] == layout_of(states):
-        return list(facts["fragments"])
-    holders: dict[str, Facts] = {}
-    for parts, record in zip(facts["layout"], facts["fragments"], strict=True):
-        for name, *_ in parts:
-            holders.setdefault(name, record)
-    found = [holders[state.fragment.parts[0].name] for state in states]
-    return [record | {"delta_norms": []} for record in found]
 
 
 def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:

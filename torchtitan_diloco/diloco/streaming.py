@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
-from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.codecs import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
@@ -39,10 +39,11 @@ from torchtitan_diloco.diloco.fragments import (
 )
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import InFlight, Meter, Round, is_complete
+from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
+from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
@@ -93,18 +94,16 @@ class StreamingDiLoCo:
         if group is not None and self.workers > 1:
             startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
-        wire = config.quantization
         self._states = [
-            OuterState(fragment, config.outer_optimizer, device, wire.error_feedback)
+            OuterState(fragment, config.outer_optimizer, device, config.quantization.error_feedback)
             for fragment in self.fragments
         ]
         self._exchanger = startup.build_exchange(group, config, self._states, device)
         self._in_flight: dict[int, InFlight] = {}
-        self._exchanges = 0  # begun so far
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
-        startup.limit_threads(self._background, wire.threads)
+        startup.limit_threads(self._background, config.quantization.threads, model)
         to_close = self._background, self._exchanger, self._liveness, liveness is None
         self._finalizer = weakref.finalize(self, startup.close, *to_close)
 
@@ -142,7 +141,7 @@ class StreamingDiLoCo:
         """Raise if a worker is lost or an exchange has failed, also before its result is due."""
         self._liveness.check(f"seen by worker {self.worker} after its step {self.step_count}")
         for round_, exchanged in self._in_flight.values():
-            if exchanged.done() and not is_complete(exchanged):
+            if exchanged.done() and exchanged.exception() is not None:
                 self._wait(round_, exchanged)
 
     def close(self) -> None:
@@ -156,8 +155,6 @@ class StreamingDiLoCo:
         state, step = self._states[index], self.step_count
         outer_round = self.schedule.outer_round(index, step)
         round_ = Round(index, outer_round, step, state.values, due=time.perf_counter())
-        self._exchanges += 1
-        round_.number = self._exchanges
         check_identity(self._model, state.fragment)
         begin = state.moment()
         state.take_delta()
@@ -215,7 +212,12 @@ class StreamingDiLoCo:
             for index in healed:
                 self._states[index].write_model()
                 self._start_afresh(index)
-            healing.log_healed(group, self.worker, healed, self.step_count, self._healed)
+            if group is None or group.rank() == 0:
+                logger.warning(
+                    f"worker {self.worker}: fragments {healed} are not finite after step "
+                    f"{self.step_count}; they take the shared parameters, and the inner optimizer "
+                    f"starts afresh for them ({self._healed} fragments healed so far)"
+                )
         return healed
 
     def _start_afresh(self, index: int) -> None:
@@ -231,7 +233,7 @@ class StreamingDiLoCo:
             f"seen by worker {self.worker} in the exchange of fragment {round_.fragment} ({name}), "
             f"sent after step {round_.sent_step}"
         )
-        self._liveness.wait(exchanged, round_.number, where)
+        self._liveness.wait(exchanged, round_.sent_step, where)
 
     # --- background thread ------------------------------------------------------------------------
 
@@ -253,7 +255,6 @@ class StreamingDiLoCo:
                 keys = random_key(*where, self.worker), random_key(*where, "mean")
                 mine = state.delta, header, state.residual, keys
                 headers, round_.traffic = self._exchanger.average(*mine, measured=measured)
-        self._liveness.exchange_done()
         own = headers[self.worker]
         round_.weight, round_.flags = own.weight, own.flags
         round_.participants = sum(one.weight > 0 for one in headers)
@@ -294,7 +295,8 @@ class StreamingDiLoCo:
 
         Fragments in flight are waited for and not applied: their results are part of the state.
         """
-        return vars(self._liveness.wait(self.start_state_dict(mesh), self._exchanges))
+        last_sent = max((one.sent_step for one, _ in self._in_flight.values()), default=0)
+        return vars(self._liveness.wait(self.start_state_dict(mesh), last_sent))
 
     @one_at_a_time
     def start_state_dict(
@@ -315,7 +317,8 @@ class StreamingDiLoCo:
         drop_gathered(self._model)
         with self._advancing:  # so that no round ends meanwhile
             for index, (round_, exchanged) in list(self._in_flight.items()):
-                if not math.isnan(round_.ready) or is_complete(exchanged):
+                is_done = exchanged.done() and exchanged.exception() is None
+                if is_done or not math.isnan(round_.ready):
                     exchanged.result()
                     self._apply([index])
             given_up, self._in_flight = self._in_flight, {}
@@ -324,9 +327,22 @@ class StreamingDiLoCo:
     def _take_snapshots(
         self, given_up: Container[int] = (), *, shared: bool = True
     ) -> tuple[list[Snapshot], Facts]:
-        facts = {"step": self.step_count, "healed": self._healed}
-        parts = self._states, self._weights, self._in_flight
-        return saving.take_snapshots(self.config, facts, *parts, given_up, shared=shared)
+        parts = zip(self._states, self._weights, strict=True)
+        snapshots = [
+            Snapshot(state, weight, self._in_flight.get(index), index in given_up, shared=shared)
+            for index, (state, weight) in enumerate(parts)
+        ]
+        return snapshots, self._facts_now()
+
+    def _facts_now(self) -> Facts:
+        """Return what is known so far of `SavedState.facts`."""
+        return {
+            "step": self.step_count,
+            "settings": saving.resume_settings(self.config),
+            "layout": saving.layout_of(self._states),
+            "in_flight": list(self._in_flight),
+            "healed": self._healed,
+        }
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
@@ -374,10 +390,8 @@ class StreamingDiLoCo:
         """Return totals of this rank since the last call.
 
         The training thread spent or waited the `exposed` seconds, the background thread the others.
+        An exchange counts when its result is applied.
         """
-        for round_, exchanged in self._in_flight.values():
-            if exchanged.done():
-                self._meter.exchanged(round_)
         return self._meter.take() | {"diloco/fragments_in_flight": float(len(self._in_flight))}
 
     @property

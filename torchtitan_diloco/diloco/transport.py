@@ -33,12 +33,9 @@ MAGIC = b"SDLC"
 VERSION = 1
 _LAYOUT = struct.Struct("<4sHHQIIQdQ")
 
-NOT_FINITE = 1
-"""Flag: the sender's delta has a NaN or an infinity."""
-DROPPED = 2
-"""Flag: the sender is left out of this round on purpose."""
-OUTLIER = 4
-"""Flag: the norm of the sender's delta is far beyond its usual one."""
+NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
+DROPPED = 2  # the sender is left out of this round on purpose
+OUTLIER = 4  # the norm of the sender's delta is far beyond its usual one
 FLAG_NAMES = {NOT_FINITE: "not finite", DROPPED: "dropped", OUTLIER: "outlier"}
 WENT_WRONG = NOT_FINITE | OUTLIER
 """Flags of a worker that takes the shared parameters."""
@@ -51,10 +48,8 @@ class Header:
     """Identifies the run and its settings: two runs on one process group do not mix."""
     fragment: int
     outer_round: int
-    step: int
-    """Inner step after which the delta was taken."""
-    weight: float
-    """Weight of the sender in the mean, if it has no flags."""
+    step: int  # inner step after which the delta was taken
+    weight: float  # of the sender in the mean, if it has no flags
     checksum: int
     """Checksum of the sender's shared copy of the fragment, which must be equal on all workers."""
 
@@ -115,9 +110,6 @@ class Bytes:
         """Return the memory that gloo sends from and receives into."""
         return self.local if self.pinned is None else self.pinned
 
-    def first(self, size: int) -> "Bytes":
-        return self.part(0, size)
-
     def part(self, start: int, end: int) -> "Bytes":
         pinned = None if self.pinned is None else self.pinned[start:end]
         return Bytes(self.local[start:end], pinned)
@@ -135,12 +127,11 @@ class Bytes:
 
 @dataclass
 class Messages:
-    """Messages in flight between this worker and the others for one purpose."""
+    """Messages in flight between this worker and the others for one purpose, by worker."""
 
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
-    """By worker. Receives come first: their time must not depend on what this worker sends."""
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes to receive from each worker."""
+    """Receives come first: their time must not depend on what this worker sends."""
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes to receive
     arrivals: "dict[int, Future[float]]" = field(default_factory=dict)
     """When they arrived, if threads wait for them."""
 
@@ -158,10 +149,6 @@ class Transport:
         self.others = [worker for worker in range(self.workers) if worker != self.me]
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
         self._waiters = {one: BackgroundThread(f"diloco-wait-{one}") for one in self.others}
-        self.begin()
-
-    def begin(self) -> None:
-        """Start counting for a new exchange."""
         self.traffic = Traffic()
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
@@ -170,8 +157,11 @@ class Transport:
         for worker, buffer in parts:
             if buffer.numel():
                 messages.sizes[worker] = buffer.numel()
-                receive = partial(dist.irecv, _whole_buffer(buffer), group_src=worker)
-                self._post(messages, worker, receive, tag)
+                # All memory of the buffer, for a worker that sends more than expected: gloo aborts
+                # the process on a message that does not fit, before its header can be checked.
+                assert buffer.storage_offset() == 0, "the message would be written elsewhere"
+                whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
+                self._post(messages, worker, partial(dist.irecv, whole, group_src=worker), tag)
         return messages
 
     def send(
@@ -230,12 +220,3 @@ class Transport:
             raise WorkerLostError([worker], cause_of(error)) from error
         assert work is not None, "this rank is in the group"
         messages.works.setdefault(worker, []).append(work)
-
-
-def _whole_buffer(message: Tensor) -> Tensor:
-    """Return all memory of the buffer, for a worker that sends more than expected.
-
-    Gloo aborts the process on a message that does not fit, before its header can be checked.
-    """
-    assert message.storage_offset() == 0, "the message would be written elsewhere"
-    return message.as_strided((message.untyped_storage().nbytes(),), (1,), 0)

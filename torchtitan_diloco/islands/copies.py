@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import UNIT, Codec, Position, build_codec
-from torchtitan_diloco.diloco.codecs.stochastic import random_key
+from torchtitan_diloco.diloco.codecs import UNIT, Codec, Position, build_codec, random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
@@ -105,7 +104,7 @@ class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self._ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
-        self.threads = config.quantization.threads
+        self.threads = max(1, config.quantization.threads)
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]

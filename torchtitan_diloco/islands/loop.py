@@ -341,30 +341,24 @@ class IslandDiLoCo(StreamingDiLoCo):
         reads the samples of that work once more. Each island saves what is shared, too.
         """
         self.check()
+        facts = self._facts_now()
         saved: Future[SavedState] = Future()
-        now = {"step": self.step_count, "healed": self._healed}
 
         def save() -> None:  # in the thread that makes the copies
             try:
-                saved.set_result(self._save(now, mesh))
+                saved.set_result(self._save(facts, mesh))
             except BaseException as error:
                 saved.set_exception(error)
 
         self._copies.saves.put(save)
         return saved
 
-    def _save(self, now: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
         copies = self._copies.fragments
-        facts = {
-            **now,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-            "in_flight": [],
-            "fragments": [
-                {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(one.state.norms.latest)}
-                for one in copies
-            ],
-        }
+        facts["fragments"] = [
+            {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(one.state.norms.latest)}
+            for one in copies
+        ]
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
         shared: dict[str, Tensor] = {}

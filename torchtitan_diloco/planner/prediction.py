@@ -24,7 +24,6 @@ from torchtitan_diloco.components.records import Conditions, RoundRecord, Summar
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.diloco.chunks import chunk_and_window
 from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
 from torchtitan_diloco.diloco.config import (
     Beginning,
@@ -33,6 +32,7 @@ from torchtitan_diloco.diloco.config import (
     Overlap,
     Quantization,
 )
+from torchtitan_diloco.diloco.exchange import chunk_and_window
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
@@ -310,7 +310,7 @@ class Workload:
         link, codec = diloco.link, diloco.quantization.codec
         if not (self.on_cpu or link.outer_state == "cpu"):
             return conditions
-        cores = self.ranks * diloco.quantization.threads
+        cores = self.ranks * max(1, diloco.quantization.threads)
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
         if math.isinf(coding):
             coding = cores * CODEC_TRAITS[codec].host_coding

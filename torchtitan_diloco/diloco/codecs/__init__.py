@@ -4,9 +4,13 @@ one."""
 from collections.abc import Callable
 from functools import partial
 
-from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Position
-from torchtitan_diloco.diloco.codecs.blocks import BlockCodec, kernels_name
-from torchtitan_diloco.diloco.codecs.grids import Int8Codec, MiniFloatCodec
+from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Position, random_key
+from torchtitan_diloco.diloco.codecs.blocks import (
+    BlockCodec,
+    Int8Codec,
+    MiniFloatCodec,
+    kernels_name,
+)
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
 from torchtitan_diloco.diloco.config import Quantization
 
@@ -20,6 +24,7 @@ __all__ = [
     "build_gather_codec",
     "describe",
     "kernels_name",
+    "random_key",
 ]
 
 _BUILDERS: dict[str, Callable[[str, int, bool], Codec]] = {
@@ -37,15 +42,15 @@ _BUILDERS: dict[str, Callable[[str, int, bool], Codec]] = {
 CODECS = tuple(_BUILDERS)
 
 
-def build_codec(config: Quantization) -> Codec:
-    """Build the codec of the deltas that workers send."""
-    return _BUILDERS[config.codec](config.codec, config.block_size, config.rounding == "stochastic")
+def build_codec(config: Quantization, name: str = "same") -> Codec:
+    """Build the codec of the deltas that workers send, or the one of this name."""
+    name = config.codec if name == "same" else name
+    return _BUILDERS[name](name, config.block_size, config.rounding == "stochastic")
 
 
 def build_gather_codec(config: Quantization) -> Codec:
     """Build the codec of the means that go back to all workers when there are more than two."""
-    name = config.codec if config.gather_codec == "same" else config.gather_codec
-    return _BUILDERS[name](name, config.block_size, config.rounding == "stochastic")
+    return build_codec(config, config.gather_codec)
 
 
 def bits_per_parameter(codec: Codec) -> float:

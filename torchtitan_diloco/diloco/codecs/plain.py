@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.base import START, Codec, Position
-from torchtitan_diloco.diloco.codecs.stochastic import draw
+from torchtitan_diloco.diloco.codecs.base import START, Codec, Position, draw
 
 
 class Fp32Codec(Codec):

@@ -2,7 +2,7 @@
 # (Triton's language has Python's syntax, but not its types.)
 """GPU kernels of the formats with blocks: one pass over memory, where torch takes a dozen.
 
-blocks.py, grids.py and stochastic.py say what each line computes, and the kernels make the same
+blocks.py and base.py say what each line computes, and the kernels make the same
 bits. One program works on one unit of 1024 values, as a tile of its blocks: [blocks, values of a
 block]. The last tile is filled up with zeros, and masks keep those from being stored.
 
@@ -19,25 +19,22 @@ import triton
 import triton.language as tl
 
 import torchtitan_diloco.diloco.codecs.base as base
-import torchtitan_diloco.diloco.codecs.stochastic as stochastic
 
 UNIT, BIAS, LOWEST, NOT_FINITE = (
     tl.constexpr(number) for number in (base.UNIT, base.BIAS, base.LOWEST, base.NOT_FINITE)
 )
-STRIDE, MIX_1, MIX_2 = (
-    tl.constexpr(number) for number in (stochastic.STRIDE, stochastic.MIX_1, stochastic.MIX_2)
-)
+STRIDE, MIX_1, MIX_2 = (tl.constexpr(number) for number in (base.STRIDE, base.MIX_1, base.MIX_2))
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TWO_TO_23 = tl.constexpr(2.0**23)
 LOW_HALF = tl.constexpr(0xFFFF)
-PART = tl.constexpr(2.0**-stochastic.BITS)
+PART = tl.constexpr(2.0**-base.RANDOM_BITS)
 
 
 def encode(values, residual, payload, form, position):
     """Encode values, or values + residual; the residual becomes the rounding error."""
     added = values if residual is None else residual
-    arguments = values, added, payload, *_sizes(values, form), *stochastic.hash_start(position)
+    arguments = values, added, payload, *_sizes(values, form), *base.hash_start(position)
     _launch(encode_units, values, *arguments, FEEDBACK=residual is not None, FORM=form)
 
 
@@ -218,7 +215,7 @@ def _in_steps(code, FORM: tl.constexpr):
 
 @triton.jit
 def _draw(first, inside, hash_start, hash_key):
-    """Return uniform numbers of 16 bits, as stochastic.draw() does."""
+    """Return uniform numbers of 16 bits, as base.draw() does."""
     word = ((first + inside) >> 1).to(tl.uint32) * STRIDE + hash_start.to(tl.uint32)
     word = (word ^ (word >> 16)) * MIX_1
     word = word ^ hash_key.to(tl.uint32)
