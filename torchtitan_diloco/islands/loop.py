@@ -371,7 +371,9 @@ class IslandDiLoCo(StreamingDiLoCo):
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
-        if saved.facts["in_flight"]:  # of a run that was one world
+        if saved.facts["in_flight"]:  # of a run that was one world, whose local share counts
+            clock = round(saved.facts.get("progress", 0.0) * self.total_tokens)
+            self._seat = msgspec.structs.replace(self._seat, clock=clock)
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)
