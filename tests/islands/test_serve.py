@@ -19,10 +19,9 @@ from torchtitan_diloco.islands import status
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.inbox import LEAVE, Asked, LogRecord
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.local import run_islands
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import open_folder
+from torchtitan_diloco.islands.server import open_folder, run_islands
 from torchtitan_diloco.utils import USER_ERROR
 
 need_server()
@@ -209,7 +208,7 @@ def test_islands_on_this_machine(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from torchtitan_diloco.islands.local import run_islands
+from torchtitan_diloco.islands.server import run_islands
 def stop():
     while len(list(Path({str(tmp_path)!r}).glob("island-*/ready"))) < 2:
         time.sleep(0.05)
