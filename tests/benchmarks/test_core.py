@@ -1,4 +1,5 @@
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,14 +91,11 @@ def test_nats_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["benchmark"])
-    monkeypatch.setattr(nats, "find_server", lambda: "")
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "nats", None)
     with pytest.raises(SystemExit) as ended:
         nats.main()
     assert ended.value.code == 2
-    lines = capsys.readouterr().err
-    assert "pip install -e .[islands]" in lines
-    assert "install openssl" in lines
+    assert "[islands]" in capsys.readouterr().err
 
 
 def test_tasks_take_turns() -> None:
