@@ -1,5 +1,6 @@
 """The commands around the server, as a user runs them."""
 
+import io
 import json
 import os
 import signal
@@ -108,6 +109,17 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     (known / "key.pem").write_text("damaged")
     with pytest.raises(ValueError, match=r"nats-server did not start: .*key"):
         open_folder(known).start()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    server = open_folder(tmp_path / "server", port=free_port(), say=said.append)
+    where = "[7] 2026/01/01 10:00:00.0 [ERR]"
+    full = f"{where} JetStream failed to store a msg: write 1.blk: no space left on device\n"
+    server._pass_on(io.StringIO(full + full + f"{where} another\n[INF] nothing\n" + full))
+    assert len(said) == 2
+    assert "the disk is full, and nothing more is stored: free some space" in said[0]
+    assert said[1] == "[ERR] another"
 
 
 def test_help_imports_neither_torch_nor_nats() -> None:

@@ -114,12 +114,18 @@ class Server:
         raise ValueError(f"nats-server did not start: {_message(said)}")
 
     def _pass_on(self, lines: IO[str]) -> None:
+        full = False
         with lines:
             for line in lines:
-                if re.search(r"\[(WRN|ERR|FTL)\]", line):
-                    full = "no space left on device" in line
-                    remedy = "; free some space, then stop this server and start it again"
-                    self._say(_message(line) + remedy * full)
+                if "no space left on device" not in line:
+                    if re.search(r"\[(WRN|ERR|FTL)\]", line):
+                        self._say(_message(line))
+                elif not full:  # nats-server says it for each stream and each record, in three ways
+                    full = True
+                    self._say(
+                        f"{self.folder}: the disk is full, and nothing more is stored: free some "
+                        "space, then stop this server and start it again"
+                    )
 
     def _join(self, user: str, password: str, host: str) -> Join:
         address = f"{host}:{self.settings.port}"
