@@ -23,7 +23,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
@@ -95,6 +95,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
+        self.seat: Seat
+        """The slot of this island, and the sample of it that it begins with."""
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, self.config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
@@ -102,11 +104,10 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
         self._following = Future[None]()
-        self._seat = Seat(0, 1, 1, 0, total_tokens, 0, [])
-        self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
-        """The latest part of each fragment, when it was sent, and whether it is stored."""
+        self._sent: dict[int, InFlight] = {}
+        """Round of the latest part of each fragment, and whether the part is stored."""
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
-        self._over = self._stopped = False
+        self._last = Boundary(clock=0, stopped=False, over=False)
         self._saved: Saved | None = None
 
     # --- join and leave ---------------------------------------------------------------------------
@@ -121,11 +122,12 @@ class IslandDiLoCo(StreamingDiLoCo):
         else:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
-        self._seat = share(seat, Seat, self._ranks.decisions)
-        self._take_versions(self._seat.versions)
+        self.seat = seat = share(seat, Seat, self._ranks.decisions)
+        self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock, False, False)
+        self._take_versions(seat.versions)
         logger.info(
-            f"island {self.islands.name} has slot {self._seat.slot} of {self._seat.slots}, begins "
-            f"at its sample {self._seat.position:,}; the run has merged {self._seat.clock:,} tokens"
+            f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
+            f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
         )
 
     def build_leader(self) -> Leader:
@@ -152,23 +154,18 @@ class IslandDiLoCo(StreamingDiLoCo):
         return self._leader is not None and self._leader.joined.leaving
 
     @property
-    def seat(self) -> Seat:
-        """The slot of this island, and the sample of it that it begins with."""
-        return self._seat
-
-    @property
     def clock(self) -> int:
         """Tokens of the run so far."""
-        return self._seat.clock
+        return self._last.clock
 
     @property
     def progress(self) -> float:
-        return self.clock / self._seat.total_tokens
+        return self.clock / self.total_tokens
 
     @property
     def finished(self) -> bool:
         """Whether the run has had its tokens, or this island was asked to leave."""
-        return self._stopped
+        return self._last.stopped
 
     def _take_versions(self, versions: list[int]) -> None:
         """Let the model hold these versions of the shared copies."""
@@ -189,9 +186,9 @@ class IslandDiLoCo(StreamingDiLoCo):
                 island = self._leader.joined
                 island.leaving = island.leaving or not island.stopped
                 island.stopped = True
-        while not self._over and (self._leader or self._follower):
+        while not self._last.over and (self._leader or self._follower):
             self._boundary()
-            if not self._over and self._leader is not None:
+            if not self._last.over and self._leader is not None:
                 self._leader.check()
                 time.sleep(0.05)
 
@@ -235,7 +232,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._liveness.check(f"seen after step {self.step_count}")
         if self._leader is not None:
             self._leader.check()
-        for task in [self._following, *(stored for _, _, stored in self._sent.values())]:
+        for task in [self._following, *(stored for _, stored in self._sent.values())]:
             if task.done():
                 task.result()
 
@@ -253,9 +250,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                 case Apply():
                     self._apply_version(decision)
                 case Boundary():
+                    self._last = decision
                     break
-        self._stopped, self._over = decision.stopped, decision.over
-        self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
         counted -= self._meter.exposed_seconds  # by the rounds themselves
         self._meter.waited(time.perf_counter() - started + counted)
 
@@ -269,7 +265,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_.taken = time.perf_counter()
         self._meter.expose(round_.taken - round_.due)
         upload = partial(self._upload, state, state.delta, part, round_)
-        self._sent[part.fragment] = part, round_, self._background.submit(upload)
+        self._sent[part.fragment] = round_, self._background.submit(upload)
 
     @torch.no_grad()
     def _apply_version(self, decision: Apply) -> None:
@@ -305,7 +301,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     def _round_of(self, decision: Apply) -> Round:
         """Return the round of the own part in an entry, or a new one if it has none."""
         if decision.number and decision.fragment in self._sent:
-            return self._sent[decision.fragment][1]
+            return self._sent[decision.fragment][0]
         values, now = self._states[decision.fragment].values, time.perf_counter()
         round_ = Round(decision.fragment, decision.version, self.step_count, values, due=now)
         round_.taken = round_.begun = round_.ready = now
@@ -373,7 +369,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
         if saved.facts["in_flight"]:  # of a run that was one world, whose local share counts
             clock = round(saved.facts.get("progress", 0.0) * self.total_tokens)
-            self._seat = msgspec.structs.replace(self._seat, clock=clock)
+            self._last = Boundary(clock, stopped=False, over=False)
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)
