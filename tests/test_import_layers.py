@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "diloco": {"utils"},
     "config": {"utils", "diloco.config", "diloco.fields", "islands.config"},
     "islands": {"utils", "diloco"},
+    "integrations": {"diloco"},
     "distributed": {"utils", "config", "diloco"},
     "models": {"utils", "config"},
     "data": {"utils", "config"},
@@ -32,7 +33,7 @@ PICKLING = {
     "send_object_list",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-REMOTE_CODE = sorted((PACKAGE / "export/remote_code").glob("*.py"))
+REMOTE_CODE = sorted((PACKAGE / "models").glob("*/modeling_*.py"))
 
 
 def relative(path: Path) -> str:

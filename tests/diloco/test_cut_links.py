@@ -57,9 +57,10 @@ def test_a_cut_link_is_told_and_passes_and_a_death_in_a_payload_is_named(tmp_pat
         return all(log.exists() and re.search(pattern, log.read_text()) for log in logs[:CULPRIT])
 
     with (
-        network_of(WORKERS, up=[80.0, 80.0, SLOW], down=80.0) as network,
+        network_of(WORKERS, up=80.0, down=80.0) as network,
         processes_in(network, logs, run_worker, 100) as programs,
     ):
+        network.set_rate(CULPRIT, up=SLOW, down=80.0)
         # Above what the start sends: the broadcast comes from worker 0.
         until(lambda: network.counters(CULPRIT)[0] > 3e6)
         network._run(network.switch, f"ip link set {port_of(CULPRIT)} down")

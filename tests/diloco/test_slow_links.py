@@ -78,9 +78,10 @@ def run_both_parts(folder: Path) -> tuple[Seen, Seen]:
         return [one[part] for one in lines if len(one) > part]
 
     with (
-        network_of(WORKERS, up=[FAST, FAST, SLOW], down=FAST) as network,
+        network_of(WORKERS, up=FAST, down=FAST) as network,
         processes_in(network, logs, run_worker, second_part) as programs,
     ):
+        network.set_rate(CULPRIT, up=SLOW, down=FAST)
         deadline = time.monotonic() + PATIENCE
         while len(found(0)) < WORKERS:
             assert time.monotonic() < deadline, [log.read_text() for log in logs]

@@ -104,7 +104,7 @@ class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self._ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
-        self.threads = max(1, config.quantization.threads)
+        self.threads = config.quantization.threads
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]
