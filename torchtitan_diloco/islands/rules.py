@@ -225,9 +225,11 @@ class Rounds:
         self._opened_step = step if version == record.version else self._island.step
         self._opened_at = now
         if self.shared.waiting_of(self._island.slot) is not None:
-            # The next one would wait for its opening as long. Uploads do not all take as long.
-            margin = (self._returned_step - self.sent_step) // 4
-            self.turn += max(0, self._opened_step - self._returned_step - margin)
+            # The next one would wait for its opening as long. It need not be there before its apply
+            # is due, but uploads do not all take the same time.
+            upload = self._returned_step - self.sent_step
+            lead = max(0, upload + upload // 4 - self._delay)
+            self.turn += max(0, self._opened_step - self.sent_step - lead)
 
     def _compare(self, record: Part | Close, outcome: Outcome, now: float) -> None:
         """Remember what another island says of the bits of a version."""
