@@ -61,8 +61,8 @@ class SavedState:
     """State of the outer loop to resume from, beside the model and the inner optimizer."""
 
     facts: Facts
-    """This worker's, fit for JSON: `step`, `settings`, `layout` (for each fragment its parts),
-    `in_flight` (fragments in the order they were sent), `healed` (fragments so far), and
+    """This worker's, fit for JSON: `step`, `progress`, `settings`, `layout` (for each fragment its
+    parts), `in_flight` (fragments in the order they were sent), `healed` (fragments so far), and
     `fragments`: for each its `rounds`, the `weight` of steps not sent yet, its `delta_norms`, and
     if in flight `sent_step`, `participants`, `flags`."""
     shared: Named

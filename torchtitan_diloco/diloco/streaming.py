@@ -339,6 +339,7 @@ class StreamingDiLoCo:
         """Return what is known so far of `SavedState.facts`."""
         return {
             "step": self.step_count,
+            "progress": self.progress,
             "settings": saving.resume_settings(self.config),
             "layout": saving.layout_of(self._states),
             "in_flight": list(self._in_flight),
