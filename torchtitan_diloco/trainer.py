@@ -22,6 +22,7 @@ from torchtitan_diloco.components.optimizer import (
     compute_dtype,
     gradient_norm,
     lr_factor,
+    read_later,
     reduce_over_workers,
     set_lr,
 )
@@ -172,10 +173,10 @@ class Trainer:
             (sums.objective * scale).backward()
             cross_entropy += sums.cross_entropy
         total_norm = gradient_norm(self.model.parameters(), fsdp)
+        read = read_later(torch.stack([cross_entropy, total_norm]))
         clipped_step(self.optimizer, total_norm, config.max_gradient_norm)
         self.optimizer.zero_grad()
-        # The host waits here only, when the work of the whole step is queued.
-        loss, norm = torch.stack([cross_entropy, total_norm]).tolist()
+        loss, norm = read()  # while a GPU works on the optimizer step
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
@@ -308,10 +309,8 @@ class Trainer:
         config, device = self.config, self.world.device
         length = config.training.sequence_length
         self.model = build_model(config.model, self.vocab_size, length)
-        self.flops_per_token, counts = (
-            self.model.flops_per_token(length),
-            self.model.parameter_counts(),
-        )
+        self.flops_per_token = self.model.flops_per_token(length)
+        counts = self.model.parameter_counts()
         self.plan = plan_run(
             config.training,
             self.ranks,

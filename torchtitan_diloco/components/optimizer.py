@@ -1,7 +1,7 @@
 """Inner optimization: compute dtype, gradient clipping, the optimizer and its learning rate."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,22 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float
     optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
     optimizer.grad_scale = (norm / (max_norm or math.inf)).clamp(min=1)  # type: ignore[attr-defined]
     optimizer.step()
+
+
+def read_later(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a small tensor to the host. The returned function waits for it, but not for
+    work that is queued on the GPU after this call."""
+    if not values.is_cuda:
+        return values.tolist
+    host, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        found: list[float] = host.tolist()
+        return found
+
+    return read
 
 
 class SkippedSteps:

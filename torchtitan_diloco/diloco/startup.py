@@ -165,12 +165,14 @@ def build_exchange(
     return exchange
 
 
-def limit_threads(background: BackgroundThread, count: int) -> None:
-    """Let torch use so many threads for the tasks of a background thread."""
+def limit_threads(background: BackgroundThread, count: int, model: nn.Module) -> None:
+    """Let torch use so many threads for the tasks of a background thread. 0: those that training
+    the model leaves."""
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     # The first get_num_threads() of a thread resets its number; the last line restores ours.
     threads = torch.get_num_threads()
     background.submit(torch.get_num_threads).result()
-    background.submit(partial(torch.set_num_threads, count)).result()
+    background.submit(partial(torch.set_num_threads, count or (threads if on_gpu else 1))).result()
     torch.set_num_threads(threads)
 
 

@@ -103,7 +103,7 @@ class StreamingDiLoCo:
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
         self._background = BackgroundThread("diloco-exchange")
-        startup.limit_threads(self._background, config.quantization.threads)
+        startup.limit_threads(self._background, config.quantization.threads, model)
         to_close = self._background, self._exchanger, self._liveness, liveness is None
         self._finalizer = weakref.finalize(self, startup.close, *to_close)
 
