@@ -100,30 +100,36 @@ def test_after_a_failure_a_worker_can_be_saved_alone(processes: ProcessPool, del
     assert given_up
 
 
+OTHERS: dict[str, str] = {
+    "diloco.overlap.mixing": "0.5 on worker 0, 0.25 on worker 1",
+    "model": "",
+    "run id": "",
+    "total_steps": "0 on worker 0, 7 on worker 1",
+}
+
+
 def _other_settings(kind: str) -> str:
-    world, model, chosen, run_id = join(2), Net(), config(2), ""
-    if world.worker == 1:
-        if kind == "settings":
-            chosen = config(2, mixing=0.25)
-        elif kind == "model":
-            model.gain = torch.nn.Parameter(torch.ones(2))
-        else:
-            run_id = "another"
-    try:
-        StreamingDiLoCo(model, world.group(WORKER), chosen, run_id=run_id)
-    except ValueError as error:
-        return str(error)
-    return "started"
+    world, model = join(2), Net()
+    differs = kind if world.worker == 1 else ""
+    if differs == "model":
+        model.gain = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="workers were started differently") as error:
+        StreamingDiLoCo(
+            model,
+            world.group(WORKER),
+            config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5),
+            run_id="another" if differs == "run id" else "",
+            total_steps=7 if differs == "total_steps" else 0,
+        )
+    return str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["settings", "model", "run id"])
+@pytest.mark.parametrize("kind", OTHERS)
 def test_workers_that_were_started_differently_are_refused(
     processes: ProcessPool, kind: str
 ) -> None:
-    named = {"settings": "diloco.overlap.mixing: 0.5 on worker 0, 0.25 on worker 1"}
     for message in processes.run(_other_settings, 2, kind):
-        assert "workers were started differently" in message
-        assert named.get(kind, f"{kind}: ") in message
+        assert f"{kind}: {OTHERS[kind]}" in message
 
 
 def _extra_step(outer: StreamingDiLoCo) -> None:
