@@ -53,7 +53,7 @@ from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
-from torchtitan_diloco.export.weights import load_initial_weights
+from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
@@ -394,5 +394,6 @@ class Trainer:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
         tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
-        facts |= {"tokenizer": tokenizer, "corpus": corpus}
+        weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
+        facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         assert_agreement(self.world, facts)

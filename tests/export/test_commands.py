@@ -10,6 +10,7 @@ import torch
 
 from tests.components.test_resume import run, tensors
 from tests.conftest import write_text
+from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
 from torchtitan_diloco import generate, validate
@@ -19,7 +20,6 @@ from torchtitan_diloco.data.tokenizer import format_ranks
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.saved_model import open_saved
-from torchtitan_diloco.export.weights import read_weights
 from torchtitan_diloco.trainer import Trainer
 
 VALIDATION = "validation/loss_nats_per_token_global"

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.export.reading import read_weights
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.export.hugging_face import save_hugging_face
-from torchtitan_diloco.export.weights import read_weights
 from torchtitan_diloco.generate import generate
 from torchtitan_diloco.models.chinchilla.model import Decoder
 

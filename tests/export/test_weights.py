@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,9 +8,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.export.reading import read_weights
+from tests.processes import ProcessPool
 from tests.test_trainer import settings, train
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.export.weights import new_folder, read_weights
+from torchtitan_diloco.export.weights import new_folder
 from torchtitan_diloco.models import build_model
 
 INDEX = "model.safetensors.index.json"
@@ -120,3 +123,18 @@ def test_weights_that_do_not_fit_are_refused(text: Path, tmp_path: Path) -> None
     ):
         with pytest.raises(ValueError, match=message):
             train(settings(text, **changes))
+
+
+def train_from_own_weights(chosen: dict[str, str], folder: Path) -> None:
+    train(chosen | {"model.weights": f"{folder}/{os.environ['RANK']}.safetensors"})
+
+
+def test_workers_with_different_weights_are_refused(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    for rank in range(2):
+        save_file({"a": torch.full((3,), float(rank))}, tmp_path / f"{rank}.safetensors")
+    chosen = settings(text, diloco__workers=2)
+    message = r"started differently.*\n  model.weights: \w{16} on rank 0"
+    with pytest.raises(AssertionError, match=message):
+        processes.run(train_from_own_weights, 2, chosen, tmp_path)

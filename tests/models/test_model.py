@@ -1,12 +1,18 @@
-"""The decoder's sizes and the properties a decoder must have."""
+"""The sizes of the families and the properties a decoder must have."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.fields import setting_types
+from torchtitan_diloco.models import MODELS, build_model
 from torchtitan_diloco.models.chinchilla.flavors import FLAVORS
 from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.decoder import DecoderBase, rotary_table, rotate
+from torchtitan_diloco.models.llama.flavors import FLAVORS as LLAMA_FLAVORS
 
 # Millions of parameters, as the papers' shapes give them with a vocabulary of 32,000.
 PUBLISHED = {
@@ -27,11 +33,15 @@ VARIANTS = [
     Model(positions="learned"),
     Model(activation="swiglu"),
     Model(qk_norm=False, heads=3, head_dim=10),
+    Model(name="llama"),
+    Model(name="llama", heads=4, kv_heads=2, rotary_scaling=4.0, tied_head=True),
 ]
+LLAMA_PARAMETERS = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248}
 
 
-def build(config: Model, vocabulary: int = 50, length: int = 16) -> Decoder:
-    decoder = Decoder(config, vocabulary, length)
+def build(config: Model, vocabulary: int = 50, length: int = 16) -> DecoderBase:
+    decoder = MODELS[config.name](config, vocabulary, length)
+    assert isinstance(decoder, DecoderBase)
     decoder.init_weights(seed=0)
     return decoder
 
@@ -46,8 +56,20 @@ def test_parameter_counts_are_the_papers(flavor: str, millions: float) -> None:
     assert gains < 1e-3 * matrices, "beside the matrices there are only the norms' gains"
 
 
+@pytest.mark.parametrize(("flavor", "parameters"), LLAMA_PARAMETERS.items())
+def test_parameter_counts_are_those_of_published_llamas(flavor: str, parameters: int) -> None:
+    model = build_model(Model(name="llama", flavor=flavor), 128_256, 8192)  # type: ignore[arg-type]
+    counts, matrices = model.parameter_counts(), 2 if flavor == "8b" else 1  # embedding and head
+    width = LLAMA_FLAVORS[flavor].width
+    assert counts == {"total": parameters, "embedding": matrices * 128_256 * width}
+
+
 def test_the_config_offers_exactly_the_flavors_there_are() -> None:
-    assert set(setting_types(Model)["flavor"].__args__) == set(FLAVORS)
+    offered = set(setting_types(Model)["flavor"].__args__)
+    assert offered == set(FLAVORS) | set(LLAMA_FLAVORS)
+    message = r'model.flavor = "4b" is no shape of model.name = "llama", which has debug, 15m, '
+    with pytest.raises(ValueError, match=message):
+        build_model(Model(name="llama", flavor="4b"), 50, 16)
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -72,11 +94,9 @@ def test_order_matters(positions: str) -> None:
 
 
 def test_rotary_attention_depends_on_distance_only() -> None:
-    from torchtitan_diloco.models.chinchilla.model import rotary_table, rotate
-
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
-    table = rotary_table(64, 8, 10_000.0, torch.device("cpu"))
+    table = rotary_table(64, 10_000.0 ** -(torch.arange(0, 8, 2) / 8))
     turned_q = rotate(query.expand(1, 1, 64, 8), table)
     turned_k = rotate(key.expand(1, 1, 64, 8), table)
     scores = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
@@ -101,6 +121,15 @@ def test_head_and_embedding_are_tied() -> None:
     assert matrices == ["embedding.weight"]
 
 
+def test_heads_of_llama() -> None:
+    message = r"model.kv_heads = 2 does not divide model.heads = 3"
+    with pytest.raises(ValueError, match=message):
+        build(Model(name="llama", kv_heads=2))
+    tied, untied = (Model(name="llama", tied_head=one, layers=1) for one in (True, False))
+    names = {name for name, _ in build(untied).named_parameters()}
+    assert names - {name for name, _ in build(tied).named_parameters()} == {"head.weight"}
+
+
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
     first, second, other = build(Model()), build(Model(layers=2)), Decoder(Model(), 50, 16)
     other.init_weights(seed=1)
@@ -113,8 +142,9 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
             assert not torch.equal(parameter, dict(other.named_parameters())[name])
 
 
-def test_initial_loss_is_that_of_a_uniform_guess() -> None:
-    decoder = build(Model(), vocabulary=256, length=64)
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_loss_is_that_of_a_uniform_guess(name: Any) -> None:
+    decoder = build(Model(name=name), vocabulary=256, length=64)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
     loss = torch.nn.functional.cross_entropy(
         decoder(tokens).flatten(0, 1), tokens.roll(1).flatten()
@@ -129,6 +159,11 @@ def test_flops_of_a_token() -> None:
     decoder = Decoder(config, vocab_size=10, sequence_length=16)
     weights = 10 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 32) + 5 * 8
     assert decoder.flops_per_token(16) == 6 * weights + 12 * 2 * 2 * 4 * 16
+    grouped = replace(config, name="llama", kv_heads=1)
+    for tied_head in (True, False):  # one matrix product with the vocabulary
+        llama = build(replace(grouped, tied_head=tied_head), vocabulary=10)
+        weights = 10 * 8 + 2 * (3 * 8 * 8 + 3 * 8 * 32) + 5 * 8
+        assert llama.flops_per_token(16) == 6 * weights + 12 * 2 * 2 * 4 * 16
 
 
 def test_odd_head_dim_needs_learned_positions() -> None:

@@ -1,5 +1,6 @@
 """A sharded, checkpointed or compiled decoder is the single-device decoder."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +22,12 @@ from torchtitan_diloco.config.schema import (
 )
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.distributed.world import FSDP, World, join_world
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models import LanguageModel, build_model
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 # Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, rows of 7 leave some none.
 TINY = Model(layers=3, width=36, heads=3, head_dim=12, feed_forward=50)
+LLAMA = replace(TINY, name="llama", kv_heads=1, rotary_scaling=2.0)
 VOCABULARY, LENGTH, BATCH = 67, 24, 12
 
 
@@ -42,10 +44,10 @@ def build(
     reshard: Any = "auto",
     compile: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Decoder, World]:
+    model: Model = TINY,
+) -> tuple[LanguageModel, World]:
     world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
-    with torch.device("meta"):
-        decoder = Decoder(TINY, VOCABULARY, LENGTH)
+    decoder = build_model(model, VOCABULARY, LENGTH)
     parallelize(
         decoder,
         world.mesh if world.mesh is None or workers > 1 else world.mesh[FSDP],
@@ -63,7 +65,7 @@ def full(tensor: Tensor | None) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def backward(decoder: Decoder, world: World) -> None:
+def backward(decoder: LanguageModel, world: World) -> None:
     """Compute the gradient of the mean loss over one global batch, of which ranks have parts."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
@@ -116,6 +118,12 @@ def test_sharded_decoder_is_the_single_device_one(
         assert_same(found, single)
 
 
+def test_a_sharded_llama_is_the_single_device_one(processes: ProcessPool) -> None:
+    expected = step(model=LLAMA)
+    for found in processes.run(partial(step, model=LLAMA, checkpoint="full"), 3):
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize(
     ("mode", "calls"), [("full", [2, 2, 2]), ("every_nth", [2, 1, 2]), ("none", [1, 1, 1])]
 )
@@ -157,9 +165,11 @@ def test_bf16_compute_keeps_fp32_parameters_and_gradients(
         assert not torch.equal(found.gradients[name], single.gradients[name])
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "every_nth"])
+@pytest.mark.parametrize(
+    ("checkpoint", "model"), [("none", TINY), ("every_nth", TINY), ("none", LLAMA)]
+)
 def test_compiled_decoder_gives_the_same_gradients_from_few_compilations(
-    single: Outcome, monkeypatch: pytest.MonkeyPatch, checkpoint: str
+    monkeypatch: pytest.MonkeyPatch, checkpoint: str, model: Model
 ) -> None:
     """Run the traced graph as it is: what a compiler makes of it is tested by torch."""
     graphs = []
@@ -169,6 +179,7 @@ def test_compiled_decoder_gives_the_same_gradients_from_few_compilations(
         return graph.forward
 
     torch.compiler.reset()
+    expected = step(model=model)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    assert_same(step(compile=True, checkpoint=checkpoint), single, 1e-6)
+    assert_same(step(compile=True, checkpoint=checkpoint, model=model), expected, 1e-6)
     assert len(graphs) == (1 if checkpoint == "none" else 2), "one for all blocks that are alike"

@@ -41,24 +41,30 @@ class Run:
 
 ScalingFlavor = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
 PaperFlavor = Literal["diloco-60m", "diloco-150m", "diloco-400m"]
+LlamaFlavor = Literal["15m", "3b", "8b"]  # and debug, 100m, 1b
 
 
 @dataclass(frozen=True)
 class Model:
     """Model architecture: a named shape, and changes to it."""
 
-    name: Literal["chinchilla"] = "chinchilla"
-    """Model family."""
-    flavor: Literal["debug", ScalingFlavor, PaperFlavor] = "debug"
-    """Named shape. `35m` to `10b`: Streaming DiLoCo and its scaling laws. `diloco-...`: DiLoCo."""
+    name: Literal["chinchilla", "llama"] = "chinchilla"
+    """Model family: the decoder of the papers, or Llama 3."""
+    flavor: Literal["debug", ScalingFlavor, PaperFlavor, LlamaFlavor] = "debug"
+    """Named shape. `35m` to `10b`: Streaming DiLoCo and its scaling laws. `diloco-...`: DiLoCo. Of
+    `llama`: `debug`, `15m`, `100m`, and as published `1b` and `3b` (3.2) and `8b` (3.1)."""
     weights: str = ""
-    """Initial weights of a new run: an exported safetensors file, or its folder. Empty: random."""
+    """Initial weights of a new run: an exported folder, a folder of transformers of the same
+    family, or a safetensors file. Empty: random."""
     layers: Positive | None = None
     """Number of transformer blocks. Overrides the flavor."""
     width: Positive | None = None
     """Width of the residual stream. Overrides the flavor."""
     heads: Positive | None = None
     """Number of attention heads. Overrides the flavor."""
+    kv_heads: Positive | None = None
+    """Heads of keys and values, each for `heads` / `kv_heads` heads of queries. Overrides the
+    flavor. Only `llama`."""
     head_dim: Positive | None = None
     """Width of one attention head. Overrides the flavor."""
     feed_forward: Positive | None = None
@@ -66,15 +72,24 @@ class Model:
     vocab_size: Positive | None = None
     """Rows of the embedding. Not set: the tokenizer's vocabulary, as the next multiple of 64."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, the feed-forward layer and the head."""
+    """Normalisation before attention, the feed-forward layer and the head. Only
+    `chinchilla`."""
     qk_norm: bool = True
-    """Normalise the queries and keys of each head before attention."""
+    """Normalise the queries and keys of each head before attention. Only `chinchilla`."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """Position encoding. `learned`: an embedding of `training.sequence_length` rows."""
-    rotary_base: Annotated[float, Meta(gt=1)] = 10_000.0
-    """Base of the rotary frequencies."""
+    """Position encoding. `learned`: an embedding of `training.sequence_length` rows. Only
+    `chinchilla`."""
+    rotary_base: Annotated[float, Meta(gt=1)] | None = None
+    """Base of the rotary frequencies. Not set: 10,000; with `llama` 500,000."""
+    rotary_scaling: Annotated[float, Meta(ge=1)] | None = None
+    """Factor by which Llama 3.1 and 3.2 slow down the low rotary frequencies, for texts longer than
+    8,192 tokens. 1: not at all. Overrides the flavor. Only `llama`."""
     activation: Literal["gelu", "swiglu"] = "gelu"
-    """Feed-forward layer: GELU (two matrices) or SwiGLU (three matrices)."""
+    """Feed-forward layer: GELU (two matrices) or SwiGLU (three matrices). Only
+    `chinchilla`."""
+    tied_head: bool | None = None
+    """One matrix is both embedding and head. Overrides the flavor. Only `llama`; `chinchilla` is
+    always tied."""
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ class Quantization:
     error_feedback: bool = False
     """Add the encoding error of a fragment to the delta that is sent next. Takes 4 bytes per
     parameter."""
-    threads: NotNegative = 0
-    """CPU threads for encoding, decoding and the outer step. They compete with training for cores.
-    0: one, or beside a GPU all of the process. Outer state on a GPU is encoded on the GPU."""
+    threads: Positive = 1
+    """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
+    GPU is encoded on the GPU."""
 
 
 @dataclass(frozen=True)

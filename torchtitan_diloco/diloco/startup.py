@@ -160,15 +160,13 @@ def build_exchange(
     return exchange
 
 
-def start_background(count: int, model: nn.Module) -> BackgroundThread:
-    """Start the thread of exchanges, in which torch uses so many threads. 0: those that training
-    the model leaves."""
+def start_background(count: int) -> BackgroundThread:
+    """Start the thread of exchanges, in which torch uses so many threads."""
     background = BackgroundThread("diloco-exchange")
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     # The first get_num_threads() of a thread resets its number; the last line restores ours.
     threads = torch.get_num_threads()
     background.submit(torch.get_num_threads).result()
-    background.submit(partial(torch.set_num_threads, count or (threads if on_gpu else 1))).result()
+    background.submit(partial(torch.set_num_threads, count)).result()
     torch.set_num_threads(threads)
     return background
 

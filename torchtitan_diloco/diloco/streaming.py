@@ -101,7 +101,7 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
-        self._background = startup.start_background(config.quantization.threads, model)
+        self._background = startup.start_background(config.quantization.threads)
         to_close = self._background, self._exchanger, self._liveness, liveness is None
         self._finalizer = weakref.finalize(self, startup.close, *to_close)
 

@@ -1,11 +1,8 @@
-"""Folder for transformers: weights, configuration, tokenizer, and the source of the model.
+"""Folder for transformers: weights, configuration, tokenizer, and the source of our own family."""
 
-transformers does not know our decoder, so the folder contains its source (remote_code/).
-"""
-
+import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import torch
 from torchtitan_diloco.data.hugging_face_tokenizer import byte_characters
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.data.train_tokenizer import byte_level_bpe
-from torchtitan_diloco.export.weights import new_folder
+from torchtitan_diloco.export.weights import CONFIG_NAME, new_folder
 from torchtitan_diloco.models import LanguageModel
-from torchtitan_diloco.models.chinchilla.model import Decoder
 from torchtitan_diloco.utils import install_command
 
 
@@ -30,10 +26,10 @@ def save_hugging_face(
     except ImportError as error:
         command = install_command("export")
         raise ValueError(f"--format hf needs the package transformers: {command}") from error
+    converted = model.to_transformers().to(dtype)
     converted_tokenizer = _fast_tokenizer(
-        convert_tokenizer(tokenizer), tokenizer.end_name, model.sequence_length
+        convert_tokenizer(tokenizer), tokenizer.end_name, converted.config.max_position_embeddings
     )
-    converted = CONVERSIONS[model.config.name](model).to(dtype)
     special = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
     )
@@ -44,39 +40,17 @@ def save_hugging_face(
     with new_folder(folder) as incomplete:
         converted_tokenizer.save_pretrained(incomplete)
         converted.save_pretrained(incomplete, max_shard_size="5GB")
+        _add_older_rotary_keys(incomplete / CONFIG_NAME)
 
 
-def _convert_chinchilla(model: Decoder) -> Any:
-    from torchtitan_diloco.export.remote_code import modeling_chinchilla as remote_code
-
-    shape, config = model.shape, model.config
-    remote_config = remote_code.ChinchillaConfig(
-        vocab_size=model.vocab_size,
-        max_position_embeddings=model.sequence_length,
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.width,
-        num_attention_heads=shape.heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.feed_forward,
-        norm=config.norm,
-        qk_norm=config.qk_norm,
-        positions=config.positions,
-        rotary_base=config.rotary_base,
-        activation=config.activation,
-    )
-    with torch.device("meta"):
-        converted = remote_code.ChinchillaForCausalLM(remote_config)
-    # The parameters have the same names there. Only lm_head, which is tied, is not among ours.
-    converted.load_state_dict(model.state_dict(), strict=False, assign=True)
-    converted.tie_weights()
-    # `save_pretrained` then copies the source of the model.
-    remote_code.ChinchillaConfig.register_for_auto_class()
-    remote_code.ChinchillaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    return converted
-
-
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {"chinchilla": _convert_chinchilla}
-"""Family -> function that returns its model as one of transformers."""
+def _add_older_rotary_keys(config_file: Path) -> None:
+    """Repeat `rope_parameters` under the names that transformers 4 and other programs read."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    if rope := config.get("rope_parameters"):
+        config["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+        config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _fast_tokenizer(converted: Any, end: str, max_length: int) -> Any:

@@ -1,20 +1,26 @@
 """Folders of safetensors files: writing, reading, and the initial weights of a new run."""
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
 
-from torchtitan_diloco.models.base import copy_shard
+from torchtitan_diloco.models.base import LanguageModel, copy_shard
+from torchtitan_diloco.utils import logger
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+"""Only folders of transformers have it."""
+PARTS, PART_BYTES = 4, 1 << 20
+"""What is read of each file for its fingerprint."""
 
 
 @contextmanager
@@ -47,38 +53,110 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 @torch.no_grad()
-def load_initial_weights(model: nn.Module, path: str) -> None:
-    """Fill the parameters of a new run from `model.weights`. Every rank keeps its own shard."""
-    weights = read_weights(path)
+def load_initial_weights(model: LanguageModel, path: str) -> None:
+    """Fill the parameters of a new run from `model.weights`. Every rank keeps its own shard.
+
+    One parameter after the other is read, so that no rank holds the whole model.
+    """
     parameters = dict(model.named_parameters())
-    there = {name: "x".join(map(str, tensor.shape)) for name, tensor in weights.items()}
-    here = {name: "x".join(map(str, tensor.shape)) for name, tensor in parameters.items()}
-    differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    if differing:
-        name = differing[0]
-        raise ValueError(
-            f'model.weights = "{path}" does not fit the model: {name} is '
-            f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run, and "
-            f"{len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
-            "training.sequence_length as in the run that was exported"
-        )
-    for name, parameter in parameters.items():
-        copy_shard(parameter, weights[name].to(parameter.device, parameter.dtype))
-
-
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, or of all safetensors files in a folder."""
+    names = {name: name for name in parameters}
     given = Path(path).expanduser()
-    files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
-    tensors: dict[str, Tensor] = {}
+    config = (given if given.is_dir() else given.parent) / CONFIG_NAME
+    if config.is_file():
+        _check_transformers_config(model, path, config)
+        names = model.transformers_names()
+    with open_weights(path) as stored:
+        there = {name: _format(file.get_slice(name).get_shape()) for name, file in stored.items()}
+        here = {names[name]: _format(parameter.shape) for name, parameter in parameters.items()}
+        differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f'model.weights = "{path}" does not fit the model: {name} is '
+                f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run, "
+                f"and {len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
+                "training.sequence_length as in the run that was exported"
+            )
+        for name, parameter in parameters.items():
+            value = stored[names[name]].get_tensor(names[name])
+            copy_shard(parameter, value.to(parameter.device, parameter.dtype))
+    logger.info(f"{'weights':<10} {path}: {len(parameters)} tensors")
+
+
+def _format(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> None:
+    """Raise if a config.json of transformers is of another model."""
+    family = model.config.name
     try:
-        for file in files:
-            tensors |= load_file(file)
-    except (SafetensorError, OSError) as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config["model_type"] != family:
+            raise ValueError(
+                f'it is of the family "{config["model_type"]}", and this run has model.name = '
+                f'"{family}"'
+            )
+        differing = model.differing_settings(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f'model.weights = "{path}": {file} cannot be read ({error}): give a complete '
-            ".safetensors file, or the folder of a complete export"
+            f'model.weights = "{path}": {file.name} does not fit: {missing}'
         ) from error
+    if differing:
+        settings = " ".join(f"--model.{key} {json.dumps(one)}" for key, one in differing.items())
+        raise ValueError(f'model.weights = "{path}" is of another model: for it, set {settings}')
+
+
+@contextmanager
+def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the names of all tensors in a safetensors file, or in the files of a folder, each with
+    the open file that has it."""
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}
+        for file in weight_files(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(path, file, error) from error
+            stored |= dict.fromkeys(opened.keys(), opened)
+        yield stored
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """Return the file itself, or what the index of a folder names, or all that the folder has."""
+    given = Path(path).expanduser()
+    if not given.is_dir():
+        return [given]
+    files = sorted(given.glob("*.safetensors"))
+    if (index := given / INDEX_NAME).exists():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = sorted({given / name for name in names})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unreadable(path, index, error) from error
     if not files:
         raise ValueError(f'model.weights = "{path}": the folder has no .safetensors file')
-    return tensors
+    return files
+
+
+def weights_fingerprint(path: str) -> str:
+    """Return a hash of parts of each file, which tells other weights of the same model apart."""
+    digest = hashlib.sha256()
+    for file in weight_files(path) if path else ():
+        try:
+            with file.open("rb") as opened:
+                size = opened.seek(0, os.SEEK_END)
+                for part in range(PARTS):
+                    opened.seek(size * part // PARTS)
+                    digest.update(opened.read(PART_BYTES))
+        except OSError as error:
+            raise _unreadable(path, file, error) from error
+    return digest.hexdigest()[:16]
+
+
+def _unreadable(path: str | Path, file: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f'model.weights = "{path}": {file} cannot be read ({error}): give a complete .safetensors '
+        "file, or the folder of a complete export"
+    )

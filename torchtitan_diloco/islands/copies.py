@@ -101,7 +101,7 @@ class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self._ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
-        self.threads = max(1, config.quantization.threads)
+        self.threads = config.quantization.threads
         layouts = [Layout(state.fragment) for state in states]
         self.fragments = [
             SharedCopy(state, Place(layout, ranks.size, ranks.rank))

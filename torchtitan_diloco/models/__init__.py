@@ -5,11 +5,12 @@ import torch
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.base import LanguageModel
 from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.llama.model import Llama
 
 __all__ = ["MODELS", "LanguageModel", "build_model", "vocabulary_rows"]
 
-MODELS: dict[str, type[LanguageModel]] = {"chinchilla": Decoder}
-"""Families by the value of `model.name`."""
+MODELS: dict[str, type[LanguageModel]] = {"chinchilla": Decoder, "llama": Llama}
+"""Families by the value of `model.name`, which is their `model_type` in transformers."""
 
 
 def build_model(config: Model, vocab_size: int, sequence_length: int) -> LanguageModel:

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,22 @@ class LanguageModel(nn.Module, ABC):
     def flops_per_token(self, length: int) -> int:
         """Return the operations of one token's forward and backward pass, counted as in PaLM: 6 per
         weight in a matrix product and 12 x layers x heads x head_dim x length for attention."""
+
+    def to_transformers(self) -> Any:
+        """Return the model as one of the package transformers, with the same parameters."""
+        raise ValueError(
+            f'--format hf: model.name = "{self.config.name}" has no form in transformers: use '
+            "--format safetensors"
+        )
+
+    def transformers_names(self) -> dict[str, str]:
+        """Return the name of each parameter in files of transformers."""
+        return {name: name for name, _ in self.named_parameters()}
+
+    def differing_settings(self, _config: Mapping[str, Any], /) -> dict[str, Any]:
+        """Return the settings of [model] that differ in a config.json of transformers, which is of
+        this family, and their values there."""
+        return {}
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

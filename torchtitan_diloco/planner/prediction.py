@@ -310,7 +310,7 @@ class Workload:
         link, codec = diloco.link, diloco.quantization.codec
         if not (self.on_cpu or link.outer_state == "cpu"):
             return conditions
-        cores = self.ranks * max(1, diloco.quantization.threads)
+        cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
         if math.isinf(coding):
             coding = cores * CODEC_TRAITS[codec].host_coding

@@ -1,25 +1,7 @@
 """Flavors of the decoder: the shapes in the papers' tables."""
 
-from dataclasses import dataclass, fields, replace
-
 from torchtitan_diloco.config.schema import Model
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a decoder."""
-
-    layers: int
-    width: int
-    heads: int
-    head_dim: int
-    feed_forward: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} layers x {self.width}, {self.heads} heads of {self.head_dim}, "
-            f"feed-forward {self.feed_forward}"
-        )
+from torchtitan_diloco.models.decoder import Shape, resolve_shape
 
 
 def _streaming(layers: int, heads: int, width: int) -> Shape:
@@ -47,11 +29,8 @@ FLAVORS: dict[str, Shape] = {
 }
 
 
-def resolve_shape(model: Model) -> Shape:
-    """Return the shape of the flavor, with the dimensions that the config sets instead."""
-    chosen = {field.name: getattr(model, field.name) for field in fields(Shape)}
-    overrides = {name: value for name, value in chosen.items() if value is not None}
-    shape = replace(FLAVORS[model.flavor], **overrides)
+def chinchilla_shape(model: Model) -> Shape:
+    shape = resolve_shape(FLAVORS, model)
     if model.positions == "rotary" and shape.head_dim % 2:
         raise ValueError(
             f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "

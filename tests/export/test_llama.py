@@ -1,0 +1,228 @@
+"""Llama goes to the real transformers library and comes back: folders, logits, a training step."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.components.test_resume import run
+from tests.export.reading import read_weights
+from tests.processes import ProcessPool
+from tests.test_trainer import curve, records, settings
+from torchtitan_diloco import generate, validate
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.export import __main__ as export
+from torchtitan_diloco.export.hugging_face import save_hugging_face
+from torchtitan_diloco.export.saved_model import open_saved
+from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
+from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.models.llama.hugging_face import settings_of
+
+pytest.importorskip("transformers", reason="the conversion is compared with transformers")
+ROWS, LENGTH = 320, 24
+SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "feed_forward": 40}
+SMALL |= {"name": "llama", "kv_heads": 2}
+PLAIN = Model(**SMALL, tied_head=False)
+VARIANTS = [PLAIN, Model(**SMALL, tied_head=True, rotary_scaling=8.0, rotary_base=1e4)]
+VALIDATION = "validation/loss_nats_per_token_global"
+
+
+def build(config: Model, seed: int = 0) -> LanguageModel:
+    model = build_model(config, ROWS, LENGTH).to_empty(device="cpu")
+    model.init_weights(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms
+                parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def save(config: Model, folder: Path) -> LanguageModel:
+    model = build(config)
+    save_hugging_face(folder, model, build_tokenizer("bytes"), torch.float32)
+    return model
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), "nothing is missing, newly initialised or left over"
+    return model
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(0, 256, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: model(tokens).logits
+
+
+def losses(model: Any, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> tuple[float, float]:
+    """Return the loss before and after a step of AdamW."""
+
+    def loss() -> Tensor:
+        return F.cross_entropy(logits(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = loss()
+    before.backward()
+    optimizer.step()
+    return before.item(), loss().item()
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_logits_and_the_loss_after_a_step_are_those_of_transformers(
+    config: Model, tmp_path: Path
+) -> None:
+    ours, tokens = save(config, tmp_path), some_tokens()
+    theirs = load(tmp_path)
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert not list(tmp_path.glob("*.py"))
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
+    before, after = losses(ours, ours, tokens)
+    assert (before, after) == pytest.approx(losses(theirs, logits_of(theirs), tokens), abs=1e-5)
+    assert after < before - 0.1
+
+
+@pytest.mark.parametrize("config", [*VARIANTS, Model(layers=1)])
+def test_what_was_exported_is_read_again(config: Model, tmp_path: Path) -> None:
+    ours, again = save(config, tmp_path), build(config, seed=1)
+    assert not torch.equal(again(some_tokens()), ours(some_tokens()))
+    load_initial_weights(again, str(tmp_path))
+    assert torch.equal(again(some_tokens()), ours(some_tokens()))
+
+
+def test_what_transformers_saves_in_parts_and_16_bits_is_read(tmp_path: Path) -> None:
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    save(PLAIN, one)
+    theirs = load(one).to(torch.bfloat16)
+    theirs.save_pretrained(parts, max_shard_size="10KB")
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    # The index does not name this one.
+    save_file({"tok_embeddings.weight": torch.zeros(1)}, parts / "consolidated.safetensors")
+    ours = build(PLAIN, seed=1)
+    load_initial_weights(ours, str(parts))
+    names, state = ours.transformers_names(), theirs.state_dict()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, state[names[name]].float()), name
+    assert weights_fingerprint(str(one)) != weights_fingerprint(str(parts))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_both_spellings_of_rotary_settings_are_written_and_read(
+    older: bool, tmp_path: Path
+) -> None:
+    save(VARIANTS[1], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters",) if older else ("rope_theta", "rope_scaling"):
+        del config[key]
+    found = settings_of(config)
+    assert (found["rotary_scaling"], found["rotary_base"], found["tied_head"]) == (8.0, 1e4, True)
+    assert config["max_position_embeddings"] == 131_072
+
+
+PUBLISHED: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}
+    | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "vocab_size": 128256,
+}
+LLAMA_31_8B = PUBLISHED | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_31_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": False}
+
+
+def test_a_flavor_takes_the_published_weights() -> None:
+    model = build_model(Model(name="llama", flavor="8b"), 128_256, 8192)
+    assert model.differing_settings(LLAMA_31_8B) == {}
+    llama_3 = LLAMA_31_8B | {"rope_scaling": None}
+    assert model.differing_settings(llama_3) == {"rotary_scaling": 1.0}
+
+
+Damage = Callable[[Path], object]
+
+
+def drop_one(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors")
+
+
+def config_with(**changes: Any) -> Damage:
+    return lambda folder: change_json(folder / "config.json", **changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (config_with(model_type="qwen2"), r'of the family "qwen2", and .* model.name = "llama"'),
+        (
+            config_with(hidden_size=32, num_key_value_heads=None, head_dim=None),
+            r"another model: for it, set --model.width 32 --model.kv_heads 4 --model.head_dim 8$",
+        ),
+        (config_with(tie_word_embeddings=True), r"for it, set --model.tied_head true$"),
+        (config_with(rms_norm_eps=1e-6), r"its rms_norm_eps = 1e-06 is none of Llama 3"),
+        (
+            config_with(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
+            r"its rope_type = yarn, low_freq_factor = None, .* is none of Llama 3",
+        ),
+        (config_with(rope_parameters=7), r"config.json does not fit: .*'int'"),
+        (lambda folder: (folder / "config.json").write_text("{}"), r"it has no 'model_type'"),
+        (drop_one, r"model.layers.1.mlp.up_proj.weight is absent there and 40x24 in this run"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "model-1.safetensors"}}'
+            ),
+            r"model-1.safetensors cannot be read",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+            r"model.safetensors.index.json cannot be read",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    damage: Damage, message: str, tmp_path: Path
+) -> None:
+    save(PLAIN, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=rf'model.weights = ".*{message}'):
+        load_initial_weights(build(PLAIN), str(tmp_path))
+
+
+def test_a_run_continues_from_a_folder_of_transformers(
+    text: Path, processes: ProcessPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two workers of two ranks train from the export of another run, which has one process."""
+    first, folder, second = (str(text.parent / name) for name in ("first", "hf", "second"))
+    llama = {"model.name": "llama", "model.kv_heads": 1, "checkpoint.at_end": "true"}
+    run(settings(text, **llama, run__folder=first))
+    assert export.main([first, "--format", "hf", "--out", folder]) == 0
+    printed = curve(records(Path(first)), VALIDATION)[-1]
+    changes = {"diloco.workers": 2, "diloco.method": "streaming", "diloco.sync_every": 2}
+    changes |= {"training.batch_size": 3, "training.steps": 2, "optimizer.lr": 1e-9}
+    chosen = settings(text, **llama, **changes, model__weights=folder, run__folder=second)
+    processes.run(run, 4, chosen)
+    started, weights = open_saved(Path(second)), read_weights(folder)
+    names = started.model.transformers_names()
+    for name, value in started.model.state_dict().items():
+        torch.testing.assert_close(value, weights[names[name]], rtol=0, atol=1e-7)
+    capsys.readouterr()
+    assert validate.main([second, "--device", "cpu"]) == 0
+    assert f"loss {printed:.4f}" in capsys.readouterr().out
+    assert generate.main([second, "--tokens", "3", "--device", "cpu"]) == 0

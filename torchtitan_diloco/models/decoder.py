@@ -1,0 +1,143 @@
+"""What the families share: shapes, rotary positions, blocks, initial weights and counts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.models.base import LanguageModel
+
+EMBEDDING_STD = 0.02
+
+Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a decoder."""
+
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    feed_forward: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers x {self.width}, {self.heads} heads of {self.head_dim}, "
+            f"feed-forward {self.feed_forward}"
+        )
+
+
+AnyShape = TypeVar("AnyShape", bound=Shape)
+
+
+def resolve_shape(flavors: Mapping[str, AnyShape], model: Model) -> AnyShape:
+    """Return the shape of the flavor, with the dimensions that the config sets instead."""
+    if model.flavor not in flavors:
+        raise ValueError(
+            f'model.flavor = "{model.flavor}" is no shape of model.name = "{model.name}", which '
+            f"has {', '.join(flavors)}: choose one of these"
+        )
+    flavor = flavors[model.flavor]
+    chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
+    return replace(flavor, **{key: value for key, value in chosen.items() if value is not None})
+
+
+def rotary_table(length: int, frequencies: Tensor) -> Rotary:
+    """Return the cosine and sine of every position's angles, fp32 [length, head_dim].
+
+    `frequencies`: angle between two neighboring positions for each pair, fp32 [head_dim / 2].
+    """
+    positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim] by its angle."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """Two matrices with GELU between them, or three with SwiGLU."""
+
+    def __init__(self, shape: Shape, *, gated: bool) -> None:
+        super().__init__()
+        self.gate: nn.Linear | None = None
+        if gated:
+            self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.up = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.down = nn.Linear(shape.feed_forward, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each with a norm before it and added to its input."""
+
+    def __init__(
+        self,
+        attention_norm: nn.Module,
+        attention: nn.Module,
+        feed_forward_norm: nn.Module,
+        feed_forward: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class DecoderBase(LanguageModel):
+    """Initial weights and counts of a decoder. A family adds the parts and the forward pass."""
+
+    shape: Shape
+    embedding: nn.Embedding
+
+    def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
+        super().__init__(config, vocab_size, sequence_length)
+        self.positions: nn.Embedding | None = None
+        """Learned positions."""
+        self.head: nn.Linear | None = None
+        """None: the embedding is the output matrix, too."""
+
+    def initial_std(self, name: str, parameter: Tensor) -> float:
+        if name.startswith(("embedding", "positions", "head")):
+            return EMBEDDING_STD
+        std = 1 / math.sqrt(parameter.shape[1])
+        adds_to_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+        return std / math.sqrt(2 * self.shape.layers) if adds_to_residual else std
+
+    def parameter_counts(self) -> dict[str, int]:
+        total = sum(parameter.numel() for parameter in self.parameters())
+        embedding = sum(map(_size, (self.embedding, self.positions, self.head)))
+        return {"total": total, "embedding": embedding}
+
+    def flops_per_token(self, length: int) -> int:
+        weights = self.parameter_counts()["total"] - _size(self.positions)
+        if self.head is not None:
+            weights -= _size(self.embedding)
+        shape = self.shape
+        return 6 * weights + 12 * shape.layers * shape.heads * shape.head_dim * length
+
+
+def _size(module: nn.Embedding | nn.Linear | None) -> int:
+    return 0 if module is None else module.weight.numel()
