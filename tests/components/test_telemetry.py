@@ -84,13 +84,15 @@ def telemetry(
     outer: Outer | None = None,
     *,
     tensorboard: bool = False,
+    wandb: str = "",
     rank: int = 0,
     workers: int = 1,
     lag: int = 1,
     state: RunState | None = None,
 ) -> Telemetry:
     """Without process groups: the sums over ranks are this rank's own numbers."""
-    config, world = Metrics(tensorboard=tensorboard), World(rank, workers, workers, CPU)
+    config = Metrics(tensorboard=tensorboard, wandb=wandb)
+    world = World(rank, workers, workers, CPU)
     loop = cast(OuterLoop, outer or Outer())
     state = state or RunState()
     return Telemetry(config, world, folder, PLAN, loop, state, flops_per_token=1, lag=lag)
@@ -244,6 +246,34 @@ def test_the_speed_of_the_first_step_is_no_outlier_in_tensorboard(tmp_path: Path
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [one.step for one in board.Scalars("train/loss")] == [2, 4, 6]
     assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4, 6]
+
+
+def test_weights_and_biases_gets_the_same_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for state in (RunState(0), RunState(4)):
+        with telemetry(tmp_path, wandb="slow-links", state=state) as own:
+            train(own, range(state.step + 1, state.step + 5))
+            own.publish(state.step + 4, all=True)
+    first, resumed = (path.read_bytes() for path in tmp_path.glob("wandb/offline*/run-*.wandb"))
+    for content in (first, resumed):
+        for expected in (
+            "slow-links",
+            "train/loss",
+            f"z_{SENT}",
+            (tmp_path / "wandb/run-id").read_text(),
+        ):
+            assert expected.encode() in content
+
+
+def test_weights_and_biases_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r'"slow-links" needs the package wandb: .*pip install'):
+        telemetry(tmp_path, wandb="slow-links")
 
 
 class Terminal(io.StringIO):

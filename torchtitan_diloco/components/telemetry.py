@@ -3,8 +3,13 @@
 Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
 their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
 wait for each other: the sums are read `lag` steps later. The first rank then writes a record of the
+<<<<<<< HEAD
 step and one of each round to metrics.jsonl and TensorBoard, and a line to the console.
 docs/report.md lists the keys.
+=======
+step and one of each round to metrics.jsonl and the boards (record_files.py), and a line to the
+console. docs/report.md lists the keys.
+>>>>>>> integrations
 """
 
 import math
@@ -87,7 +92,7 @@ class Telemetry:
 
     Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder` is the run's, None to write nothing. A resumed run continues `state`. The sums of
-    a logged step are read `lag` steps later. `settings` are what TensorBoard compares runs by.
+    a logged step are read `lag` steps later. `settings` are what the boards compare runs by.
     """
 
     def __init__(
@@ -115,8 +120,8 @@ class Telemetry:
         self.totals: dict[str, float] = dict(state.totals)
         """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
-        shown = (settings or {}) if config.tensorboard else None
-        self.files = RecordFiles(folder if world.is_first else None, state.step, shown)
+        where = folder if world.is_first else None
+        self.files = RecordFiles(config, where, state.step, settings or {})
         self._last_step = state.step
         self._live = tqdm(
             total=plan.total_steps,

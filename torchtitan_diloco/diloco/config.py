@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from torchtitan_diloco.diloco.fields import Section
+
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
-class Fragments:
+class Fragments(Section):
     """Partition of the model into fragments, which synchronise in turn."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
@@ -29,7 +31,7 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class OuterOptimizer:
+class OuterOptimizer(Section):
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
@@ -53,7 +55,7 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Section):
     """Overlap of training and communication."""
 
     delay: NotNegative = 1
@@ -72,7 +74,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Beginning(Section):
     """First steps of a run, in which workers drift apart most easily."""
 
     steps: NotNegative = 0
@@ -88,7 +90,7 @@ CodecName = Literal[
 
 
 @dataclass(frozen=True)
-class Quantization:
+class Quantization(Section):
     """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
@@ -113,7 +115,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Section):
     """Communication between workers."""
 
     interface: str = ""
@@ -131,7 +133,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class DiLoCoConfig:
+class DiLoCoConfig(Section):
     """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"

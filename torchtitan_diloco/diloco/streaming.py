@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing, startup
+from torchtitan_diloco.diloco import healing, mistakes, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
 from torchtitan_diloco.diloco.codecs import random_key
@@ -76,7 +76,7 @@ class StreamingDiLoCo:
             total_steps: length of the run, for `overlap.mixing_end` and `average_at_end`.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
-        startup.check_settings(config, group, total_steps)
+        startup.check_settings(model, group, config, total_steps)
         drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
@@ -87,6 +87,7 @@ class StreamingDiLoCo:
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
         self._inner_steps = healing.InnerSteps(optimizer)
+        self._watch = mistakes.Watch(self.workers, len(self.fragments))
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
         about = config, self.fragments, device, total_steps
@@ -247,7 +248,7 @@ class StreamingDiLoCo:
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # of other lengths: not judged
             flags = header.flags | norms.judge(whole, self.config.delta_norm_limit)
-            header = replace(header, flags=flags)
+            header = replace(header, flags=flags, delta=self._watch.checksum(state.delta))
             headers = healing.settle_weights([header])
             if self._exchanger is not None:
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
@@ -267,7 +268,7 @@ class StreamingDiLoCo:
                     state.keep()
             round_.ready = time.perf_counter()
         round_.stopped = self._liveness.clock.stopped_since(round_.begun)
-        healing.log_left_out(headers, self.config.delta_norm_limit)
+        self._watch.note(headers, self.config.delta_norm_limit)
 
     # --- shared model -----------------------------------------------------------------------------
 
