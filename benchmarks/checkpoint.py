@@ -35,14 +35,10 @@ from torchtitan_diloco.models.chinchilla.flavors import FLAVORS
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
 
-def copy_files(source: Path, target: Path) -> None:
-    for path in source.rglob("*"):
-        if path.is_file():
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copied)
-            with copied.open("rb") as file:
-                os.fsync(file.fileno())
+def copy_and_flush(source: str, target: str) -> None:
+    shutil.copyfile(source, target)
+    with Path(target).open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def load(path: Path, world: World, *parts: Any) -> None:
@@ -75,7 +71,8 @@ def measure(
         saved = time.perf_counter() - started
         path = checkpoint_path(folder, step)
         loaded = core.timed(partial(load, path, world, *parts)).wall
-        copied = core.timed(partial(copy_files, path, folder / "copy")).wall
+        copy = partial(shutil.copytree, path, folder / "copy", copy_function=copy_and_flush)
+        copied = core.timed(copy).wall
         shutil.rmtree(folder / "copy")
         if step:  # the first round loads code
             for name, seconds in zip(found, (held_up, saved, loaded, copied), strict=True):

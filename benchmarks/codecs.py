@@ -22,11 +22,10 @@ HEADER = (
     "format | bits | MB fp32 | encode GB/s | decode GB/s | copy GB/s | encode + decode ms | "
     "share of copy | n"
 )
-STEP_HEADER = "MB fp32 | plain ms | GB/s | measured ms | n"
+STEP_HEADER = "MB fp32 | ms | GB/s | n"
 LEGEND = """
 Share of copy: twice the time of the copy / time of encode + decode. Median (min ... max) of n
-turns. Outer step: Nesterov and checksum; measured: also the norms of the mean and of the
-change."""
+turns. Outer step, in a measured round: norm of the mean, Nesterov, norm of the change, checksum."""
 
 
 def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[float]]:
@@ -82,21 +81,18 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
     state = OuterState(fragment, OuterOptimizer(), device)
 
-    def step(measured: bool) -> float:
+    def step() -> float:
         state.delta.normal_(std=1e-3)
-        return core.timed(lambda: state.advance(measured=measured), device).wall
+        return core.timed(lambda: state.advance(measured=True), device).wall
 
-    found = core.take_turns({"plain": lambda: step(False), "measured": lambda: step(True)}, rounds)
-    speed = core.summary([4e-9 * values / one for one in found["plain"]], 2)
-    plain, measured = (core.summary(seconds, 1, 1e3) for seconds in found.values())
-    return [f"{4e-6 * values:.1f}", plain, speed, measured, str(rounds)]
+    (seconds,) = core.take_turns({"step": step}, rounds).values()
+    speed = core.summary([4e-9 * values / one for one in seconds], 2)
+    return [f"{4e-6 * values:.1f}", core.summary(seconds, 1, 1e3), speed, str(rounds)]
 
 
 def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=list(CODECS))
-    parser.add_argument("--rounding", choices=["nearest", "stochastic"], default="nearest")
-    parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--megabytes", type=core.list_of(core.positive_number), default=[4.2, 33.6])
     parser.add_argument("--threads", type=core.positive, default=1)
     parser.add_argument("--rounds", type=core.positive, default=15)
@@ -107,13 +103,10 @@ def main() -> None:
     for megabytes in options.megabytes:
         values = 1e-3 * torch.randn(round(megabytes * 1e6 / 4), device=device)
         for name in options.codecs:
-            chosen = Quantization(
-                codec=name, rounding=options.rounding, block_size=options.block_size
-            )
-            rows.append(codec_row(build_codec(chosen), values, options.rounds))
+            codec = build_codec(Quantization(codec=name))
+            rows.append(codec_row(codec, values, options.rounds))
         steps.append(outer_step_row(values.numel(), device, options.rounds))
-    settings = f"{options.threads} CPU threads, {options.rounding}, blocks of {options.block_size}"
-    title = f"{describe_device(device)}; {settings}; torch {torch.__version__}"
+    title = f"{describe_device(device)}; {options.threads} CPU threads; torch {torch.__version__}"
     core.print_table(title, HEADER, rows)
     print(LEGEND)
     core.print_table("outer step", STEP_HEADER, steps)

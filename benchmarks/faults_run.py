@@ -1,9 +1,4 @@
-"""A run of `benchmarks.faults`: its processes, what they have written so far, and the faults that a
-rank causes in itself.
-
-The variable FAULT of a rank is `KIND@STEP:WORKER`: after that step, on that worker, something goes
-wrong once (see `FaultyTrainer`).
-"""
+"""A run of `benchmarks.faults`: its processes, and what they have written so far."""
 
 import os
 import re
@@ -12,30 +7,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks import core
 from benchmarks.network import Network
-from torchtitan_diloco import train
-from torchtitan_diloco.components.telemetry import StepResult
-from torchtitan_diloco.trainer import Trainer
-from torchtitan_diloco.utils import read_json_lines, run_and_exit
+from torchtitan_diloco.utils import read_json_lines
 
 PATIENCE_SECONDS = 90.0
 """Limit of each wait. An event that takes longer counts as one that never came."""
-BAD_STEPS = 15
-"""Steps in a row whose gradients are not finite; more than `training.max_skipped_steps`."""
 LISTENING = "0A"
-LAUNCH = (
-    "import sys; from torchtitan_diloco.launch import main;"
-    "sys.exit(main(sys.argv[1:], 'benchmarks.faults_run'))"
-)
 SETTINGS: core.Settings = {
     "run.device": "cpu",
     "model.layers": "2",
@@ -109,9 +92,6 @@ class Job:
         """Return the first line of a worker's log that has the pattern, or an empty text."""
         return next((one for one in self.log(worker).splitlines() if re.search(pattern, one)), "")
 
-    def last_words(self, code: int | None) -> str:
-        return f"exit code {code}: {self.log().strip().splitlines()[-1][:120]}"
-
     def wait(self) -> list[int | None]:
         """Return the exit codes; a program that does not end has None and is killed."""
         with suppress(TimeoutError):
@@ -126,16 +106,13 @@ class Job:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the launcher's ranks, in their order."""
-        children = Path(f"/proc/{self.programs[-1].pid}/task").glob("*/children")
-        found = [int(pid) for path in children for pid in path.read_text().split()]
-        return sorted(pid for pid in found if b"run_rank" in _command(pid))
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        found = []
+        for children in Path(f"/proc/{self.programs[-1].pid}/task").glob("*/children"):
+            for pid in children.read_text().split():
+                with suppress(OSError):
+                    if b"run_rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        found.append(int(pid))
+        return sorted(found)
 
 
 def wait_until(
@@ -148,49 +125,39 @@ def wait_until(
         time.sleep(0.02)
 
 
-def environment(fault: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "FAULT": fault}
-
-
 @contextmanager
-def launched(
-    folder: Path, settings: Mapping[str, str], fault: str = "", inside: list[str] | None = None
+def running(
+    folder: Path,
+    settings: Mapping[str, str],
+    *,
+    network: Network | None = None,
+    inside: Sequence[str] = (),
 ) -> Iterator[Job]:
-    """Start a run by the launcher. `inside`: the start of a command that runs the launcher."""
+    """Start a run: one process in each namespace of a network, or the launcher.
+
+    `inside`: the start of a command that runs the launcher.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    job = Job(folder)
+    job, env = Job(folder), os.environ | {"OMP_NUM_THREADS": "1"}
     words = core.command_line(SETTINGS | dict(settings) | {"run.folder": str(folder / "run")})
-    start = ["-c", LAUNCH] if fault else ["-m", "torchtitan_diloco.launch"]
-    with job.new_log().open("wb") as output:
-        job.programs.append(
-            subprocess.Popen(
-                [*(inside or []), sys.executable, "-u", *start, *words],
-                env=environment(fault),
+    if network is None:
+        command = [*inside, sys.executable, "-u", "-m", "torchtitan_diloco.launch", *words]
+        with job.new_log().open("wb") as out:
+            program = subprocess.Popen(
+                command,
+                env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=out,
+                stderr=out,
                 process_group=0,
             )
-        )
-    try:
-        yield job
-    finally:
-        job.wait()
-
-
-@contextmanager
-def in_network(
-    folder: Path, network: Network, settings: Mapping[str, str], fault: str = ""
-) -> Iterator[Job]:
-    """Start a run of one process for each namespace of a network."""
-    folder.mkdir(parents=True, exist_ok=True)
-    job = Job(folder)
-    own = {"run.folder": str(folder / "run"), "diloco.workers": str(network.workers)}
-    words = core.command_line(SETTINGS | dict(settings) | own)
-    command = [sys.executable, "-u", "-m", "benchmarks.faults_run", *words]
-    for worker in range(network.workers):
-        with job.new_log().open("w") as output:
-            job.programs.append(network.start(worker, command, environment(fault), output))
+        job.programs.append(program)
+    else:
+        command = [sys.executable, "-u", "-m", "torchtitan_diloco.train", *words]
+        command += ["--diloco.workers", str(network.workers)]
+        for worker in range(network.workers):
+            with job.new_log().open("wb") as out:
+                job.programs.append(network.start(worker, command, env, out))
     try:
         yield job
     finally:
@@ -212,45 +179,3 @@ def scribble(connections: int) -> None:
             kept[-1].sendall(os.urandom(4096))
     time.sleep(2)
     print(f"{len(kept)} connections to {len(ports)} ports")
-
-
-class FaultyTrainer(Trainer):
-    """Our trainer, which causes one fault in itself."""
-
-    def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
-        kind, _, place = os.environ.get("FAULT", "").partition("@")
-        step, _, worker = place.partition(":")
-        is_mine = bool(kind) and self.world.worker == int(worker)
-        is_due = is_mine and self.step == int(step)
-        if is_mine and kind == "nan-gradients" and 0 <= self.step - int(step) < BAD_STEPS:
-            parameter = next(self.model.parameters())
-            hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
-            result = super().train_step(batches)
-            hook.remove()
-            return result
-        result = super().train_step(batches)
-        if is_due:
-            self._damage(kind)
-        return result
-
-    @torch.no_grad()
-    def _damage(self, kind: str) -> None:
-        matrices = [one for one in self.model.parameters() if one.dim() == 2]
-        matrix = matrices[len(matrices) // 2]
-        marker = Path(self.config.run.folder) / "died"
-        if kind == "nan-parameters":
-            matrix.fill_(float("nan"))
-        elif kind.startswith("times-"):
-            matrix.mul_(float(kind.removeprefix("times-")))
-        elif kind == "dies" and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main(arguments: list[str]) -> int:
-    vars(train)["Trainer"] = FaultyTrainer
-    return train.main(arguments)
-
-
-if __name__ == "__main__":
-    run_and_exit(main, sys.argv[1:])

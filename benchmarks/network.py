@@ -1,6 +1,6 @@
 """Networks for benchmarks: Linux network namespaces, with links as slow as asked.
 
-    with Network(3, up=[10, 10, 2], down=20) as network:  # Mbit/s; math.inf: no limit
+    with Network(3, up=10, down=20) as network:  # Mbit/s; math.inf: no limit
         program = network.start(1, [sys.executable, "-m", ...], os.environ)
         sent, received = network.counters(1)
         network.set_rate(1, up=5, down=5)  # while the program runs
@@ -9,7 +9,7 @@ Each worker has a namespace with one interface, `eth0` at `10.0.0.<worker + 1>`,
 the other workers. Its link is a pair of virtual Ethernet devices with a token bucket at each end:
 the worker's limits what it sends, the switch's what it receives.
 
-`enter_own_network` moves a whole benchmark into a namespace that has only a loopback interface.
+`enter_own_network` runs a whole benchmark in one such namespace, over its loopback interface.
 
 Neither needs root where the kernel allows user namespaces. Elsewhere NoNetworkError says what is
 missing.
@@ -18,7 +18,6 @@ missing.
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,50 +79,10 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
     raise NoNetworkError(f"/proc/{process}/net/dev has no {interface}")
 
 
-# --- one namespace for a whole benchmark ----------------------------------------------------------
-
-
-def in_own_network() -> bool:
-    return MARK in os.environ
-
-
-def enter_own_network(module: str, rate: str = "") -> None:
-    """Start `python -m module` again in a new namespace; called from inside, set up loopback.
-
-    `rate`: bandwidth as tc writes it, such as 200mbit, which all processes and both directions
-    share. Empty: no limit.
-    """
-    if not in_own_network():
-        require("unshare", "ip", *(["tc"] if rate else []))
-        run_command([*unshare(), "true"])
-        command = [*unshare(), "--", sys.executable, "-m", module, *sys.argv[1:]]
-        os.execvpe(command[0], command, os.environ | {MARK: "1"})
-    socket.sethostname("localhost")  # the machine's own name cannot be looked up in here
-    run_command(["ip", "link", "set", LOOPBACK, "up"])
-    if rate:
-        bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
-        run_command(["tc", "qdisc", "add", "dev", LOOPBACK, "root", "tbf", *bucket])
-
-
-def loopback_bytes() -> int:
-    """Return the bytes sent over loopback by all processes; 0 if other programs share it."""
-    return read_counters(LOOPBACK)[0] if in_own_network() else 0
-
-
-# --- a namespace for each worker ------------------------------------------------------------------
-
-
 class Network:
-    def __init__(
-        self,
-        workers: int,
-        *,
-        up: float | Sequence[float] = math.inf,
-        down: float | Sequence[float] = math.inf,
-    ) -> None:
-        """`up`, `down`: Mbit/s from and to the workers, one for all or one for each."""
-        self.workers = workers
-        self._up, self._down = _for_each("up", up, workers), _for_each("down", down, workers)
+    def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
+        """`up`, `down`: Mbit/s from and to each worker."""
+        self.workers, self._up, self._down = workers, up, down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
         self._programs: list[subprocess.Popen[Any]] = []
@@ -212,7 +171,7 @@ class Network:
         self._hold(unshare(), "switch")
         self._run(self.switch, "ip link add name switch type bridge")
         self._run(self.switch, "ip link set switch up")
-        for worker, (up, down) in enumerate(zip(self._up, self._down, strict=True)):
+        for worker in range(self.workers):
             # A user namespace of its own would cut the worker off from the switch.
             self._hold(
                 [*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker)
@@ -224,7 +183,7 @@ class Network:
             self._run(namespace, f"ip address add {self.address(worker)}/24 dev {INTERFACE}")
             self._run(namespace, f"ip link set {INTERFACE} up")
             self._run(namespace, "ip link set lo up")
-            self.set_rate(worker, up=up, down=down)
+            self.set_rate(worker, up=self._up, down=self._down)
 
     def _hold(self, command: list[str], name: str) -> None:
         """Start the process that holds a new namespace, which `command` creates."""
@@ -259,12 +218,26 @@ def port_of(worker: int) -> str:
     return f"port{worker}"
 
 
-def _for_each(name: str, rates: float | Sequence[float], workers: int) -> list[float]:
-    found = [rates] * workers if isinstance(rates, (int, float)) else list(rates)
-    if len(found) != workers:
-        raise ValueError(
-            f"{name} has {len(found)} rates for {workers} workers: give one for all or one for each"
-        )
-    if not all(rate > 0 for rate in found):
-        raise ValueError(f"{name} = {rates}: a rate is a number of Mbit/s above 0")
-    return found
+# --- a whole benchmark in one namespace -----------------------------------------------------------
+
+
+def enter_own_network(module: str, rate: str = "") -> None:
+    """Run `python -m module` again in a namespace of its own, unless this is in one already.
+
+    `rate`: bandwidth of its loopback interface as tc writes it, such as 200mbit, which all
+    processes and both directions share. Empty: no limit.
+    """
+    if MARK in os.environ:
+        return
+    with Network(1) as network:
+        inside = network.inside(network.namespace(0))
+        if rate:
+            bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
+            run_command([*inside, "tc", "qdisc", "add", "dev", LOOPBACK, "root", "tbf", *bucket])
+        command = [*inside, sys.executable, "-m", module, *sys.argv[1:]]
+        sys.exit(subprocess.call(command, env=os.environ | {MARK: "1"}))
+
+
+def loopback_bytes() -> int:
+    """Return the bytes sent over loopback by all processes; 0 if other programs share it."""
+    return read_counters(LOOPBACK)[0] if MARK in os.environ else 0

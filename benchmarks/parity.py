@@ -8,64 +8,27 @@ length and the others about an hour each. `--short` is one seed of a tenth of th
 
 Every run is a real one (`python -m torchtitan_diloco.launch`, gloo processes on the CPU) and is
 kept in --out: the same command continues where it was interrupted, and a run that another table
-also has is not repeated. The table is printed each time a seed is complete. Without --corpus, the
-text is the source of the Python standard library.
+also has is not repeated. Runs start seed by seed, in the order of the table, with one thread for
+each process. Without --corpus, the text is the source of the Python standard library.
 """
 
-import hashlib
-import json
-import os
-import shutil
 import statistics
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import core
+from benchmarks.parity_runs import FOREVER, Runs, run_folder
 from benchmarks.parity_tables import RESERVED, TABLES, Table
-from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config.loader import load_config
-from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.diloco.schedule import build_schedule
+from torchtitan_diloco.planner.prediction import Workload
+from torchtitan_diloco.utils import all_reduce_bytes
 
-LOSS = "validation/loss_nats_per_token_global"
-
-
-def resolved(settings: core.Settings) -> core.Settings:
-    """Return all settings of a run, defaults included."""
-    config = from_command_line(core.command_line(settings))
-    assert config is not None
-    return {key: str(value) for key, value in flat_settings(config).items()}
-
-
-def run_folder(out: Path, settings: core.Settings) -> Path:
-    """Return the folder of a run, which is the same for tables that share it."""
-    run = resolved(settings)
-    digest = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
-    return out / f"{run['training.steps']}-steps-seed{run['run.seed']}-{digest}"
-
-
-def train(out: Path, settings: core.Settings) -> float:
-    """Return the last validation loss of a run; start or resume it unless it has finished."""
-    folder = run_folder(out, settings)
-
-    def run() -> dict[str, float]:
-        if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that cannot be resumed
-        words = core.command_line(settings | {"run.folder": str(folder)})
-        command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            output = done.stdout[-2000:] + done.stderr[-2000:]
-            raise SystemExit(f"{' '.join(command)} failed:\n{output}")
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        if "checkpoint.keep_every" not in settings:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return {"loss": [record[LOSS] for record in records if LOSS in record][-1]}
-
-    return float(core.kept(folder, resolved(settings), run)["loss"])
+BYTES = 256
+"""Vocabulary."""
+Losses = Mapping[int, float]
+"""Loss of each seed."""
 
 
 def mean(values: Sequence[float], form: str) -> str:
@@ -73,29 +36,45 @@ def mean(values: Sequence[float], form: str) -> str:
     return f"{statistics.mean(values):{form}} ({min(values):{form}} ... {max(values):{form}})"
 
 
-def print_losses(table: Table, steps: int, losses: dict[str, list[float]]) -> None:
-    """Compare each run with its control seed by seed: what the runs of a seed share cancels."""
-    rows = []
+def against(losses: Losses, control: Losses) -> str:
+    """Compare seed by seed: what the runs of a seed share cancels."""
+    more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
+    return f"{mean(more, '+.2f')} %" if more else ""
+
+
+def bytes_of_gradients(settings: core.Settings) -> float:
+    """Return how many times as much data parallelism would send, as bf16 gradients."""
+    config = load_config("debug", settings)
+    load = Workload.of(config, BYTES)
+    link = Conditions(1e12, (1.0,) * load.workers)
+    sent = load.predict(config.diloco, link).sent_bytes_per_step
+    return all_reduce_bytes(load.plan.parameters, load.workers) / sent if sent else 1.0
+
+
+def print_losses(table: Table, steps: int, losses: Mapping[str, Losses]) -> None:
+    """Compare each run with its own control and with the table's."""
+    rows, first = [], table.runs[0]
     for name, found in losses.items():
+        if not found:
+            continue
         control, run = table.control_of(name), table.settings(name, steps)
-        more = [100 * (loss / own - 1) for loss, own in zip(found, losses[control], strict=True)]
-        compared = f"{mean(more, '+.2f')} %"
-        rounds = "-"
+        rounds = share = "-"
         if run["diloco.method"] != "none":
             chosen = load_config("debug", run).diloco
             rounds_of = build_schedule(chosen, 1).outer_round
             rounds = str(rounds_of(0, steps) - rounds_of(0, table.begin(name, steps)))
-        compared = "control" if name == control else compared
-        rows.append([name, rounds, mean(found, ".4f"), compared, table.paper.get(name, "")])
-    first, seeds = table.runs[0], len(next(iter(losses.values())))
-    same_control = {table.control_of(name) for name in losses} == {first}
-    against = f"against {first if same_control else 'its control'}"
+            share = f"1/{bytes_of_gradients(run):.0f}" if chosen.workers > 1 else "0"
+        of_control = "control" if name == control else against(found, losses[control])
+        of_first = "" if first in (name, control) else against(found, losses.get(first, {}))
+        loss, paper = mean(list(found.values()), ".4f"), table.paper.get(name, "")
+        rows.append([name, share, rounds, str(len(found)), loss, of_control, of_first, paper])
     title = (
         f"validation loss of the shared model after {steps:,} steps = "
-        f"{steps * table.tokens_per_step / 1e6:.1f}M tokens; n = {seeds} seeds; mean "
-        "(min ... max)"
+        f"{steps * table.tokens_per_step / 1e6:.1f}M tokens; n seeds, mean (min ... max); bytes "
+        "are those of bf16 gradients at every step"
     )
-    core.print_table(title, f"run | rounds | loss, nats per token | {against} | papers", rows)
+    columns = f"run | bytes | rounds | n | loss | against its control | against {first} | papers"
+    core.print_table(title, columns, rows)
 
 
 def main() -> None:
@@ -107,6 +86,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=core.list_of(int), default=[0, 1, 2])
     parser.add_argument("--short", action="store_true", help="one seed, a tenth of the steps")
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
+    jobs_help = "training processes at once; a run has as many as workers"
+    parser.add_argument("--jobs", type=core.positive, default=1, help=jobs_help)
+    seconds_help = "time after which runs stop; the same command continues them"
+    parser.add_argument("--seconds", type=core.positive_number, help=seconds_help)
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
@@ -118,7 +101,7 @@ def main() -> None:
     for run in runs.values():
         core.parse_config(parser, core.command_line(run))
 
-    losses: dict[str, list[float]] = {name: [] for name in names}
+    todo: list[tuple[int, str, core.Settings]] = []
     for seed in [0] if options.short else options.seeds:
         for name in names:
             run = runs[name] | {"run.seed": str(seed)}
@@ -126,9 +109,15 @@ def main() -> None:
                 control = runs[table.control_of(name)] | {"run.seed": str(seed)}
                 path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
                 run |= {"checkpoint.resume": str(path), "checkpoint.new_workers": "copy"}
-            losses[name].append(train(options.out, run))
-            print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
-        print_losses(table, steps, losses)
+            todo.append((seed, name, run))
+    trained = Runs(options.out, options.jobs, options.seconds or FOREVER).train(
+        [(f"seed {seed}, {name}", run) for seed, name, run in todo]
+    )
+    losses: dict[str, dict[int, float]] = {name: {} for name in names}
+    for (seed, name, _), loss in zip(todo, trained, strict=True):
+        if loss is not None:
+            losses[name][seed] = loss
+    print_losses(table, steps, losses)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,14 @@ TERMS: dict[str, Settings] = {
     | {"diloco.outer_optimizer.lr": "0.7", "diloco.outer_optimizer.momentum": "0.5"},
     "averaged": WHOLE_MODEL
     | {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"},
+    "SparseLoCo": {
+        "diloco.quantization.codec": "topk",
+        "diloco.quantization.error_feedback": "true",
+        "diloco.overlap.mixing": "0",
+        "diloco.outer_optimizer.name": "sgd",
+        "diloco.outer_optimizer.lr": "1",
+    },
+    "topk": {"diloco.quantization.codec": "topk"},
     "alpha falls": {"diloco.overlap.mixing_end": "0"},
     "Muon": {"optimizer.name": "muon", "optimizer.matrix_lr": "6e-3"},
     "feedback": {"diloco.quantization.error_feedback": "true"},
@@ -97,6 +105,7 @@ NUMBERS = {
     "inner lr ": "optimizer.lr",
     "matrix lr ": "optimizer.matrix_lr",
     "warm-up ": "lr_schedule.warmup_steps",
+    "top ": "diloco.quantization.top_values",
     "means in ": "diloco.quantization.gather_codec",
     "blocks of ": "diloco.quantization.block_size",
     "drop probability ": "diloco.link.drop_probability",
@@ -141,6 +150,16 @@ MANY_STEPS: Settings = {
 }
 """0.12M parameters, 512 tokens a step: a run of some minutes has hundreds of outer rounds."""
 LARGER_BATCH = MANY_STEPS | {"training.global_batch_size": "32"}
+DEFAULT_RUN: Settings = {
+    "model.layers": "4",
+    "model.width": "96",
+    "model.heads": "3",
+    "model.feed_forward": "384",
+    "validation.sequences": "512",
+    "training.global_batch_size": "16",
+    "training.sequence_length": "128",
+}
+"""0.45M parameters, 2,048 tokens a step: that of ./run_train.sh."""
 ALL_HELD_OUT = MANY_STEPS | {"validation.sequences": "4096"}
 """With all held-out text: a corpus may have several kinds of text, one after the other."""
 
@@ -291,6 +310,31 @@ MUON = [
     *(f"{CONTROL}, Muon, matrix lr {rate}" for rate in ("3e-3", "1.2e-2")),
     *(f"streaming, Muon, M={workers}, H={H}" for workers, H in ((2, 10), (2, 30), (4, 10))),
 ]
+FRONTIER = [
+    *(f"streaming, M=2, H={H}, {BEGINNING}, alpha falls" for H in (10, 30, 100)),
+    *(f"streaming, Muon, M=2, H={H}" for H in (10, 30, 100)),
+    f"streaming, M=4, H=10, {BEGINNING}, alpha falls",
+    *(f"streaming, Muon, M=4, H={H}" for H in (10, 100)),
+    *(f"streaming, M=2, H={H}" for H in (10, 30, 100)),
+    *(f"SparseLoCo, M=2, H={H}, top {n}" for H, n in ((30, 10), (30, 32), (10, 32), (30, 128))),
+    *(f"topk, M=2, H={H}, top 32" for H in (10, 30)),
+    *(f"streaming, M=2, H={H}, alpha falls" for H in (10, 30, 100)),
+    "streaming, Muon, M=8, H=10",
+    f"streaming, M=8, H=10, {BEGINNING}, alpha falls",
+    "SparseLoCo, Muon, M=2, H=10, top 32",
+    "SparseLoCo, M=4, H=10, top 32",
+    "streaming, M=1, H=10",
+]
+"""Loss over bytes, the most important runs first."""
+WAYS = [
+    CONTROL,
+    "streaming",
+    "streaming, beginning 150, alpha falls",
+    "streaming, beginning 300, alpha falls",
+    "streaming, alpha falls",
+    f"{CONTROL}, Muon",
+    "streaming, Muon",
+]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 SHARDS = [f"shards: {kind}" for kind in ("none", "random", "clusters")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
@@ -298,7 +342,23 @@ BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)
 
 TABLES = {
     "beginning": Table(MANY_STEPS, 3000, [CONTROL, *ENDS], "warm-up 300"),
-    "muon": Table(MANY_STEPS, 3000, [CONTROL, *MUON], "warm-up 300"),
+    "muon": Table(
+        MANY_STEPS,
+        3000,
+        [CONTROL, *MUON],
+        "warm-up 300",
+        controls=dict.fromkeys(MUON[1:], MUON[0]),
+    ),
+    "bytes": Table(
+        MANY_STEPS,
+        3000,
+        [CONTROL, f"{CONTROL}, Muon", *FRONTIER],
+        "warm-up 300",
+        controls={name: f"{CONTROL}, Muon" for name in FRONTIER if "Muon" in name},
+    ),
+    "default": Table(
+        DEFAULT_RUN, 1500, WAYS, "warm-up 300", controls={WAYS[-1]: f"{CONTROL}, Muon"}
+    ),
     "parity": _parity(),
     "parity-tuning": Table(
         MANY_STEPS,

@@ -5,12 +5,11 @@ processes of one thread each.
 
 Both take turns in one run, so that a machine whose speed drifts treats them alike, and the ratio is
 taken for each sync. Rows are without norms, cosines and drift, as most rounds of a run are (see
-`diloco.measure_every`). `--measured` adds rows that measure them in every round.
+`diloco.measure_every`), but for "fp32, measured".
 
 If torchft is installed (`pip install -e .[bench]`), its DiLoCo syncs the same model in a row of its
 own. If the system allows it, everything runs in a network namespace: its interface counter then
-counts nothing else, and `--rate` limits it. With a delay, the training thread sleeps
-`--inner-seconds` a step, as if it waited for an accelerator.
+counts nothing else, and `--rate` limits it.
 """
 
 import argparse
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ LAYERS = 4
 MEGABYTES = 33.6
 """Size of the parameters in fp32."""
 TIMEOUT = 600
+INNER_SECONDS = 0.4
+"""With a delay: the training thread sleeps as if it waited for an accelerator."""
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
     "sent MB, one worker | on lo MB, both | memory MB | n"
@@ -65,7 +67,6 @@ class Case:
     delay: int
     codec: str
     rounds: int
-    inner_seconds: float
     measured: bool = False
     """Measure norms, cosines and drift in all rounds; otherwise in none."""
 
@@ -116,24 +117,17 @@ def inner_step(model: nn.Module, worker: int) -> None:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(case: Case, lighthouse: str = "") -> Measured:
-    """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
-    world, model, plain = start(case)
-    if lighthouse:
-        inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
-        torchft = TorchftLoop(
-            model,
-            inner,
-            case.config,
-            world,
-            lighthouse=lighthouse,
-            address="localhost",
-            timeout_seconds=TIMEOUT,
-        )
-        syncs = measure_syncs(case, world, model, torchft.sizes, lambda: inner.step())
-        memory = peak_megabytes() - plain
-        torchft.close()
-        return syncs, memory
+class Loop(NamedTuple):
+    sizes: list[int]
+    """Values in each fragment."""
+    step: Callable[[], object]
+    """What follows an inner step."""
+    sent: Callable[[], int]
+    """Returns the bytes sent since the last call."""
+    close: Callable[[], None]
+
+
+def build_ours(case: Case, world: World, model: nn.Module) -> Loop:
     outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
     for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
         outer.step()
@@ -143,47 +137,36 @@ def measure(case: Case, lighthouse: str = "") -> Measured:
         assert metrics["diloco/fragments_applied"] == 1, "one sync begins and ends in a window"
         return int(metrics["diloco/sent_bytes"])
 
-    sizes = [fragment.parameters for fragment in outer.fragments]
-    return measure_syncs(case, world, model, sizes, outer.step, sent), peak_megabytes() - plain
+    return Loop([one.parameters for one in outer.fragments], outer.step, sent, outer.close)
 
 
-def start(case: Case) -> tuple[World, nn.Module, float]:
-    """Join the others; return the model and the peak memory in MB of steps without syncs."""
+def build_torchft(case: Case, world: World, model: nn.Module, lighthouse: str) -> Loop:
+    inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
+    place = {"lighthouse": lighthouse, "address": "localhost"}
+    outer = TorchftLoop(model, inner, case.config, world, timeout_seconds=TIMEOUT, **place)
+    return Loop(outer.sizes, lambda: inner.step(), lambda: 0, outer.close)
+
+
+def measure(case: Case, lighthouse: str = "") -> Measured:
+    """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
     model = build_model()
-    values = torch.ones(round(MEGABYTES * 1e6 / 4 / case.fragments))
     for _ in range(3):
         inner_step(model, world.worker)
-        time_all_reduce(values)
-    return world, model, peak_megabytes()
-
-
-def measure_syncs(
-    case: Case,
-    world: World,
-    model: nn.Module,
-    sizes: list[int],
-    step: Callable[[], None],
-    sent: Callable[[], int] = lambda: 0,
-) -> list[Sync]:
-    """Measure a sync of each fragment in each round.
-
-    Args:
-        sizes: values in each fragment.
-        step: what follows an inner step.
-        sent: returns the bytes sent since the last call.
-    """
-    measured = []
-    values = torch.ones(max(sizes))
+        time_all_reduce(torch.ones(round(MEGABYTES * 1e6 / 4 / case.fragments)))
+    plain, parts, syncs = peak_megabytes(), (case, world, model), []
+    loop = build_torchft(*parts, lighthouse) if lighthouse else build_ours(*parts)
+    values = torch.ones(max(loop.sizes))
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
-        floor = time_all_reduce(values[: sizes[number % case.fragments]])
-        exposed, cpu, wire = time_window(step, case)
-        sync = Sync(floor, exposed, cpu, wire, sent())
+        floor = time_all_reduce(values[: loop.sizes[number % case.fragments]])
+        sync = Sync(floor, *time_window(loop.step, case), loop.sent())
         if number >= case.fragments:  # the first round touches all buffers for the first time
-            measured.append(sync)
-    return measured
+            syncs.append(sync)
+    memory = peak_megabytes() - plain
+    loop.close()
+    return syncs, memory
 
 
 def time_all_reduce(values: Tensor) -> core.Seconds:
@@ -191,7 +174,7 @@ def time_all_reduce(values: Tensor) -> core.Seconds:
     return core.timed(lambda: dist.all_reduce(values))
 
 
-def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int]:
+def time_window(step: Callable[[], object], case: Case) -> tuple[float, float, int]:
     """Return exposed seconds, CPU seconds and bytes on the wire of one sync."""
     dist.barrier()
     wire = loopback_bytes()
@@ -199,7 +182,7 @@ def time_window(step: Callable[[], None], case: Case) -> tuple[float, float, int
     exposed, cpu = 0.0, time.process_time()
     for number in range(case.delay + 1):
         if number:
-            time.sleep(case.inner_seconds)
+            time.sleep(INNER_SECONDS)
         started = time.perf_counter()
         step()
         exposed += time.perf_counter() - started
@@ -256,10 +239,10 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
 def build_rows(options: argparse.Namespace) -> list[list[str]]:
     rows = []
     for fragments, delay in product(options.fragments, options.delays):
-        plain = Case(fragments, delay, "fp32", options.rounds, options.inner_seconds)
+        plain = Case(fragments, delay, "fp32", options.rounds)
         cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
-        for codec in options.measured:
-            cases[f"{codec}, measured"] = replace(plain, codec=codec, measured=True)
+        if "fp32" in options.codecs:
+            cases["fp32, measured"] = replace(plain, measured=True)
         rows += [build_row(name, case, run(case)) for name, case in cases.items()]
         if torchft_loop.is_installed():
             rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
@@ -274,11 +257,9 @@ def main() -> None:
     parser.add_argument("--delays", type=core.list_of(int), default=[0], help="tau")
     codecs = ["fp32", "bf16", "int8", "fp4_e3m0"]
     parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=codecs)
-    parser.add_argument("--measured", type=core.list_of(core.codec_name), default=["fp32"])
     parser.add_argument("--rounds", type=core.positive, default=9, help="syncs of each fragment")
     rate_help = "as tc writes it (200mbit), of both directions together"
     parser.add_argument("--rate", default="", help=rate_help)
-    parser.add_argument("--inner-seconds", type=float, default=0.4, help="with delays above 0")
     options = parser.parse_args()
     for fragments in options.fragments:
         if fragments > 1 and LAYERS % (fragments - 1):
@@ -293,7 +274,7 @@ def main() -> None:
             parser.error(f"--rate {options.rate} needs a network namespace: {error}")
         print(f"no network namespace, so no bytes from the interface's counter: {error}")
     speed = f" at {options.rate} for both directions together" if options.rate else ""
-    sleep = f", inner steps of {options.inner_seconds:g} s" if any(options.delays) else ""
+    sleep = f", inner steps of {INNER_SECONDS:g} s" if any(options.delays) else ""
     title = (
         f"{MEGABYTES} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
         f"{os.cpu_count()} cores, loopback{speed}{sleep}; torch {torch.__version__}\n\n{LEGEND}"

@@ -16,15 +16,12 @@ step of each inner optimizer alone.
 """
 
 import importlib.util
-import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import torch
@@ -35,7 +32,7 @@ from benchmarks import core
 from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.optimizer import build_optimizer, set_lr
 from torchtitan_diloco.components.telemetry import Telemetry
-from torchtitan_diloco.config import Config
+from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
@@ -182,12 +179,11 @@ def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> li
 
 def measure_alone(name: str, words: Sequence[str], rounds: int, steps: int) -> Result:
     """Measure a loop in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "result.json")
-        command = [sys.executable, "-m", "benchmarks.train_step", "--alone", name]
-        lengths = ["--rounds", str(rounds), "--steps", str(steps), "--json", str(path)]
-        subprocess.run([*command, *lengths, *words], check=True)
-        return Result(**json.loads(path.read_text()))
+    config = from_command_line([*words, *ONE_WORKER])
+    assert config is not None
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        (result,) = pool.submit(measure, [name], config, rounds, steps).result()
+    return result
 
 
 def build_row(result: Result, ours: Result) -> list[str]:
@@ -238,15 +234,9 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--rounds", type=core.positive, default=7)
     parser.add_argument("--steps", type=core.positive, default=10, help="of each loop in a round")
-    parser.add_argument("--alone", help="measure one loop by its name in this process")
-    parser.add_argument("--json", type=Path, help="write its result to this file")
     options, words = parser.parse_known_args()
     config = core.parse_config(parser, [*words, *ONE_WORKER])
     counts = options.rounds, options.steps
-    if options.alone:
-        (result,) = measure([options.alone], config, *counts)
-        options.json.write_text(json.dumps(asdict(result)))
-        return
     device = pick_device(config.run.device, 0)
     has_torchtitan = importlib.util.find_spec("torchtitan") is not None
     names = [OURS, BARE, *([TITAN] if has_torchtitan else [])]

@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "diloco": {"utils"},
     "config": {"utils", "diloco.config", "diloco.fields", "islands.config"},
     "islands": {"utils", "diloco"},
+    "integrations": {"diloco"},
     "distributed": {"utils", "config", "diloco"},
     "models": {"utils", "config"},
     "data": {"utils", "config"},

@@ -149,7 +149,9 @@ class _Run:
             code, reason = describe_failures(failures)
             if self._signals:
                 if not {-signal.SIGTERM, 128 + signal.SIGTERM}.issuperset(failures.values()):
-                    _say(f"error: {reason}{restarts.last_saved()}")
+                    latest = restarts.latest_checkpoint()
+                    saved = f"the latest checkpoint is {latest}" if latest else ""
+                    _say(f"error: {reason}; {saved or 'no checkpoint was saved'}")
                 break
             if code == USER_ERROR:  # a rank has said what is wrong
                 break
@@ -161,10 +163,10 @@ class _Run:
             except NotRestartedError as error:
                 _say(f"error: {reason}; not started again, because {error}")
                 break
-            _say(f"error: {reason}\n{restarts.announcement()}")
-            self._poll(lambda: False, restarts.pause_seconds)
-        if restarts.reasons:
-            _say(restarts.summary())
+            _say(f"error: {reason}\n{restarts.announcement}")
+            self._wait(lambda: "the pause", restarts.pause_seconds)
+        if restarts.summary:
+            _say(restarts.summary)
         return code if failures else 0
 
     def _run_ranks(self, program: list[str]) -> dict[int, int]:
@@ -235,27 +237,22 @@ class _Run:
         if announce:
             _say(f"{first.name}: training stops after this step; a second signal kills it")
 
-    def _poll(
-        self,
-        condition: Callable[[], bool],
-        seconds: float,
-        waiting: Callable[[], str] | None = None,
-    ) -> bool:
-        """Wait for a condition while nothing trains, and return whether it became true.
-
-        `waiting` says for what, at once and from time to time.
-        """
-        started = told = time.monotonic()
-        while not (met := condition()) and time.monotonic() < started + seconds:
+    def _wait(self, missing: Callable[[], str], seconds: float, *, announce: bool = False) -> str:
+        """Wait while nothing trains until nothing is missing. Return what is after the seconds."""
+        node, started = self._node, time.monotonic()
+        told = started
+        while found := missing():
             if self._signals:
                 name = self._signals[0][1].name
                 raise StoppedError(f"stopped by {name}; no training was running")
-            if waiting is not None and (told == started or time.monotonic() > told):
+            if announce and time.monotonic() >= told:
                 since = f", since {told - started:.0f} s" if told > started else ""
-                _say(f"{waiting()}{since}")
+                _say(f"node {node.rank} of {node.count}: waiting for {found}{since}")
                 told += TELL_SECONDS
+            if time.monotonic() > started + seconds:
+                break
             time.sleep(POLL_SECONDS)
-        return met
+        return found
 
     # --- several nodes ----------------------------------------------------------------------------
 
@@ -263,51 +260,46 @@ class _Run:
         """Return the store through which ranks find each other, once all nodes are connected."""
         node, timeout = self._node, self._config.distributed.init_timeout_seconds
         stores: list[TCPStore] = []
-        reason, name = "", f"node {node.rank} of {node.count}"
 
-        def connected() -> bool:
-            nonlocal reason
+        def first_node() -> str:
             reason = connect(node, stores)
-            return bool(stores)
+            return f"the first node at {node.endpoint} ({reason})" if reason else ""
 
-        def waiting() -> str:
-            return f"{name}: waiting for the first node at {node.endpoint} ({reason})"
-
+        deadline = time.monotonic() + timeout
         try:
             if node.rank == 0:
                 stores.append(open_store(node))
-            deadline = time.monotonic() + timeout
-            if node.rank > 0:
-                self._poll(connected, timeout, waiting)
-            left = deadline - time.monotonic()
+            missing = "" if stores else self._wait(first_node, timeout, announce=True)
             if stores:
-                absent = self._wait_for_nodes(stores[0], "come", left)
-                if not absent:
-                    return stores[0]
-                reason = f"{absent} did not come"
+                left = deadline - time.monotonic()
+                missing = self._wait_for_nodes(stores[0], "come", left, announce=True)
+            if not missing:
+                return stores[0]
+            reason = f"no answer from {missing}"
         except (RuntimeError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise LaunchError(
-            f"{name} did not meet the others at RDZV_ENDPOINT={node.endpoint} within {timeout} s; "
+            f"node {node.rank} of {node.count} did not meet the others at "
+            f"RDZV_ENDPOINT={node.endpoint} within {timeout} s; "
             "start all nodes, and check the address, that its port is free on the first node, and "
             f"that no firewall closes it ({reason})"
         )
 
-    def _wait_for_nodes(self, store: "TCPStore", what: str, seconds: float) -> str:
+    def _wait_for_nodes(
+        self, store: "TCPStore", what: str, seconds: float, *, announce: bool = False
+    ) -> str:
         """Tell the other nodes that this one is there, and return which did not come in time."""
         node = self._node
         keys = {f"node {rank}": f"{node.run_id}/{what} {rank}" for rank in range(node.count)}
         store.set(keys[f"node {node.rank}"], "")
 
-        def absent() -> str:
-            return ", ".join(name for name, key in keys.items() if not store.check([key]))
+        def missing() -> str:
+            if store.check(list(keys.values())):
+                return ""
+            names = [name for name, key in keys.items() if not store.check([key])]
+            return f"{', '.join(names)} at {node.endpoint}"
 
-        def waiting() -> str:
-            return f"node {node.rank} of {node.count}: waiting for {absent()} at {node.endpoint}"
-
-        tell = waiting if what == "come" else None
-        there = self._poll(lambda: bool(store.check(list(keys.values()))), seconds, tell)
-        return "" if there else absent()
+        return self._wait(missing, seconds, announce=announce)
 
 
 def open_store(node: Node) -> "TCPStore":

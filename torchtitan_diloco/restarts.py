@@ -24,60 +24,44 @@ class Restarts:
         """Step of the checkpoint that the last restart began with; 0 for the beginning."""
         self._in_a_row = 0
         """Crashes since the last new checkpoint."""
-        self.reasons: list[str] = []
-        """The crash before each restart."""
+        self.pause_seconds = 0.0
+        """Seconds before the next start: a machine that has failed may need some time."""
+        self.announcement = self.summary = ""
+        """What comes next, and how often and why the run was started again so far."""
+        self._reasons: list[str] = []
 
     def after_crash(self, reason: str) -> list[str]:
         """Return the arguments that resume the run, or raise NotRestartedError."""
-        saves = self._config.every or self._config.every_minutes
-        if not saves:
+        if not (self._config.every or self._config.every_minutes):
             raise NotRestartedError("it saves no checkpoints while it trains")
         if not (folder := self._folder()):
             raise NotRestartedError("it had not begun to train")
-        latest = _latest_checkpoint(folder)
+        latest = self.latest_checkpoint()
         if latest is None and self._config.resume not in ("auto", "strict"):
             raise NotRestartedError("it had saved no checkpoint")
         step = 0 if latest is None else step_of(latest)
+        origin = f"the checkpoint of step {step}" if step else "the beginning"
         self._in_a_row = self._in_a_row + 1 if step == self._started_from else 1
         self._started_from = step
         if self._in_a_row > self._limit:
             times = f"{self._limit} restarts" if self._limit > 1 else "a restart"
-            raise NotRestartedError(f"{times} from {self.origin} brought no new checkpoint")
-        self.reasons.append(reason)
+            raise NotRestartedError(f"{times} from {origin} brought no new checkpoint")
+        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** (self._in_a_row - 1), LONGEST_PAUSE_SECONDS)
+        self.pause_seconds = pause
+        self.announcement = (
+            f"starting again from {origin} in {pause:g} s "
+            f"(restart {self._in_a_row} of {self._limit} without a new checkpoint)"
+        )
+        self._reasons.append(reason)
+        times = "once" if len(self._reasons) == 1 else f"{len(self._reasons)} times"
+        self.summary = f"started again {times}, after: {'; '.join(self._reasons)}"
         resume = "strict" if self._config.resume == "strict" else "auto"
         return ["--run.folder", folder, "--checkpoint.resume", resume]
 
-    def last_saved(self) -> str:
-        """Return the end of a sentence that names the latest checkpoint of the run."""
-        latest = _latest_checkpoint(self._folder())
-        return f"; the latest checkpoint is {latest}" if latest else "; no checkpoint was saved"
+    def latest_checkpoint(self) -> Path | None:
+        folder = self._folder()
+        found = complete_checkpoints(Path(folder)) if folder else []
+        return found[-1] if found else None
 
     def _folder(self) -> str:
         return self._note.read_text(encoding="utf-8") if self._note.exists() else ""
-
-    @property
-    def origin(self) -> str:
-        step = self._started_from
-        return f"the checkpoint of step {step}" if step else "the beginning"
-
-    @property
-    def pause_seconds(self) -> float:
-        """Seconds before the next start: a machine that has failed may need some time."""
-        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self._in_a_row - 1), LONGEST_PAUSE_SECONDS)
-
-    def announcement(self) -> str:
-        return (
-            f"starting again from {self.origin} in {self.pause_seconds:g} s "
-            f"(restart {self._in_a_row} of {self._limit} without a new checkpoint)"
-        )
-
-    def summary(self) -> str:
-        """Return how often and why the run was started again, in one line; empty if it was not."""
-        count = len(self.reasons)
-        times = "once" if count == 1 else f"{count} times"
-        return f"started again {times}, after: {'; '.join(self.reasons)}" if count else ""
-
-
-def _latest_checkpoint(folder: str) -> Path | None:
-    found = complete_checkpoints(Path(folder)) if folder else []
-    return found[-1] if found else None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_schema import Manifest, RunState, check_tokenizer
@@ -39,8 +38,8 @@ from torchtitan_diloco.components.run_plan import (
     validation_due,
 )
 from torchtitan_diloco.components.summary import log_summary, summarise
-from torchtitan_diloco.components.telemetry import StepResult, Telemetry
-from torchtitan_diloco.components.validation import Validator, validate
+from torchtitan_diloco.components.telemetry import Batch, StepResult, Telemetry
+from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import chosen_settings, flat_settings, portable
@@ -145,7 +144,7 @@ class Trainer:
         garbage.close()
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
-        log_summary(summary)
+        log_summary(summary, folder / "config.toml" if self.island is None else None)
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
@@ -155,7 +154,7 @@ class Trainer:
             )
         return folder
 
-    def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> StepResult:
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
         self.step += 1
         config, plan, fsdp = self.config.training, self.plan, self.world.group(FSDP)
         factor = self._next_lr_factor()
@@ -351,7 +350,7 @@ class Trainer:
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""
         config = self.config
-        batches: list[tuple[Tensor, Tensor]] = []
+        batches: list[Batch] = []
         if config.validation.every:
             held_out = ValidationBatches(
                 open_split(config.data, self.tokenizer, "validation"),
@@ -362,15 +361,15 @@ class Trainer:
                 sequences=config.validation.sequences,
             )
             batches = list(held_out)
-        evaluate = partial(
-            validate,
+        return Validator(
             self.model,
             batches,
             self.world,
+            self.outer,
             chunk_tokens=config.training.loss_chunk_tokens,
+            local=config.validation.local,
+            validated=self.resumed.validated,
         )
-        local, validated = config.validation.local, self.resumed.validated
-        return Validator(self.outer, evaluate, local=local, validated=validated)
 
     def _log_plan(self) -> None:
         """Log what is built, and refuse what does not fit, before memory is taken."""

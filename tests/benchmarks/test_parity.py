@@ -1,14 +1,17 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import parity
-from benchmarks.core import command_line
-from benchmarks.parity import print_losses, run_folder, train
+from benchmarks import parity_runs
+from benchmarks.core import Settings, command_line
+from benchmarks.parity import print_losses
+from benchmarks.parity_runs import Runs, run_folder
 from benchmarks.parity_tables import DROPS, SCALED, TABLES, Table, parse_terms
 from torchtitan_diloco.config import from_command_line
 
@@ -77,57 +80,114 @@ def test_tables_share_their_runs() -> None:
     assert len(folders) == 1
 
 
+class Trainer:
+    """Stands for a process that appends a loss to its records, and for one that needs too long."""
+
+    started: ClassVar[list[Path]] = []
+    slow = False
+    returncode = 0
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "torchtitan_diloco.launch"]
+        self._folder = Path(command[command.index("--run.folder") + 1])
+        self._stopped = False
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        if self.slow and not self._stopped:
+            raise subprocess.TimeoutExpired("", timeout or 0)
+        (self._folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        record = {"step": 10} if self._stopped else {parity_runs.LOSS: 1.5 + len(self.started)}
+        with (self._folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.started.append(self._folder)
+        return "", ""
+
+    def terminate(self) -> None:
+        self._stopped = True
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Folders of the runs that were started; each run appends a loss to its records."""
+    """Folders of the runs that were started."""
     folders: list[Path] = []
-
-    def start(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-m", "torchtitan_diloco.launch"]
-        folder = Path(command[command.index("--run.folder") + 1])
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 20, parity.LOSS: 1.5 + len(folders)}) + "\n")
-        folders.append(folder)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(Trainer, "started", folders)
+    monkeypatch.setattr(subprocess, "Popen", Trainer)
     return folders
 
 
 def test_a_finished_run_is_not_repeated(started: list[Path], tmp_path: Path) -> None:
-    assert [train(tmp_path, RUN) for _ in range(3)] == [1.5] * 3
-    assert train(tmp_path, RUN | {"run.seed": "1"}) == 2.5
-    assert train(tmp_path, RUN | {"optimizer.beta2": "0.95"}) == 3.5
+    other = RUN | {"optimizer.beta2": "0.95"}
+    runs = [("", run) for run in (RUN, RUN | {"run.seed": "1"}, other)]
+    assert [Runs(tmp_path).train(runs) for _ in range(2)] == [[1.5, 2.5, 3.5]] * 2
     assert len(set(started)) == len(started) == 3
 
 
-def test_an_interrupted_run_resumes_if_it_has_a_checkpoint(
-    started: list[Path], tmp_path: Path
+@pytest.mark.parametrize("can_be_resumed", [True, False])
+def test_a_run_that_time_stopped_is_continued(
+    started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_be_resumed: bool
 ) -> None:
-    folder = run_folder(tmp_path, RUN)
-    records = folder / "metrics.jsonl"
-    (folder / "checkpoints").mkdir(parents=True)
-    records.write_text('{"step": 10}\n')
-    train(tmp_path, RUN)
-    assert len(records.read_text().splitlines()) == 2
-    assert not (folder / "checkpoints").exists(), "a finished run needs none"
-    (folder / "finished.json").unlink()
-    train(tmp_path, RUN)
-    assert len(records.read_text().splitlines()) == 1
+    monkeypatch.setattr(Trainer, "slow", True)
+    assert Runs(tmp_path).train([("", RUN)]) == [None]
+    monkeypatch.setattr(Trainer, "slow", False)
+    (folder,) = started
+    if not can_be_resumed:
+        (folder / "checkpoints").rmdir()
+    assert Runs(tmp_path).train([("", RUN)]) == [2.5]
     assert started == [folder, folder]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1 + can_be_resumed
+    assert not (folder / "checkpoints").exists(), "a finished run needs none"
+
+
+def test_no_run_starts_when_the_time_is_up(started: list[Path], tmp_path: Path) -> None:
+    assert Runs(tmp_path, jobs=2, seconds=-1.0).train([("", RUN)] * 3) == [None] * 3
+    assert not started
+
+
+def test_as_many_processes_train_at_once_as_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, most, lock = 0, 0, threading.Lock()
+
+    def train(_: Runs, __: Path, settings: Settings) -> dict[str, float]:
+        nonlocal training, most
+        with lock:
+            training += int(settings["diloco.workers"])
+            most = max(most, training)
+        time.sleep(0.01)
+        with lock:
+            training -= int(settings["diloco.workers"])
+        return {"loss": float(settings["diloco.workers"])}
+
+    monkeypatch.setattr(Runs, "_run", train)
+    workers = [1, 2, 4, 8, 2, 1, 1, 1, 4]
+    runs = [
+        ("", RUN | {"run.seed": str(seed), "diloco.workers": str(count)})
+        for seed, count in enumerate(workers)
+    ]
+    assert Runs(tmp_path, jobs=8).train(runs) == workers
+    assert most == 8
 
 
 def test_losses_are_compared_seed_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    losses = {DROPS[0]: [1.0, 2.0], DROPS[3]: [1.01, 2.06]}
+    losses = {DROPS[0]: {0: 1.0, 1: 2.0, 2: 3.0}, DROPS[1]: {}, DROPS[3]: {0: 1.01, 1: 2.06}}
     print_losses(TABLES["robustness-drops"], 2000, losses)
     title, *_, control, dropped = capsys.readouterr().out.strip().splitlines()
-    assert "after 2,000 steps = 1.0M tokens; n = 2 seeds" in title
+    assert "after 2,000 steps = 1.0M tokens" in title
     assert "control" in control
     assert [cell.strip() for cell in dropped.strip("|").split("|")] == [
         "drop probability 0.5",
+        "1/39",
         "200",
+        "2",
         "1.5350 (1.0100 ... 2.0600)",
         "+2.00 (+1.00 ... +3.00) %",
+        "",
         "+2.1 % perplexity",
     ]
+
+
+def test_runs_are_also_compared_with_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
+    first, control, run = "data parallel", "data parallel, Muon", "streaming, Muon, M=2, H=10"
+    print_losses(TABLES["bytes"], 3000, {first: {0: 2.0}, control: {0: 1.0}, run: {0: 1.5}})
+    row = capsys.readouterr().out.strip().splitlines()[-1].strip("|").split("|")
+    assert [cell.split("(")[0].strip() for cell in row[5:7]] == ["+50.00", "-25.00"]

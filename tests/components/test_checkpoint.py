@@ -59,12 +59,6 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
     assert step_of(last(tmp_path / "run")) == STEPS
 
 
-def test_the_latest_and_every_nth_are_kept(text: Path, tmp_path: Path) -> None:
-    keep = {"checkpoint.every": 2, "checkpoint.keep_latest": 2, "checkpoint.keep_every": 10}
-    run(chosen(text, tmp_path / "run", **keep))
-    assert saved_steps(tmp_path / "run") == [10, 14, 16]
-
-
 def finish_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def after_a_while(path: Path) -> None:
         time.sleep(0.3)

@@ -88,6 +88,12 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> 
     assert all((tmp_path / "checkpoints" / name / MANIFEST).exists() for name in names)
 
 
+def test_the_latest_and_every_nth_are_kept(tmp_path: Path) -> None:
+    for step in range(2, 17, 2):
+        prune(tmp_path, write_checkpoint(tmp_path, step), keep_latest=2, keep_every=10)
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [10, 14, 16]
+
+
 class StoppedError(BaseException):
     """The process has ended here."""
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.test_trainer import records
-from torchtitan_diloco.components import record_files
+from torchtitan_diloco.components import records as records_module
 from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint_schema import RunState
-from torchtitan_diloco.components.record_files import drop_records_after
+from torchtitan_diloco.components.records import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.components.telemetry import (
     OF_WORKER,
@@ -84,13 +84,15 @@ def telemetry(
     outer: Outer | None = None,
     *,
     tensorboard: bool = False,
+    wandb: str = "",
     rank: int = 0,
     workers: int = 1,
     lag: int = 1,
     state: RunState | None = None,
 ) -> Telemetry:
     """Without process groups: the sums over ranks are this rank's own numbers."""
-    config, world = Metrics(tensorboard=tensorboard), World(rank, workers, workers, CPU)
+    config = Metrics(tensorboard=tensorboard, wandb=wandb)
+    world = World(rank, workers, workers, CPU)
     loop = cast(OuterLoop, outer or Outer())
     state = state or RunState()
     return Telemetry(config, world, folder, PLAN, loop, state, flops_per_token=1, lag=lag)
@@ -246,6 +248,34 @@ def test_the_speed_of_the_first_step_is_no_outlier_in_tensorboard(tmp_path: Path
     assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4, 6]
 
 
+def test_weights_and_biases_gets_the_same_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for state in (RunState(0), RunState(4)):
+        with telemetry(tmp_path, wandb="slow-links", state=state) as own:
+            train(own, range(state.step + 1, state.step + 5))
+            own.publish(state.step + 4, all=True)
+    first, resumed = (path.read_bytes() for path in tmp_path.glob("wandb/offline*/run-*.wandb"))
+    for content in (first, resumed):
+        for expected in (
+            "slow-links",
+            "train/loss",
+            f"z_{SENT}",
+            (tmp_path / "wandb/run-id").read_text(),
+        ):
+            assert expected.encode() in content
+
+
+def test_weights_and_biases_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r'"slow-links" needs the package wandb: .*pip install'):
+        telemetry(tmp_path, wandb="slow-links")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -276,7 +306,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record_files, "write_trace", full)
+    monkeypatch.setattr(records_module, "write_trace", full)
     with telemetry(tmp_path) as own:
         train(own, [1, 2, 3])
         own.write_trace()

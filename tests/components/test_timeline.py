@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.synthetic import round_records
-from torchtitan_diloco.components.records import RoundRecord, WorkerRound, from_record
-from torchtitan_diloco.components.timeline import LANES, PHASES, phases, write_trace
+from torchtitan_diloco.components.records import (
+    LANES,
+    PHASES,
+    RoundRecord,
+    WorkerRound,
+    from_record,
+    phases,
+    write_trace,
+)
 
 NAMES = [name for name in WorkerRound.__struct_fields__ if name.endswith("_at_seconds")]
 MOMENTS = dict.fromkeys(NAMES, st.just(math.nan) | st.floats(-1e3, 1e3))

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchtitan_diloco
-from torchtitan_diloco.data.files import only_writer
 from torchtitan_diloco.data.prepare import main, parse_quantity, prepare
-from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards
+from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -135,16 +134,6 @@ def test_killed_at_any_point_and_restarted_is_uninterrupted(job: Job, tmp_path: 
     assert content(job.out) == content(tmp_path / "whole")
     after = {name: (job.out / name).stat().st_mtime_ns for name in before}
     assert before == after, "finished shards are kept"
-
-
-def test_an_error_in_the_source_leaves_a_folder_that_continues(job: Job) -> None:
-    texts = write_documents(job.source, documents=200)
-    with job.source.open("a") as file:
-        file.write("no json\n")
-    assert job.run("--shard-tokens", 10_000, "--threads", 1) == 2
-    assert f"a.jsonl, line {len(texts) + 1}: not JSON" in job.error
-    assert list(job.out.glob("train-*.tokens"))
-    assert not (job.out / "corpus.json").exists()
 
 
 def test_finished_folder_stays_as_it_is_and_other_settings_are_refused(job: Job) -> None:

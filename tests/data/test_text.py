@@ -1,5 +1,4 @@
 import gzip
-import io
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tqdm import tqdm
 
 import torchtitan_diloco.data.text as text_module
 from torchtitan_diloco.data.text import (
@@ -224,12 +222,6 @@ def test_fingerprint_follows_the_files(texts: Path) -> None:
         change()
         seen.append(open_corpus(str(texts)).fingerprint)
     assert len(set(seen)) == len(seen)
-
-
-def test_progress_bar_counts_the_bytes_of_the_files(texts: Path) -> None:
-    corpus = open_corpus(f"{texts}/a.md,{texts}/sub")
-    with tqdm(file=io.StringIO()) as bar:
-        assert [bar.n for _ in corpus.read(bar)] == [0, 1, corpus.total_bytes]
 
 
 # --- the standard library ---

@@ -177,9 +177,7 @@ def test_a_position_continues_where_it_was_saved(
         assert first.position == 25 * 6 * 2, "samples of all ranks, the same on each"
         again = share_out(data, tokens, BYTES, 3)
         second = loader(again, rank=rank, ranks=6, start=first.position)
-        third = loader(shards, rank=rank, ranks=6, processes=processes)
-        third.load_state_dict(first.state_dict())
-        assert seen + sequences(second, 15) == seen + sequences(third, 15) == whole
+        assert seen + sequences(second, 15) == whole
 
 
 def test_decided_once_and_the_same_anywhere(

@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco.codecs import (
 )
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, CodecName, Quantization
 
-BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]
+BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
 START = Position()
 
 every_codec = pytest.mark.parametrize("name", CODECS)
@@ -218,9 +218,39 @@ def test_means_are_taken_in_fp32_and_in_order(name: str, weights: list[float]) -
     payloads, out = [encoded(codec, value) for value in values], torch.zeros(1500)
     codec.average(payloads, weights, out)
     assert same_bits(out, mean)
+    assert codec.is_sparse == (out.count_nonzero() < 1000)
     if codec.is_fp32:  # the last payload may be where the mean is written
         codec.average(payloads, weights, payloads[-1].view(torch.float32))
         assert same_bits(payloads[-1].view(torch.float32), mean)
+
+
+# --- the largest values ---------------------------------------------------------------------------
+
+
+@examples
+@given(values=inputs(), top=st.integers(1, 128).map(lambda half: 2 * half))
+def test_the_largest_values_are_sent_as_one_of_two_levels(values: Tensor, top: int) -> None:
+    arrived = round_trip(build("topk", top_values=top), values)
+    for value, got in zip(values.split(UNIT), arrived.split(UNIT), strict=True):
+        sent, magnitudes = got != 0, value.abs()
+        assert torch.equal(got.sign()[sent], value.sign()[sent])
+        assert len(got.abs().unique()) <= 3
+        if 0 < sent.sum() < len(value):  # bf16 has 8 bits of a magnitude
+            least, greatest = magnitudes[sent].min(), magnitudes.max()
+            assert magnitudes[~sent].max() <= least * (1 + 2**-7)
+            assert got.abs().max() <= greatest
+            assert got[sent].abs().min() >= 0.7 * least
+        if len(value) > top:
+            assert sent.sum() <= top
+
+
+def test_all_largest_values_are_sent() -> None:
+    values = torch.randn(3 * UNIT, generator=torch.Generator().manual_seed(4))
+    arrived = round_trip(build("topk", top_values=32), values)
+    for value, got in zip(values.split(UNIT), arrived.split(UNIT), strict=True):
+        assert set(value.abs().topk(32).indices.tolist()) == set(got.nonzero().flatten().tolist())
+        sent = got != 0
+        assert (value - got)[sent].norm() < 0.15 * value[sent].norm()
 
 
 # --- hard inputs ----------------------------------------------------------------------------------
@@ -305,6 +335,7 @@ fp4_e3m0 nearest    401af5266800000066067e78
 fp4_e3m0 stochastic 400af5266800100176077e78
 ternary  nearest    201c020014827c
 ternary  stochastic 200c060014827c
+topk     nearest    056c4009440001208007200103100110f0000ed0000cb000233cc040
 """
 
 
@@ -320,6 +351,11 @@ def test_golden_payloads(name: str, rounding: str, payload: str) -> None:
 def test_four_bits_with_scales_and_header(name: str) -> None:
     assert 8 * (build(name).wire_bytes(100_001) + 64) <= 4.25 * 100_001
     assert build(name, block_size=32).wire_bytes(2**20) * 8 == 4.25 * 2**20
+
+
+@pytest.mark.parametrize(("top", "bits"), [(10, 0.1484375), (16, 0.21875), (32, 0.40625)])
+def test_bits_of_the_largest_values(top: int, bits: float) -> None:
+    assert 8 * build("topk", top_values=top).wire_bytes(2**20) == bits * 2**20
 
 
 def test_the_settings_offer_exactly_the_registered_formats() -> None:

@@ -121,6 +121,22 @@ def test_any_module() -> None:
     assert [fragment.name for fragment in named] == ["trunk.0", "trunk.1"]
 
 
+def test_blocks_in_a_module_dict() -> None:
+    """As in torchtitan, and not the dict that holds the parts of a model, as in nanoGPT."""
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in range(3)})
+    found = build_fragments(model, Fragments(layers_per_fragment=1))
+    assert [fragment.name for fragment in found] == ["layers.0", "layers.1", "layers.2"]
+    model = nn.Module()
+    parts = {
+        "wte": nn.Embedding(2, 2),
+        "h": nn.ModuleList([nn.Linear(2, 2)]),
+        "ln": nn.Linear(2, 2),
+    }
+    model.transformer = nn.ModuleDict(parts)
+    assert build_fragments(model, Fragments())[0].name == "transformer.h.0"
+
+
 def test_frozen_and_tied_parameters() -> None:
     model = nn.Module()
     model.embedding = nn.Embedding(5, 4)

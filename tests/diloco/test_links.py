@@ -159,9 +159,10 @@ def test_a_slow_link_and_a_slow_worker_are_told_apart(tmp_path: Path) -> None:
     second_part = tmp_path / "second part"
     logs = [tmp_path / f"worker-{worker}.txt" for worker in range(WORKERS)]
     with (
-        network_of(WORKERS, up=[FAST, FAST, SLOW], down=FAST) as network,
+        network_of(WORKERS, up=FAST, down=FAST) as network,
         processes_in(network, logs, time_rounds, second_part) as programs,
     ):
+        network.set_rate(CULPRIT, up=SLOW, down=FAST)
         until(lambda: seen_in(logs, 0))
         network.set_rate(CULPRIT, up=FAST, down=FAST)
         second_part.touch()
@@ -203,9 +204,10 @@ def test_a_cut_link_is_told_and_passes_and_a_death_in_a_payload_is_named(tmp_pat
         return all(log.exists() and re.search(pattern, log.read_text()) for log in logs[:CULPRIT])
 
     with (
-        network_of(WORKERS, up=[FAST, FAST, 8.0], down=FAST) as network,
+        network_of(WORKERS, up=FAST, down=FAST) as network,
         processes_in(network, logs, exchange_until_lost, 100) as programs,
     ):
+        network.set_rate(CULPRIT, up=8.0, down=FAST)
         # Above what the start sends: the broadcast comes from worker 0.
         until(lambda: network.counters(CULPRIT)[0] > 3e6)
         network._run(network.switch, f"ip link set {port_of(CULPRIT)} down")

@@ -78,7 +78,8 @@ class Wire:
         return delta if self.case.workers == 1 else self._coded(self.codec, sender, delta)
 
     def gather(self, sender: Sender, mean: Values) -> Values:
-        return mean if self.case.workers <= 2 else self._coded(self.gather_codec, sender, mean)
+        at_once = self.case.workers <= 2 or self.codec.is_sparse
+        return mean if at_once else self._coded(self.gather_codec, sender, mean)
 
     def _coded(self, codec: Codec, sender: Sender, values: Values) -> Values:
         chosen, arrived = self.case.config, dict[str, list[Tensor]]()
@@ -227,6 +228,7 @@ CODED = [
     STOCHASTIC,
     Quantization(codec="fp4_e2m1", error_feedback=True),
     TERNARY,
+    Quantization(codec="topk", top_values=6, error_feedback=True),
 ]
 
 

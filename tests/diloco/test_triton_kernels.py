@@ -21,9 +21,10 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Position, blocks, build_codec
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
+from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
-BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16")]
+BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
 POSITION = Position(key=0x9234567812345678, start=7 * UNIT)
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
 
@@ -139,6 +140,21 @@ def compare_any_bytes(name: str, block: int, device: str) -> None:
     compare_decoded(plain, kernels, payload.to(torch.uint8), length, device)
 
 
+def compare_largest(length: int, top: int, device: str) -> None:
+    plain, kernels = (TopKCodec("topk", top) for _ in range(2))
+    plain.use_kernels = False
+    values = inputs(length, 64, 0)
+    expected = torch.zeros(plain.wire_bytes(length), dtype=torch.uint8)
+    payload = Guarded(torch.zeros_like(expected), device)
+    plain.encode(values, expected)
+    kernels.encode(Guarded(values, device).inside, payload.inside)
+    assert torch.equal(payload.read(), expected)
+    out, decoded = Guarded(torch.ones(length), device), torch.ones(length)
+    kernels.decode(payload.inside, out.inside)
+    plain.decode(expected, decoded)
+    assert same_bits(out.read(), decoded)
+
+
 # --- in Triton's interpreter ----------------------------------------------------------------------
 
 
@@ -172,6 +188,14 @@ def test_interpreted_kernels_make_the_bits_of_torch(
     interpreter: Callable[..., Any], name: str, rounding: str
 ) -> None:
     interpreter(_compare_all, name, rounding)
+
+
+@needs_triton
+@pytest.mark.parametrize(("length", "top"), [(0, 16), (15, 16), (UNIT, 256), (UNIT + 700, 10)])
+def test_the_interpreted_kernel_finds_the_largest_values(
+    interpreter: Callable[..., Any], length: int, top: int
+) -> None:
+    interpreter(compare_largest, length, top, "cpu")
 
 
 # --- compiled for a GPU that is not there ---------------------------------------------------------
@@ -216,6 +240,10 @@ def _compile_all(cache: Path) -> None:
     assert kernels is not None
     encoder, averager = _Compiled(kernels.encode_units), _Compiled(kernels.average_units)
     kernels.encode_units, kernels.average_units = encoder, averager  # type: ignore[attr-defined]
+    largest = _Compiled(kernels.encode_largest_of_units)
+    kernels.encode_largest_of_units = largest  # type: ignore[attr-defined]
+    room = torch.zeros(64 * UNIT, dtype=torch.uint8)
+    kernels.encode_largest(torch.zeros(64 * UNIT + 1), room, 10)
     for index, name in enumerate(BLOCK_CODECS):
         rounding, length = ("nearest", 64 * UNIT) if index % 2 else ("stochastic", 64 * UNIT + 1)
         codec = build(name, rounding, BLOCK_SIZES[index], kernels=True)
@@ -224,9 +252,11 @@ def _compile_all(cache: Path) -> None:
         residual = values if rounding == "stochastic" else None
         kernels.encode(values, residual, payload, codec.format, POSITION)
         kernels.average([payload] * 3, WEIGHTS[:3], values, codec.format)
-    assert "fma" not in encoder.ptx, "a merged product and sum is rounded otherwise than torch's"
+    assert "fma" not in encoder.ptx + largest.ptx, (
+        "a merged product and sum is rounded otherwise than torch's"
+    )
     assert "fma.rn.f32" in averager.ptx
-    assert ".ftz" not in encoder.ptx + averager.ptx, "subnormal numbers would be lost"
+    assert ".ftz" not in encoder.ptx + largest.ptx + averager.ptx, "subnormal numbers would be lost"
 
 
 @needs_triton
@@ -249,6 +279,14 @@ def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str, rounding: s
             compare(name, rounding, block, inputs(length, block, kind), "cuda")
         compare_any_bytes(name, block, "cuda")
         compare_means(name, block, 300 * UNIT + 1, "cuda")
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("top", [2, 10, 32, 256])
+def test_the_kernel_on_a_gpu_finds_the_largest_values(top: int) -> None:
+    for length in (0, 1, 15, 1023, 1025, 512 * UNIT, 700 * UNIT + 333):
+        compare_largest(length, top, "cuda")
 
 
 # --- which kernels there are ----------------------------------------------------------------------

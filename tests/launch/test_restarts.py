@@ -32,14 +32,15 @@ def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
         if step and not (tmp_path / f"run/checkpoints/step-{step}").exists():
             save(tmp_path / "run", step)
         assert decide.after_crash("it crashed") == arguments
-        assert decide.origin == (f"the checkpoint of step {step}" if step else "the beginning")
+        origin = f"the checkpoint of step {step}" if step else "the beginning"
+        assert decide.announcement.startswith(f"starting again from {origin} in ")
         pauses.append(decide.pause_seconds)
     assert pauses == [5, 10, 5, 10, 5]
     decide.after_crash("it crashed")
     reason = "2 restarts from the checkpoint of step 9 brought no new checkpoint"
     with pytest.raises(NotRestartedError, match=reason):
         decide.after_crash("it crashed")
-    assert decide.summary().startswith("started again 6 times, after: it crashed; it crashed;")
+    assert decide.summary.startswith("started again 6 times, after: it crashed; it crashed;")
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,11 @@ def test_impossible_conditions_are_refused() -> None:
 # --- bytes ---------------------------------------------------------------------------------------
 
 SIZES = [10_000, 100_001, CHUNK, 2 * CHUNK + 7777]
-WIRES = [Quantization(codec="fp32"), Quantization(codec="fp4_e3m0", gather_codec="bf16")]
+WIRES = [
+    Quantization(codec="fp32"),
+    Quantization(codec="fp4_e3m0", gather_codec="bf16"),
+    Quantization(codec="topk"),
+]
 
 
 def _traffic(wire: Quantization) -> list[tuple[float, float]]:

@@ -11,8 +11,7 @@ import pytest
 
 from tests.conftest import REPOSITORY, page_commands
 from tests.report.synthetic import FRAGMENTS, round_records, step_records, summary, write_run
-from torchtitan_diloco.components.records import RoundRecord, Summary, WorkerRound
-from torchtitan_diloco.components.timeline import PHASES, phases
+from torchtitan_diloco.components.records import PHASES, RoundRecord, Summary, WorkerRound, phases
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (

@@ -1,8 +1,8 @@
-"""TensorBoard: few curves first, each with its unit and scope, and the settings of the run."""
+"""TensorBoard and Weights & Biases: few curves first, and the settings of the run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -10,6 +10,8 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import hparams
 
 from torchtitan_diloco.components.records import Record
+from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.utils import install_command
 
 FIRST = {
     "train/loss_nats_per_token_global": ("train/loss", "nats per token, mean over all workers"),
@@ -45,8 +47,36 @@ COMPARED = ("train/loss", "val/loss", "speed/tokens_per_s")
 """Curves whose last values stand beside the settings in the tab HPARAMS."""
 
 
-class Board:
-    """Event files of a run that was resumed after `step`."""
+class Board(Protocol):
+    def add(self, step: int, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_boards(
+    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
+) -> list[Board]:
+    """Open the boards of a run that was resumed after `step`."""
+    boards: list[Board] = []
+    if config.tensorboard:
+        boards.append(TensorBoard(folder / "tensorboard", step, settings))
+    if config.wandb:
+        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
+    return boards
+
+
+def curves(step: int, record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
+    """Yield tag, description and value of what is known.
+
+    The first step's speed is left out, as it would dwarf the others.
+    """
+    for name, value in record.items():
+        slow = step == first_step and name.startswith("speed/")
+        if value is not None and not slow:
+            yield *FIRST.get(name, (f"{REST}{name}", "")), value
+
+
+class TensorBoard:
+    """Event files."""
 
     def __init__(self, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         self._files, self._first_step = FileWriter(str(folder), flush_secs=10), step + 1
@@ -61,17 +91,50 @@ class Board:
             self._files.add_summary(summary)
 
     def add(self, step: int, record: Record) -> None:
-        """Add the values that are known. The first step's speed would dwarf the others."""
-        for name, value in record.items():
-            slow = step == self._first_step and name.startswith("speed/")
-            if value is not None and not slow:
-                tag, text = FIRST.get(name, (f"{REST}{name}", ""))
-                metadata = None
-                if text and tag not in self._described:
-                    metadata = SummaryMetadata(summary_description=text)
-                    self._described.add(tag)
-                scalar = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
-                self._files.add_summary(Summary(value=[scalar]), step)
+        for tag, text, value in curves(step, record, self._first_step):
+            metadata = None
+            if text and tag not in self._described:
+                metadata = SummaryMetadata(summary_description=text)
+                self._described.add(tag)
+            scalar = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
+            self._files.add_summary(Summary(value=[scalar]), step)
 
     def close(self) -> None:
         self._files.close()
+
+
+class WeightsAndBiases:
+    """A run in a project of Weights & Biases. A resumed run goes on there."""
+
+    def __init__(self, project: str, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            reason = f'metrics.wandb = "{project}" needs the package wandb'
+            raise ValueError(f"{reason}: {install_command('wandb')}") from error
+        self._first_step, named = step + 1, folder / "wandb" / "run-id"
+        known = named.read_text() if step and named.exists() else None
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                id=known,
+                resume="allow" if known else None,
+                dir=str(folder),
+                config=dict(settings),
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:
+            remedy = "log in with `wandb login`, or set WANDB_MODE=offline"
+            raise ValueError(f'metrics.wandb = "{project}": {remedy} ({error})') from error
+        named.write_text(self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # values of one step come at several times
+
+    def add(self, step: int, record: Record) -> None:
+        values = {tag: value for tag, _, value in curves(step, record, self._first_step)}
+        if values:
+            self._run.log({"step": step} | values)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -248,7 +248,7 @@ class Checkpointer:
         writers: "_Writers",
     ) -> str:
         """Write a checkpoint and return why it failed, the same on every rank, or nothing."""
-        started = time.perf_counter()
+        started, config = time.perf_counter(), self._config
         path = checkpoint_path(self._run, manifest.step)
         if self._world.device.type == "cuda":  # else DCP takes memory of GPU 0 in every process
             torch.cuda.set_device(self._world.device)
@@ -274,7 +274,11 @@ class Checkpointer:
                 )
             return str(error)
         if writers.is_first:
-            self._prune(path)
+            keep = {"keep_latest": config.keep_latest, "keep_every": config.keep_every}
+            try:
+                prune(self._run, path, **keep)
+            except OSError as error:  # the checkpoint itself is saved
+                logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
         megabytes = sum(size for size, _ in manifest.files.values()) / 1e6
         seconds = time.perf_counter() - started
         logger.info(
@@ -312,13 +316,6 @@ class Checkpointer:
                 written.append(folder / name / METADATA)
             files |= {f"{name}/{file.name}": fingerprint(file) for file in written}
         return files
-
-    def _prune(self, path: Path) -> None:
-        keep_latest, keep_every = self._config.keep_latest, self._config.keep_every
-        try:
-            prune(self._run, path, keep_latest=keep_latest, keep_every=keep_every)
-        except OSError as error:  # the checkpoint itself is saved
-            logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
 
 
 def _finish(path: Path, manifest: Manifest) -> None:

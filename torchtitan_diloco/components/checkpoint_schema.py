@@ -163,21 +163,20 @@ def fingerprint(path: Path) -> tuple[int, int]:
 
 def read_patiently(read: Callable[[], Result]) -> Result:
     """Return what `read` returns. Errors of a disk may pass: it is called four times."""
-    for pause in RETRY_AFTER_SECONDS:
+    pauses = iter(RETRY_AFTER_SECONDS)
+    while True:
         try:
             return read()
         except FileNotFoundError:
             raise
-        except OSError:
+        except OSError as error:
+            if (pause := next(pauses, None)) is None:
+                raise UnreadableError(
+                    f"{error.filename} cannot be read ({error.strerror}), which does not prove "
+                    "that it is damaged: start again when the disk answers, or set "
+                    "checkpoint.resume to another checkpoint"
+                ) from None
             time.sleep(pause)
-    try:
-        return read()
-    except OSError as error:
-        raise UnreadableError(
-            f"{error.filename} cannot be read ({error.strerror}), which does not prove that it is "
-            "damaged: start again when the disk answers, or set checkpoint.resume to another "
-            "checkpoint"
-        ) from None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -187,22 +186,19 @@ def read_manifest(path: Path) -> Manifest:
         values = json.loads(read_patiently(lambda: file.read_text(encoding="utf-8")))
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
             raise ValueError("its CRC-32 differs")
+        if values.get("version") == VERSION:
+            return msgspec.convert(values, Manifest)
     except FileNotFoundError:
         raise DamagedError(f"{path} has no {MANIFEST}") from None
     except UnreadableError:
         raise
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DamagedError(f"{file} cannot be used ({error})") from None
-    if values.get("version") != VERSION:
-        raise ValueError(
-            f"{path} was saved in version {values.get('version')} of the schema, and this program "
-            f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved "
-            "it, or start a new run"
-        )
-    try:
-        return msgspec.convert(values, Manifest)
-    except msgspec.ValidationError as error:
-        raise DamagedError(f"{file} cannot be used ({error})") from None
+    raise ValueError(
+        f"{path} was saved in version {values.get('version')} of the schema, and this program "
+        f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved "
+        "it, or start a new run"
+    )
 
 
 def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:

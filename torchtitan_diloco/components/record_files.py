@@ -1,4 +1,4 @@
-"""Files that show a run: metrics.jsonl, TensorBoard events, and a trace of the latest rounds."""
+"""What shows a run: metrics.jsonl, the boards, and a trace of the latest rounds."""
 
 import itertools
 import threading
@@ -11,6 +11,7 @@ import msgspec
 
 from torchtitan_diloco.components.records import Record, RoundRecord, to_line
 from torchtitan_diloco.components.timeline import write_trace
+from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.utils import logger, read_json_lines
 
 if TYPE_CHECKING:
@@ -21,14 +22,15 @@ class RecordFiles:
     """Writes records to the folder of a run; to nothing if it is None.
 
     A run that was resumed after `step` does not keep the records of later steps, which it repeats.
-    A full disk loses records, but does not end the run. `settings` are shown in TensorBoard; None:
-    no TensorBoard.
+    A full disk loses records, but does not end the run. The boards show `settings`.
     """
 
-    def __init__(self, folder: Path | None, step: int, settings: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, config: Metrics, folder: Path | None, step: int, settings: Mapping[str, Any]
+    ) -> None:
         self._folder = folder
         self._lines: TextIO | None = None
-        self._board: Board | None = None
+        self._boards: list[Board] = []
         self._failed = False
         self._writing = threading.Lock()
         if folder is None:
@@ -36,20 +38,20 @@ class RecordFiles:
         path = folder / "metrics.jsonl"
         drop_records_after(path, step)
         self._lines = path.open("a", buffering=1, encoding="utf-8")
-        if settings is not None:
+        if config.tensorboard or config.wandb:
             from torchtitan_diloco.components import board  # slow to import
 
-            self._board = board.Board(folder / "tensorboard", step, settings)
+            self._boards = board.open_boards(config, folder, step, settings)
 
     def write(
         self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
     ) -> None:
-        """Write a line of JSON and the TensorBoard scalars of a step."""
+        """Write a line of JSON and the curves of a step."""
         with self._tolerating_a_full_disk():
             if self._lines is not None:
                 self._lines.write(to_line(line))
-            if self._board is not None:
-                self._board.add(step, scalars or {})
+            for board in self._boards:
+                board.add(step, scalars or {})
 
     def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
         """Write a trace file of these rounds."""
@@ -58,7 +60,7 @@ class RecordFiles:
                 write_trace(self._folder / "traces" / "fragments.json", rounds)
 
     def close(self) -> None:
-        for opened in (self._lines, self._board):
+        for opened in (self._lines, *self._boards):
             with suppress(OSError):
                 if opened is not None:
                     opened.close()

@@ -1,15 +1,25 @@
-"""Records of metrics.jsonl: their fields, and how they are written and read.
+"""Records of metrics.jsonl: their fields, how they are written and read, and their timeline.
 
 docs/report.md says what each field means. A number that is not known is NaN in memory and null in
 the file. Records of steps are dictionaries, because their keys depend on the run.
 """
 
+import itertools
+import json
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeVar
 
 import msgspec
+
+from torchtitan_diloco.utils import logger, read_json_lines
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.components.board import Board
 
 NAN = math.nan
 Record = dict[str, Any]
@@ -151,3 +161,176 @@ def _null_to_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [NAN if item is None else _null_to_nan(item) for item in value]
     return value
+
+
+class RecordFiles:
+    """Writes records to the folder of a run, if there is one. A full disk loses them, no more.
+
+    A run that was resumed after `step` does not keep those of later steps, which it repeats.
+    Without `settings`, which TensorBoard compares runs by, there is no TensorBoard.
+    """
+
+    def __init__(self, folder: Path | None, step: int, settings: Mapping[str, Any] | None) -> None:
+        self._folder, self._failed, self._writing = folder, False, threading.Lock()
+        self._lines: TextIO | None = None
+        self._board: Board | None = None
+        if folder is not None:
+            drop_records_after(folder / "metrics.jsonl", step)
+            self._lines = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        if folder is not None and settings is not None:
+            from torchtitan_diloco.components import board  # slow to import
+
+            self._board = board.Board(folder / "tensorboard", step, settings)
+
+    def write(
+        self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
+    ) -> None:
+        """Write a line of JSON and the TensorBoard scalars of a step."""
+        with self._tolerating_a_full_disk():
+            if self._lines is not None:
+                self._lines.write(to_line(line))
+            if self._board is not None:
+                self._board.add(step, scalars or {})
+
+    def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
+        """Write a trace file of these rounds."""
+        if self._folder is not None and rounds:
+            with self._tolerating_a_full_disk():
+                write_trace(self._folder / "traces" / "fragments.json", rounds)
+
+    def close(self) -> None:
+        for opened in (self._lines, self._board):
+            with suppress(OSError):
+                if opened is not None:
+                    opened.close()
+
+    @contextmanager
+    def _tolerating_a_full_disk(self) -> Iterator[None]:
+        try:
+            with self._writing:  # silence is recorded by a thread of its own
+                yield
+        except OSError as error:
+            if not self._failed:
+                reason = f"cannot write records to {self._folder} ({error.strerror})"
+                logger.error(f"{reason}; they are lost until there is room again")
+            self._failed = True
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Drop records of steps that a resumed run repeats. If it starts over, put them all aside."""
+    if not path.exists():
+        return
+    if step == 0:
+        names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        path.rename(aside)
+        logger.warning(
+            f"{path.parent} holds a run without a checkpoint, which starts over; its records are "
+            f"kept in {aside.name}"
+        )
+        return
+    records, unreadable = read_json_lines(path)
+    known = [record for record in records if isinstance(record.get("step"), int)]
+    unreadable += len(records) - len(known)
+    if unreadable:
+        logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
+    kept = [to_line(record) for record in known if record["step"] <= step]
+    new = path.with_suffix(".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(path)
+
+
+# --- timeline and trace file ----------------------------------------------------------------------
+
+Lane = Literal["training", "exchange"]
+"""The training thread, and the thread that exchanges in the background."""
+LANES: tuple[Lane, ...] = ("training", "exchange")
+
+PHASES: dict[str, tuple[Lane, str, str, str]] = {
+    "taking": ("training", "due", "taken", "series-5"),
+    "waiting": ("training", "asked", "arrived", "series-2"),
+    "merging": ("training", "arrived", "applied", "series-4"),
+    "encoding": ("exchange", "begun", "encoded", "series-1"),
+    "waiting for others": ("exchange", "encoded", "heard", "series-8"),
+    "transfer": ("exchange", "heard", "received", "series-3"),
+    "outer step": ("exchange", "received", "ready", "series-6"),
+}
+"""Lane, start, end and colour. Moments are fields of WorkerRound without `_at_seconds`."""
+ROUND_KEYS = ("fragment", "fragment_name", "outer_round")
+"""Attributes of a round that stand beside each of its phases in a trace file."""
+PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
+
+
+class Phase(NamedTuple):
+    worker: int
+    lane: Lane
+    start_seconds: float
+    end_seconds: float
+    name: str
+    """A key of PHASES."""
+    round: RoundRecord
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+
+def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
+    """Return what both threads of every worker did when, sorted by worker, lane and time.
+
+    Moments are on worker 0's clock, up to the latency of a header. Where two phases of a thread
+    would overlap, the later one starts where the earlier one ends.
+    """
+    found = [phase for record in rounds for phase in _phases_of_round(record)]
+    found.sort(key=lambda p: (p.worker, LANES.index(p.lane), p.start_seconds, p.end_seconds))
+    ordered = []
+    for _, lane in itertools.groupby(found, key=lambda phase: (phase.worker, phase.lane)):
+        latest = -math.inf
+        for phase in lane:
+            start = max(phase.start_seconds, latest)
+            latest = max(phase.end_seconds, start)
+            ordered.append(phase._replace(start_seconds=start, end_seconds=latest))
+    return ordered
+
+
+def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
+    for worker, table in enumerate(record.workers):
+        for name, (lane, *moments, _) in PHASES.items():
+            start, end = (getattr(table, f"{moment}_at_seconds") for moment in moments)
+            if -math.inf < start <= end < math.inf:
+                yield Phase(worker, lane, start, end, name, record)
+
+
+def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
+    """Write a trace file for https://ui.perfetto.dev and chrome://tracing.
+
+    It is renamed when it is complete, so that it can be opened during the run.
+    """
+    trace = {"traceEvents": list(_trace_events(phases(rounds))), "displayTimeUnit": "ms"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(trace), encoding="utf-8")
+    new.replace(path)
+
+
+def _trace_events(found: Sequence[Phase]) -> Iterator[dict[str, Any]]:
+    """Yield a process for each worker, a thread for each of its lanes, and the phases."""
+    for worker in sorted({phase.worker for phase in found}):
+        process = {"ph": "M", "pid": worker}
+        yield {**process, "name": "process_name", "args": {"name": f"worker {worker}"}}
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": worker}}
+        for tid, thread in enumerate(("training thread", "exchange in the background")):
+            yield {**process, "name": "thread_name", "tid": tid, "args": {"name": thread}}
+    for phase in found:
+        about = {key: getattr(phase.round, key) for key in ROUND_KEYS}
+        sent = phase.round.workers[phase.worker].sent_bytes
+        yield {
+            "ph": "X",
+            "name": f"{phase.name}, fragment {phase.round.fragment}",
+            "cat": phase.lane,
+            "pid": phase.worker,
+            "tid": LANES.index(phase.lane),
+            "ts": phase.start_seconds * 1e6,  # microseconds
+            "dur": phase.seconds * 1e6,
+            "args": about | ({"sent_bytes": sent} if math.isfinite(sent) else {}),
+        }

@@ -1,7 +1,6 @@
 """The checkpoint that a run starts from, and loading it, on the same layout or another one."""
 
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torchtitan_diloco.components.checkpoint_folders import (
 from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
     OPTIMIZER,
+    RANDOM,
     SHARED,
     DamagedError,
     Manifest,
@@ -69,23 +69,33 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     found = gather_objects((folder, list(own)), world.control)
     if found[0][0] and not folder:  # rank 0 alone has records
         folder = run_folder
-    everywhere = [name for name in found[0][1] if all(name in names for _, names in found)]
-    if not everywhere and any(names for _, names in found):
-        raise ValueError(_no_common_step([names for _, names in found]))
+    seen = [names for _, names in found]
+    newest_first = sorted(
+        {name for names in seen for name in names}, key=lambda name: (len(name), name), reverse=True
+    )
+    common = {name for name in newest_first if all(name in one for one in seen)}
+    if newest_first and not common:
+        places = {", ".join(one) or "none": rank for rank, one in enumerate(seen)}
+        sees = "; ".join(f"rank {rank} sees {steps}" for steps, rank in places.items())
+        raise ValueError(
+            f"no checkpoint is in all places ({sees}): copy the folder of one to the places that "
+            "lack it, where workers whose state is not in it start from the shared parameters, or "
+            "give another run.folder"
+        )
     wrong: dict[str, str] = {}
-    for name in everywhere:
-        manifest, wrong[name] = _verify(world, Path(own[name]))
-        ahead = [one for _, names in found for one in names[: names.index(name)]]
-        absent = [f"{one} is not in all places" for one in ahead if one not in wrong]
-        if not wrong[name] and (resume == "auto" or not absent):
-            newer = list(own)[: list(own).index(name)]
-            damaged = {own[one]: wrong.get(one, f"{one} is not in all places") for one in newer}
+    for name in newest_first:
+        manifest, problem = None, f"{name} is not in all places"
+        if name in common:
+            manifest, problem = _verify(world, Path(own[name]))
+        if not problem:
+            damaged = {own[newer]: why for newer, why in wrong.items() if newer in own}
             return Start(folder, own[name], manifest, damaged)
         if resume != "auto":
             raise ValueError(
-                f"{wrong[name] or absent[0]}: set checkpoint.resume to another checkpoint, or to "
+                f"{problem}: set checkpoint.resume to another checkpoint, or to "
                 '"auto", which takes the newest one in run.folder that all places have undamaged'
             )
+        wrong[name] = problem
     if wrong:
         raise ValueError(
             "all checkpoints of the run are damaged: "
@@ -93,16 +103,6 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
             + ". Start a new run in another run.folder, or remove them to start this one over"
         )
     return Start(folder)
-
-
-def _no_common_step(names: Sequence[Sequence[str]]) -> str:
-    places = {", ".join(steps) or "none": str(rank) for rank, steps in enumerate(names)}
-    sees = "; ".join(f"rank {rank} sees {steps}" for steps, rank in places.items())
-    return (
-        f"no checkpoint is in all places ({sees}): copy the folder of one to the places"
-        " that lack it, where workers whose state is not in it start from the shared parameters, "
-        "or give another run.folder"
-    )
 
 
 def find_candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
@@ -196,10 +196,10 @@ def restore(
     _check_model(path, own, model)
     notes = list[str]()
     if existed or new_workers == "copy":
-        same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
-        notes += _load_inner(
-            own, model, optimizer, world, parameters=existed, random=existed and same_ranks
-        )
+        kinds = [OPTIMIZER, *([MODEL] if existed else [])]
+        if existed and manifest.ranks_per_worker == world.ranks_per_worker:
+            kinds.append(RANDOM)
+        notes += _load_inner(own, model, optimizer, world, tuple(kinds))
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
@@ -250,26 +250,19 @@ def _load_inner(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
-    *,
-    parameters: bool,
-    random: bool,
+    kinds: tuple[str, ...],
 ) -> list[str]:
-    """Load the state of the optimizer, and on request parameters and random states.
-
-    Return what could not be carried over.
-    """
-    tensors = inner_tensors(model, optimizer)
-    new = {name for name in tensors if name.startswith(OPTIMIZER) and name not in saved.tensors}
-    tensors = {name: one for name, one in tensors.items() if name not in new}
-    if not parameters:
-        tensors = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
-    states = random_states(world.device, world.rank_in_worker) if random else {}
-    states = {name: state for name, state in states.items() if name in saved.tensors}
-    saved.fill(tensors | states)
-    for name, state in states.items():
-        set_state = torch.cuda.set_rng_state if "/cuda/" in name else torch.set_rng_state
-        set_state(state)
-    other = f"optimizer.name was another one: {len(new)} tensors of its state start from zero"
+    """Load the tensors whose names begin with `kinds`. Return what could not be carried over."""
+    own = inner_tensors(model, optimizer) | random_states(world.device, world.rank_in_worker)
+    own = {name: tensor for name, tensor in own.items() if name.startswith(kinds)}
+    known = {name: tensor for name, tensor in own.items() if name in saved.tensors}
+    saved.fill(known)
+    for name, tensor in known.items():
+        if name.startswith(RANDOM):
+            on_gpu = name.startswith(f"{RANDOM}cuda")
+            (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(tensor)
+    new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
+    other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []
 
 

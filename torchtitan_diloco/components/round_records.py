@@ -22,51 +22,6 @@ LEAST_LINK_BYTES = 16_384
 """The time of a smaller message shows when a thread woke up, not how fast the link is."""
 
 
-def _of_every_rank(found: Round) -> dict[str, float]:
-    """Return the numbers of a round that are summed over the ranks of a worker."""
-    return {
-        "parameters": found.values,
-        "sent_bytes": found.traffic.bytes_sent,
-        "received_bytes": found.traffic.bytes_received,
-        "delta_square": found.delta_square,
-        "mean_square": found.mean_square,
-        "dot": found.traffic.dot,
-        "drift_square": float(found.drift) ** 2,
-        "update_square": found.update_square,
-    }
-
-
-def _of_first_rank(found: Round, start: float, workers: int) -> dict[str, float]:
-    """Return the numbers of a round that the first rank of a worker measures for it.
-
-    Moments are seconds since `start`. A new field of WorkerRound is added here.
-    """
-    traffic = found.traffic
-    numbers = {
-        "weight": found.weight,
-        "flags": found.flags,
-        "stopped_seconds": found.stopped,
-        "encoding_seconds": traffic.encoding_seconds,
-        "decoding_seconds": traffic.decoding_seconds,
-        "due_at_seconds": found.due - start,
-        "taken_at_seconds": found.taken - start,
-        "begun_at_seconds": found.begun - start,
-        "encoded_at_seconds": traffic.encoded - start,
-        "heard_at_seconds": max(traffic.heard.values(), default=NAN) - start,
-        "received_at_seconds": traffic.received - start,
-        "ready_at_seconds": found.ready - start,
-        "asked_at_seconds": found.asked - start,
-        "arrived_at_seconds": found.fetched - start,
-        "applied_at_seconds": found.applied - start,
-    }
-    for other in range(workers):
-        size, seconds = traffic.link_bytes.get(other, 0), traffic.link_seconds(other)
-        is_known = size >= LEAST_LINK_BYTES and seconds > 0
-        numbers[f"rate_from/{other}"] = 8 * size / seconds if is_known else NAN
-        numbers[f"heard_after/{other}"] = traffic.heard_after(other)
-    return numbers
-
-
 class RoundTable:
     """Turns the rounds of all ranks into records.
 
@@ -84,10 +39,41 @@ class RoundTable:
         return [value for found in rounds for value in self._numbers(found).values()]
 
     def _numbers(self, found: Round) -> dict[str, float]:
-        own = _of_first_rank(found, self._clock_start, self._world.workers)
-        if self._world.rank_in_worker != 0:
-            own = dict.fromkeys(own, 0.0)
-        return _of_every_rank(found) | own
+        """Return what this rank adds to the numbers of its worker: moments by the first rank."""
+        traffic, start = found.traffic, self._clock_start
+        summed = {
+            "parameters": found.values,
+            "sent_bytes": traffic.bytes_sent,
+            "received_bytes": traffic.bytes_received,
+            "delta_square": found.delta_square,
+            "mean_square": found.mean_square,
+            "dot": traffic.dot,
+            "drift_square": float(found.drift) ** 2,
+            "update_square": found.update_square,
+        }
+        own = {
+            "weight": found.weight,
+            "flags": found.flags,
+            "stopped_seconds": found.stopped,
+            "encoding_seconds": traffic.encoding_seconds,
+            "decoding_seconds": traffic.decoding_seconds,
+            "due_at_seconds": found.due - start,
+            "taken_at_seconds": found.taken - start,
+            "begun_at_seconds": found.begun - start,
+            "encoded_at_seconds": traffic.encoded - start,
+            "heard_at_seconds": max(traffic.heard.values(), default=NAN) - start,
+            "received_at_seconds": traffic.received - start,
+            "ready_at_seconds": found.ready - start,
+            "asked_at_seconds": found.asked - start,
+            "arrived_at_seconds": found.fetched - start,
+            "applied_at_seconds": found.applied - start,
+        }
+        for other in range(self._world.workers):
+            size, seconds = traffic.link_bytes.get(other, 0), traffic.link_seconds(other)
+            is_known = size >= LEAST_LINK_BYTES and seconds > 0
+            own[f"rate_from/{other}"] = 8 * size / seconds if is_known else NAN
+            own[f"heard_after/{other}"] = traffic.heard_after(other)
+        return summed | (dict.fromkeys(own, 0.0) if self._world.rank_in_worker else own)
 
     def records(self, rounds: Sequence[Round], table: NDArray[np.float64]) -> Iterator[RoundRecord]:
         """Yield a record for each round. `table` has a row for each worker."""
@@ -186,6 +172,10 @@ def known(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+def percent_without(part: float, whole: float) -> float:
+    return max(100 - 100 * part / whole, 0.0) if whole else NAN  # NaN stays NaN
+
+
 def round_scalars(record: RoundRecord) -> Record:
     """Return the numbers of a round by TensorBoard tag: means over workers, without moments."""
     scalars: dict[str, float] = {}
@@ -196,8 +186,7 @@ def round_scalars(record: RoundRecord) -> Record:
     waited, exchange = (
         scalars[f"{key}_seconds_mean_over_workers"] for key in ("waited", "exchange")
     )
-    hidden = max(100 - 100 * waited / exchange, 0.0) if exchange else NAN  # NaN stays NaN
-    scalars["hidden_percent_mean_over_workers"] = hidden
+    scalars["hidden_percent_mean_over_workers"] = percent_without(waited, exchange)
     for key in ("update_norm", "late_by_seconds", "participants"):
         scalars[key] = getattr(record, key)
     tags = {f"round_{key}/fragment_{record.fragment}": value for key, value in scalars.items()}

@@ -155,19 +155,25 @@ def _check_still_latest(resume: str, folder: str, start: Start) -> None:
 def _first_worker_on_disk(world: World, path: Path) -> int:
     """Return the first of the workers that see this folder. All ranks of a worker have to.
 
-    The first rank of each worker creates a file, and every rank looks which of them it sees.
+    The first rank of a worker creates a file with its number, unless another one on the same disk
+    has, and every rank looks whose file it sees.
     """
-    token = broadcast_object(secrets.token_hex(8), str, world.control)
-    marks = [path / f".worker-{worker}-{token}" for worker in range(world.workers)]
-    shows = _explaining_errors()(marks[world.worker].touch)
-    on_all_ranks(world, lambda: shows() if world.rank_in_worker == 0 else None)
+    mark = path / f".place-{broadcast_object(secrets.token_hex(8), str, world.control)}"
+
+    def create() -> None:
+        if world.rank_in_worker == 0:
+            with _explaining_errors(), suppress(FileExistsError), mark.open("x") as file:
+                file.write(str(world.worker))
+
+    on_all_ranks(world, create)
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-    while not all(seen := [mark.exists() for mark in marks]) and time.monotonic() < deadline:
+    while not (seen := mark.read_text() if mark.exists() else "") and time.monotonic() < deadline:
         time.sleep(0.2)
     answers = gather_objects(seen, world.control)
-    if world.rank_in_worker == 0:
-        marks[world.worker].unlink()
-    blind = [rank for rank, one in enumerate(answers) if not one[rank // world.ranks_per_worker]]
+    if world.rank_in_worker == 0 and seen == str(world.worker):
+        mark.unlink()
+    of_workers, each = answers[:: world.ranks_per_worker], world.ranks_per_worker
+    blind = [n for n, one in enumerate(answers) if not one or one != of_workers[n // each]]
     if blind:
         raise ValueError(
             f"run.folder = {path} of the first rank of a worker is not seen by its ranks "
@@ -175,7 +181,6 @@ def _first_worker_on_disk(world: World, path: Path) -> int:
             "share, or save no checkpoints: checkpoint.every = 0, checkpoint.every_minutes = 0, "
             "checkpoint.at_end = false, training.stop_after = 0"
         )
-    first = [one.index(True) for one in answers[:: world.ranks_per_worker]]
-    if any(first):
+    if len(set(of_workers)) > 1:
         logger.info(f"the places share no disk: {path} holds the checkpoints of its own workers")
-    return first[world.worker]
+    return of_workers.index(of_workers[world.worker])

@@ -3,9 +3,10 @@
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
-from torchtitan_diloco.components.records import NAN, Conditions, RoundRecord, Summary
-from torchtitan_diloco.components.round_records import known
+from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
+from torchtitan_diloco.components.round_records import known, percent_without
 from torchtitan_diloco.components.telemetry import OF_WORKER, Telemetry, worker_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.utils import all_reduce_bytes, logger
@@ -43,18 +44,14 @@ def summarise(
         summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / workers
         summary.exchange_seconds_mean_over_ranks = exchange
         summary.exposed_waiting_seconds_mean_over_ranks = waited
-        summary.hidden_percent = _percent_without(waited, exchange)
-        summary.measured_utilisation_percent = _percent_without(exposed, whole)
+        summary.hidden_percent = percent_without(waited, exchange)
+        summary.measured_utilisation_percent = percent_without(exposed, whole)
         summary.observed = observed_conditions(config, totals, telemetry.round_records)
     return summary
 
 
-def _percent_without(part: float, whole: float) -> float:
-    return 100 * max(0.0, 1 - part / whole) if whole else NAN
-
-
-def log_summary(summary: Summary) -> None:
-    """Log the table at the end of a run."""
+def log_summary(summary: Summary, config: Path | None = None) -> None:
+    """Log the table at the end of a run. `config`: the file that starts the same run again."""
     after = summary.counted_after_step
     by_each = "MB by each worker" + (f" after step {after}" if after else "")
     sent, expected = summary.sent_bytes_mean_over_workers, summary.data_parallel_bytes_per_worker
@@ -70,6 +67,9 @@ def log_summary(summary: Summary) -> None:
         rows["sent between workers"] = f"{sent / 1e6:,.1f} {by_each}, as counted"
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows["data parallelism would send"] = f"{would_send} MB {gradients}{ratio}"
+        if config is not None:
+            control = f"./run_train.sh --config {config} --diloco.method none"
+            rows["its loss at equal tokens"] = control
     elif math.isfinite(expected):
         rows["sent between workers"] = f"about {would_send} {by_each} {gradients}"
     if math.isfinite(hidden := summary.hidden_percent):

@@ -3,8 +3,13 @@
 Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
 their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
 wait for each other: the sums are read `lag` steps later. The first rank then writes a record of the
-step and one of each round to metrics.jsonl and TensorBoard (record_files.py), and a line to the
+<<<<<<< HEAD
+step and one of each round to metrics.jsonl and TensorBoard, and a line to the console.
+docs/report.md lists the keys.
+=======
+step and one of each round to metrics.jsonl and the boards (record_files.py), and a line to the
 console. docs/report.md lists the keys.
+>>>>>>> integrations
 """
 
 import math
@@ -17,16 +22,15 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
-from torch.distributed import ReduceOp
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtitan_diloco.components.checkpoint_schema import RunState
-from torchtitan_diloco.components.record_files import RecordFiles
-from torchtitan_diloco.components.records import Record, RoundRecord
+from torchtitan_diloco.components.records import Record, RecordFiles, RoundRecord
 from torchtitan_diloco.components.round_records import (
     RoundTable,
     peak_mbit_per_second,
+    percent_without,
     round_scalars,
 )
 from torchtitan_diloco.components.run_plan import RunPlan
@@ -78,10 +82,9 @@ class _LoggedStep(NamedTuple):
     record: Record
     names: tuple[str, ...]
     rounds: list[Round]
-    table: PendingReduction
-    """A row for each worker: its counters by `names`, then its rounds."""
-    maxima: PendingReduction
-    """Peak memory, and the longest gap of each worker."""
+    sums: PendingReduction
+    """The table with a row for each worker, its counters by `names` and then its rounds; and two
+    numbers of each rank, its peak memory and its longest gap."""
 
 
 class Telemetry:
@@ -89,7 +92,7 @@ class Telemetry:
 
     Call `measure` for every step, `open` after a step that is logged, and `publish` after every
     step. `folder` is the run's, None to write nothing. A resumed run continues `state`. The sums of
-    a logged step are read `lag` steps later. `settings` are what TensorBoard compares runs by.
+    a logged step are read `lag` steps later. `settings` are what the boards compare runs by.
     """
 
     def __init__(
@@ -117,8 +120,8 @@ class Telemetry:
         self.totals: dict[str, float] = dict(state.totals)
         """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
-        shown = (settings or {}) if config.tensorboard else None
-        self.files = RecordFiles(folder if world.is_first else None, state.step, shown)
+        where = folder if world.is_first else None
+        self.files = RecordFiles(config, where, state.step, settings or {})
         self._last_step = state.step
         self._live = tqdm(
             total=plan.total_steps,
@@ -192,17 +195,17 @@ class Telemetry:
         counters = self._counters | self._outer.metrics()
         rounds = [*self._rounds, *self._outer.rounds()]
         own = [*counters.values(), *self._table.row(rounds)]
-        table, gaps = np.zeros((world.workers, len(own))), np.zeros(world.workers)
-        table[world.worker], gaps[world.worker] = own, world.liveness.clock.longest_gap()
-        largest = [peak_memory_bytes(world.device), *gaps.tolist()]
+        table, of_ranks = np.zeros((world.workers, len(own))), np.zeros((world.size, 2))
+        table[world.worker] = own
+        memory, gap = peak_memory_bytes(world.device), world.liveness.clock.longest_gap()
+        of_ranks[world.rank] = memory, gap
         record: Record = {
             "train/lr": lr,
             "train/tokens_global": self.plan.tokens_at(step),
             "time/elapsed_seconds": self.elapsed_seconds,
         }
-        sums = PendingReduction(world, table.ravel().tolist(), where)
-        maxima = PendingReduction(world, largest, where, ReduceOp.MAX)
-        self._in_flight.append(_LoggedStep(step, record, tuple(counters), rounds, sums, maxima))
+        sums = PendingReduction(world, [*table.ravel().tolist(), *of_ranks.ravel().tolist()], where)
+        self._in_flight.append(_LoggedStep(step, record, tuple(counters), rounds, sums))
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
 
     def publish(self, step: int, *, all: bool = False) -> None:
@@ -211,8 +214,9 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            table = np.reshape(logged.table.result(), (self.world.workers, -1))
-            memory, *gaps = logged.maxima.result()
+            sums, size = np.array(logged.sums.result()), self.world.size
+            table = np.reshape(sums[: -2 * size], (self.world.workers, -1))
+            memory, gaps = np.reshape(sums[-2 * size :], (size, 2)).T
             self.count("time/agreement_seconds", time.perf_counter() - started)
             columns, rounds = np.split(table, [len(logged.names)], axis=1)
             records = list(self._table.records(logged.rounds, rounds))
@@ -221,9 +225,9 @@ class Telemetry:
                 self.files.write(found, found.step, round_scalars(found))
             counters = dict(zip(logged.names, columns.T.tolist(), strict=True))
             record = logged.record | self._step_record(counters, records)
-            record["memory/peak_gib_max_over_ranks"] = memory / GIB
-            record["time/longest_gap_seconds_max_over_ranks"] = max(gaps)
-            record["time/longest_gap_worker"] = gaps.index(max(gaps))
+            record["memory/peak_gib_max_over_ranks"] = float(memory.max()) / GIB
+            record["time/longest_gap_seconds_max_over_ranks"] = float(gaps.max())
+            record["time/longest_gap_worker"] = int(gaps.argmax()) // self.world.ranks_per_worker
             self.write(logged.step, record)
             logger.info(_console_line(logged.step, self.plan.total_steps, record))
             self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
@@ -264,7 +268,7 @@ class Telemetry:
             record[f"time/share_{name}_percent_mean_over_ranks"] = share
         if exchange := sums.get("diloco/exchange_seconds"):
             waited = sums.get("diloco/exposed_waiting_seconds", 0.0)
-            record[HIDDEN] = 100 * max(0.0, 1 - waited / exchange)
+            record[HIDDEN] = percent_without(waited, exchange)
         if "diloco/sent_bytes" in sums and workers > 1:
             used = 8e-6 * sums["diloco/sent_bytes"] / workers / wall_seconds
             record["diloco/bandwidth_used_mbit_per_second_mean_over_workers"] = used

@@ -2,14 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan_diloco.components.loss import loss_head
-from torchtitan_diloco.components.telemetry import Telemetry
+from torchtitan_diloco.components.telemetry import Batch, Telemetry
 from torchtitan_diloco.diloco.fragments import drop_gathered
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.distributed.collectives import PendingReduction
@@ -30,7 +31,7 @@ class ValidationResult(NamedTuple):
 @torch.no_grad()
 def validate(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     world: World,
     *,
     chunk_tokens: int,
@@ -51,18 +52,21 @@ def validate(
 
 
 class Validator:
-    """Validates the shared parameters, and on request the workers' own parameters."""
+    """Validates the shared parameters, and if `local` is set the workers' own parameters."""
 
     def __init__(
         self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        world: World,
         outer: OuterLoop,
-        evaluate: Callable[[], ValidationResult],
         *,
+        chunk_tokens: int,
         local: bool,
-        validated: tuple[int, float] | None = None,
+        validated: tuple[int, float] | None,
     ) -> None:
-        """`evaluate` validates what the model holds; `local` asks for the workers' own."""
-        self._outer, self._evaluate, self._local = outer, evaluate, local
+        self._evaluate = partial(validate, model, batches, world, chunk_tokens=chunk_tokens)
+        self._outer, self._local = outer, local
         self.validated = validated
         """Step of the last validation and its loss."""
 

@@ -279,6 +279,9 @@ class Metrics:
     """Steps between two lines on the console and in metrics.jsonl."""
     tensorboard: bool = True
     """Write TensorBoard events to the run folder."""
+    wandb: str = ""
+    """Project of Weights & Biases that gets the same curves (extra `wandb`). Empty: none. Without a
+    network, set the environment variable WANDB_MODE=offline."""
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,33 @@ Sequence i of a corpus is its tokens i*L ... i*L + L: L inputs, and the L target
 Neighbours share one token, so every token but the first is a target exactly once.
 """
 
+import hashlib
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_diloco.data.order import Indices, sequence_indices
 from torchtitan_diloco.data.shards import TokenArray
 from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
 
+Indices = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_ROUNDS = 8  # even, so that the two halves end where they began
+_MIN_BITS = 6  # fewer leave halves of one bit or none, which barely shuffle
+_MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT = np.uint64(32)
 _MICRO_BATCHES_AT_ONCE = 64  # computing the order of so many at once makes it cheap
 
 
@@ -110,7 +118,7 @@ class TrainLoader:
         self._stream = stream
         self._batch_size, self._accumulation = batch_size, accumulation
         self._processes, self._pin_memory = processes, pin_memory
-        self.load_state_dict({"position": start})
+        self._start, self._taken = start // self._streams, 0  # micro-batches since the start
 
     @property
     def position(self) -> int:
@@ -145,14 +153,6 @@ class TrainLoader:
             samples = (self._start + positions).ravel()
             places = samples if self._stream is None else self._stream.positions(samples)
             yield from self._order(places).reshape(positions.shape)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position. Take a new iterator afterwards."""
-        self._start: int = state_dict["position"] // self._streams
-        self._taken = 0  # micro-batches since then
 
 
 class ValidationBatches:
@@ -189,3 +189,53 @@ class ValidationBatches:
             inputs, targets = self._reader[np.minimum(wanted, self.sequences - 1)]
             targets[torch.from_numpy(wanted >= self.sequences)] = IGNORE_INDEX
             yield inputs, targets
+
+
+# --- order of samples -----------------------------------------------------------------------------
+
+
+def sequence_indices(positions: Indices, *, sequences: int, seed: int, shuffle: bool) -> Indices:
+    """Return the sequence at each position of an endless stream of epochs.
+
+    Position p lies in epoch p // n of n sequences. Each epoch is a permutation of its own, computed
+    for each position by a Feistel network (a keyed bijection on b bits), so nothing of the size of
+    the corpus is held or saved.
+    """
+    assert sequences >= 1
+    epochs, places = np.divmod(positions, sequences)
+    if not shuffle or sequences == 1:
+        return places
+    keys = _round_keys(epochs.astype(np.uint64), seed)
+    # The network permutes 0 ... 2**bits - 1. What lands past the end goes through it again until it
+    # lands inside. That stays a bijection, and takes under two passes on average.
+    bits = max((sequences - 1).bit_length(), _MIN_BITS)
+    result = _feistel(places.astype(np.uint64), keys, bits)
+    while (outside := np.flatnonzero(result >= np.uint64(sequences))).size:
+        result[outside] = _feistel(result[outside], keys[:, outside], bits)
+    return result.astype(np.int64)
+
+
+def _round_keys(epochs: _Words, seed: int) -> _Words:
+    """Return [rounds, positions] keys, unrelated between seeds and between epochs."""
+    words = hashlib.sha512(f"order of samples, seed {seed}".encode()).digest()
+    of_seed = np.frombuffer(words, dtype="<u8")[:_ROUNDS].astype(np.uint64)
+    return _mix(of_seed[:, None] + _mix(epochs + np.uint64(1))[None, :])
+
+
+def _feistel(values: _Words, keys: _Words, bits: int) -> _Words:
+    left_bits = bits // 2
+    right_bits = bits - left_bits
+    left = values >> np.uint64(right_bits)
+    right = values & np.uint64(2**right_bits - 1)
+    for key in keys:
+        # The halves swap, and with them their widths, which differ by one when `bits` is odd.
+        left, right = right, left ^ (_mix(right + key) >> np.uint64(64 - left_bits))
+        left_bits, right_bits = right_bits, left_bits
+    return (left << np.uint64(right_bits)) | right
+
+
+def _mix(words: _Words) -> _Words:
+    """Mix each word, so that every bit of the result depends on all bits. Products wrap."""
+    for multiplier in _MULTIPLIERS:
+        words = (words ^ (words >> _SHIFT)) * multiplier
+    return words ^ (words >> _SHIFT)

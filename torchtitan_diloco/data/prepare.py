@@ -11,15 +11,14 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_diloco.data.files import only_writer
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -30,6 +29,7 @@ from torchtitan_diloco.data.shards import (
     Split,
     SplitIndex,
     TokenShards,
+    only_writer,
     read_index,
     write_index,
 )
@@ -45,10 +45,11 @@ from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.utils import available_cores
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
-_JOB_PIECES = 32  # tokenised at once by a thread
-_JOBS_AHEAD = 4  # per thread; bounds memory
+_JOB_PIECES = 32  # for each thread
+_JOBS_AHEAD = 4  # bounds memory
 
-T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def prepare(
@@ -132,7 +133,8 @@ def _write(
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def encode(number: int, piece: Piece) -> tuple[int, npt.NDArray[np.uint32], bool]:
+    def encode(numbered: tuple[int, Piece]) -> tuple[int, npt.NDArray[np.uint32], bool]:
+        number, piece = numbered
         # Where the next piece goes to the other split, the document ends for this one.
         ends_text = piece.ends_document or split_of(number) != split_of(number + 1)
         tokens = tokenizer.encode(piece.text)
@@ -156,21 +158,17 @@ def _write(
 
 
 def _in_threads(
-    function: Callable[..., T], arguments: Iterator[tuple[Any, ...]], threads: int
-) -> Iterator[T]:
+    function: Callable[[Item], Result], items: Iterator[Item], threads: int
+) -> Iterator[Result]:
     """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
-
-    def run(job: list[tuple[Any, ...]]) -> list[T]:
-        return [function(*each) for each in job]
-
-    results: deque[Future[list[T]]] = deque()
+    jobs: deque[Iterator[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        while job := list(islice(arguments, _JOB_PIECES)):
-            results.append(pool.submit(run, job))
-            if len(results) >= _JOBS_AHEAD * threads:
-                yield from results.popleft().result()
-        for result in results:
-            yield from result.result()
+        while job := list(islice(items, _JOB_PIECES * threads)):
+            jobs.append(pool.map(function, job))
+            if len(jobs) == _JOBS_AHEAD:
+                yield from jobs.popleft()
+        for results in jobs:
+            yield from results
 
 
 # --- the command ---

@@ -162,11 +162,7 @@ def _corpus_of_files(spec: str, paths: Iterable[Path], field: str) -> Corpus:
             yield from read_file(path, bar, field)
 
     total = sum(status.st_size for status in files.values())
-    return Corpus(spec, _fingerprint(_unless_usual(field), files), total, read)
-
-
-def _unless_usual(field: str) -> str:
-    return "" if field == TEXT_FIELD else f"{field}\0"
+    return Corpus(spec, _fingerprint(field, files), total, read)
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -182,7 +178,7 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def _fingerprint(text: str, files: dict[Path, os.stat_result]) -> str:
-    digest = hashlib.sha256(f"{text}pieces of {PIECE_CHARACTERS} characters".encode())
+    digest = hashlib.sha256(f"{text}\0pieces of {PIECE_CHARACTERS} characters".encode())
     for path, status in files.items():
         facts = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(facts.encode(errors="surrogateescape"))
@@ -273,7 +269,7 @@ def _hugging_face_dataset(spec: str, field: str) -> Corpus:
             bar.update(len(text))
 
     # Whether a dataset on the hub has changed is not known: its fingerprint is that of its name.
-    return Corpus(spec, _fingerprint(f"{spec}\0{split}\0{_unless_usual(field)}", files), None, read)
+    return Corpus(spec, _fingerprint(f"{spec}\0{split}\0{field}", files), None, read)
 
 
 def _rows(spec: str, source: list[str], split: str) -> Any:

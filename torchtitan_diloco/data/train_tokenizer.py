@@ -9,11 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_diloco.data.files import write_whole
-from torchtitan_diloco.data.hugging_face_tokenizer import byte_characters
 from torchtitan_diloco.data.prepare import parse_quantity
+from torchtitan_diloco.data.shards import write_whole
 from torchtitan_diloco.data.text import Corpus, is_held_out, open_corpus
-from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, build_tokenizer, format_ranks
+from torchtitan_diloco.data.tokenizer import (
+    SPLIT_PATTERN,
+    build_tokenizer,
+    byte_characters,
+    format_ranks,
+)
 from torchtitan_diloco.utils import install_command
 
 

@@ -13,9 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.files import only_writer, write_whole
-from torchtitan_diloco.data.order import sequence_indices
-from torchtitan_diloco.data.shards import TokenArray, Tokens, TokenShards
+from torchtitan_diloco.data.loader import sequence_indices
+from torchtitan_diloco.data.shards import (
+    TokenArray,
+    Tokens,
+    TokenShards,
+    only_writer,
+    write_whole,
+)
 from torchtitan_diloco.data.tokenizer import Tokenizer
 
 Integers = npt.NDArray[np.int64]

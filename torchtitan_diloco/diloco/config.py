@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from torchtitan_diloco.diloco.fields import Section
+
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
-class Fragments:
+class Fragments(Section):
     """Partition of the model into fragments, which synchronise in turn."""
 
     pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
@@ -29,7 +31,7 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class OuterOptimizer:
+class OuterOptimizer(Section):
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
     name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
@@ -53,7 +55,7 @@ class OuterOptimizer:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Section):
     """Overlap of training and communication."""
 
     delay: NotNegative = 1
@@ -72,7 +74,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Beginning(Section):
     """First steps of a run, in which workers drift apart most easily."""
 
     steps: NotNegative = 0
@@ -83,21 +85,24 @@ class Beginning:
 
 
 CodecName = Literal[
-    "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary"
+    "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1", "fp4_e3m0", "ternary", "topk"
 ]
 
 
 @dataclass(frozen=True)
-class Quantization:
+class Quantization(Section):
     """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
-    """Format of the deltas that workers send (docs/wire-formats.md). The paper uses `fp4_e3m0`."""
+    """Format of the deltas that workers send (docs/wire-formats.md). The paper uses `fp4_e3m0`.
+    `topk` sends the largest values only."""
     gather_codec: Literal["same", CodecName] = "same"
     """Format of the means that come back. Only for more than two workers. `same`: as `codec`."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
     bits or fewer."""
+    top_values: Positive = 16
+    """Values of every 1,024 that `topk` sends, an even number up to 256."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """`stochastic` rounds up or down at random, without bias. The random numbers depend on
     `run.seed`."""
@@ -110,7 +115,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Section):
     """Communication between workers."""
 
     interface: str = ""
@@ -128,7 +133,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class DiLoCoConfig:
+class DiLoCoConfig(Section):
     """Synchronisation between workers."""
 
     method: Literal["streaming", "none"] = "streaming"
@@ -159,6 +164,7 @@ class DiLoCoConfig:
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of values that may share a scale: the divisors of the wire formats' unit."""
+MOST_TOP_VALUES = 256
 FEW_ROUNDS = 100
 """Runs with fewer outer rounds than this are known to stay behind data parallelism."""
 
@@ -194,14 +200,23 @@ def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
         nearest = min(BLOCK_SIZES, key=lambda one: abs(one - size))
         reason = f"is {size}, and must be one of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}"
         yield "diloco.quantization.block_size", reason
-    elif size != Quantization.block_size and codecs <= {"fp32", "bf16"}:
+    elif size != Quantization.block_size and codecs <= {"fp32", "bf16", "topk"}:
         reason = f"is {size}, and {chosen.codec} has no blocks: leave it out"
         yield "diloco.quantization.block_size", reason
-    if chosen.gather_codec != "same" and workers <= 2:
+    sparse = chosen.codec == "topk"
+    if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
+        reason = f"is {chosen.top_values}, and must be even and at most {MOST_TOP_VALUES}"
+        yield "diloco.quantization.top_values", reason
+    elif chosen.top_values != Quantization.top_values and not sparse:
+        yield "diloco.quantization.top_values", 'is only read with codec = "topk": leave it out'
+    if chosen.gather_codec == "topk" or (sparse and chosen.gather_codec != "same"):
+        reason = "is not for topk, of which workers send all others everything: leave it out"
+        yield "diloco.quantization.gather_codec", reason
+    elif chosen.gather_codec != "same" and workers <= 2:
         reason = f"is only for more than two workers, and there are {workers}: leave it out"
         yield "diloco.quantization.gather_codec", reason
-    if chosen.rounding == "stochastic" and codecs == {"fp32"}:
-        reason = 'is "stochastic", and fp32 is not rounded: leave it out'
+    if chosen.rounding == "stochastic" and codecs <= {"fp32", "topk"}:
+        reason = f'is "stochastic", and {chosen.codec} is not rounded at random: leave it out'
         yield "diloco.quantization.rounding", reason
     if chosen.error_feedback and chosen.codec == "fp32":
         reason = "has no effect, as fp32 loses nothing: leave it out"

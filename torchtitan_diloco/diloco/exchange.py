@@ -1,9 +1,9 @@
 """The weighted mean of every worker's delta over the inter-worker group.
 
 Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All
-workers decode the same bytes, their own included, so they end with the same bits. With two workers
-each sends all it has to the other. With more, each worker owns a slice of every chunk: it receives
-the others' values of it, and sends the mean to all, encoded a second time.
+workers decode the same bytes, their own included, so they end with the same bits. With two workers,
+and with sparse deltas, each sends all it has to the others. Otherwise each worker owns a slice of
+every chunk: it receives the others' values of it, and sends the mean to all, encoded a second time.
 
 Messages go from worker to worker and not through collectives, so that a lost worker is known by
 name. The headers go first, then the delta in chunks: some are in flight while others are encoded
@@ -56,15 +56,24 @@ def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tup
     return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
 
-def slice_bounds(values: int, workers: int, worker: int) -> tuple[int, int]:
+def slice_owners(workers: int, codec: Codec) -> int:
+    """Return over how many workers the averaging of a chunk is spread.
+
+    It is 1 where all workers send all others everything and each averages it: two workers, and
+    sparse deltas, which are smaller than their mean.
+    """
+    return 1 if workers == 2 or codec.is_sparse else workers
+
+
+def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
     """Return start and end of the part of a chunk that a worker averages; it may be empty.
 
-    With two workers these are all values, with more an equal part in whole units, so that the bytes
+    With one owner these are all values, with more an equal part in whole units, so that the bytes
     of a slice are contiguous in those of the chunk.
     """
-    if workers == 2:
+    if owners == 1:
         return 0, values
-    size = -(-values // (workers * UNIT)) * UNIT
+    size = -(-values // (owners * UNIT)) * UNIT
     return min(worker * size, values), min((worker + 1) * size, values)
 
 
@@ -115,8 +124,9 @@ class Exchange:
         self._device, on_gpu = device, device.type != "cpu"
         self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
-        part = slice_bounds(self._chunk, self.workers, 0)[1]
-        averaging = range(self.workers if self.workers > 2 else 0)
+        self._owners = slice_owners(self.workers, codec)
+        part = slice_bounds(self._chunk, self._owners, 0)[1]
+        averaging = range(self.workers if self._owners > 1 else 0)
 
         def buffers(workers: Iterable[int], size: int) -> dict[int, Bytes]:
             return {one: room(size, device) for one in workers}
@@ -179,7 +189,7 @@ class Exchange:
             self._receive_means(chunk)
         headers: list[Header] = []
         last, count = self._window - 1, len(chunks)
-        lead = last if self.workers == 2 else self._window // 2
+        lead = last if self._owners == 1 else self._window // 2
         for step in range(count + last):
             if step < count:
                 self._send(chunks[step], mine.after(chunks[step].start))
@@ -189,13 +199,13 @@ class Exchange:
                 moments = self._transport.wait(chunk.first_hop)
                 if number <= lead:  # later chunks wait for what this worker has to do before
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
-                if self.workers == 2:
+                if self._owners == 1:
                     self._average(chunk, headers, out=chunk.values)
                 else:
                     self._send_mean(chunk, headers, mean.after(chunk.start))
                 for following in chunks[number + self._window :][:1]:  # in the same buffers
                     self._receive(following)
-            if self.workers > 2 and 0 <= (number := step - last) < count:
+            if self._owners > 1 and 0 <= (number := step - last) < count:
                 self._transport.wait(chunks[number].second_hop)
                 self._collect_means(chunks[number])
                 for following in chunks[number + self._window :][:1]:
@@ -214,7 +224,7 @@ class Exchange:
             values = torch.zeros(size, device=self._device)
             chunk = self._chunk_at(0, values, torch.zeros_like(values) if feedback else None)
             self._encode(chunk, Position())
-            if self.workers == 2:
+            if self._owners == 1:
                 self._average(chunk, everybody, out=values)
             else:
                 self._encode_mean(chunk, everybody, Position())
@@ -252,7 +262,7 @@ class Exchange:
         payload = self._outgoing[slot].part(0, size(values.numel()))
         if self._codec.is_fp32:
             payload.local = values.view(torch.uint8)
-        bounds = [slice_bounds(values.numel(), self.workers, worker) for worker in workers]
+        bounds = [slice_bounds(values.numel(), self._owners, worker) for worker in workers]
         slices = [values[first:last] for first, last in bounds]
         own, mean_size = size(slices[self.me].numel()), self._gather_codec.wire_bytes
         return Chunk(
@@ -326,7 +336,7 @@ class Exchange:
             if worker != self.me:
                 payloads[worker].upload()
         if heard:
-            scope = self._replacing if self.workers == 2 else nullcontext
+            scope = self._replacing if self._owners == 1 else nullcontext
             encoded = [payloads[worker] for worker in heard]
             for values, *pieces in self._pieces(self._codec, out, *encoded):
                 with scope(values):
@@ -339,7 +349,7 @@ class Exchange:
     # --- second hop: the means --------------------------------------------------------------------
 
     def _receive_means(self, chunk: Chunk) -> None:
-        if self.workers > 2:
+        if self._owners > 1:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
             chunk.second_hop = self._transport.receive(rooms, MEANS)
 
@@ -349,7 +359,7 @@ class Exchange:
         self._transport.send(chunk.second_hop, parts, MEANS)
 
     def _encode_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
-        start, end = slice_bounds(chunk.values.numel(), self.workers, self.me)
+        start, end = slice_bounds(chunk.values.numel(), self._owners, self.me)
         mean, encoded = self._mean[: end - start], chunk.means[self.me]
         self._average(chunk, headers, out=mean)
         started = time.perf_counter()

@@ -5,9 +5,22 @@ import math
 import re
 import types
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+
+
+class Section:
+    """Base of config dataclasses: a misspelled keyword is an error that names the right one."""
+
+    def __new__(cls, *_: object, **settings: object) -> Self:
+        own = {entry.name: entry.name for entry in fields(cls)}  # type: ignore[arg-type]
+        for name in (one for one in settings if one not in own):
+            known = {key.rpartition(".")[2]: key for key in setting_types(cls)} | own
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {known[nearest[0]]}?" if nearest else ""
+            raise TypeError(f"{cls.__name__} has no setting {name}{hint}")
+        return super().__new__(cls)
 
 
 def setting_types(section: type, prefix: str = "") -> dict[str, Any]:

@@ -162,17 +162,23 @@ def _split_blocks(
 
 
 def _longest_module_list(model: nn.Module) -> str:
-    """Return the name of the longest list that is in no other, as experts are inside a block."""
+    """Return the name of the longest list that is in no other, as experts are inside a block.
+
+    A ModuleDict counts if its names are numbers, as in torchtitan: others hold parts of a model.
+    """
     lists = {
         name: len(module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module)
+        if isinstance(module, nn.ModuleList)
+        or (isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module))
+        if len(module)
     }
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outermost:
         raise ValueError(
-            "the model has no ModuleList of blocks: name the module that holds them in "
-            "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0"
+            "the model has no ModuleList of blocks, nor a ModuleDict with numbers: name the "
+            "module that holds them in diloco.fragments.blocks, or set "
+            "diloco.fragments.layers_per_fragment = 0"
         )
     longest: str = max(outermost, key=lists.__getitem__)
     return longest

@@ -57,14 +57,15 @@ def log_left_out(headers: list[Header], limit: float) -> None:
         NOT_FINITE: "is not finite",
         OUTLIER: f"is beyond diloco.delta_norm_limit = {limit:g} times its usual norm",
     }
-    for worker, header in enumerate(headers):
-        for flag, reason in reasons.items():
-            if header.flags & flag:
-                logger.warning(
-                    f"fragment {header.fragment}, outer round {header.outer_round}: the delta of "
-                    f"worker {worker} after its step {header.step} {reason}; the worker is left "
-                    "out of this round and takes the shared parameters"
-                )
+    for flag, reason in reasons.items():
+        found = [worker for worker, header in enumerate(headers) if header.flags & flag]
+        if found:
+            first = headers[found[0]]
+            logger.warning(
+                f"fragment {first.fragment}, outer round {first.outer_round}: the delta of worker "
+                f"{' and of '.join(map(str, found))} after step {first.step} {reason}; it is left "
+                "out of this round, and its worker takes the shared parameters"
+            )
 
 
 def is_finite(tensors: Iterable[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.mistakes import check_group, check_model
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -40,8 +41,11 @@ GPU_SHARE = 0.2
 """Share of a GPU's memory that the outer state may take if the settings do not say where it is."""
 
 
-def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_steps: int) -> None:
-    """Raise on settings that are invalid, contradict each other, or do not fit the group."""
+def check_settings(
+    model: nn.Module, group: dist.ProcessGroup | None, config: DiLoCoConfig, total_steps: int
+) -> None:
+    """Raise on settings that are invalid, contradict each other, or do not fit group and model."""
+    check_group(group)
     workers = 1 if group is None else group.size()
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
     mistakes += quantization_mistakes(config.quantization, workers)
@@ -62,6 +66,7 @@ def check_settings(config: DiLoCoConfig, group: dist.ProcessGroup | None, total_
         mistakes.append(("group", reason))
     if mistakes:
         raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
+    check_model(model, group)
 
 
 def agree_on_run(

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing, startup
+from torchtitan_diloco.diloco import healing, mistakes, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
 from torchtitan_diloco.diloco.codecs import random_key
@@ -75,7 +75,7 @@ class StreamingDiLoCo:
             total_steps: length of the run, for `overlap.mixing_end` and `average_at_end`.
             seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
         """
-        startup.check_settings(config, group, total_steps)
+        startup.check_settings(model, group, config, total_steps)
         drop_gathered(model)
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
@@ -86,6 +86,7 @@ class StreamingDiLoCo:
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
         self._inner_steps = healing.InnerSteps(optimizer)
+        self._watch = mistakes.Watch(self.workers, len(self.fragments))
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
         about = config, self.fragments, device, total_steps
@@ -156,10 +157,8 @@ class StreamingDiLoCo:
         check_identity(self._model, state.fragment)
         begin = state.moment()
         state.take_delta()
-        span = begin, state.moment()
-        self._weights[index] = 0.0
-        round_.taken = time.perf_counter()
-        self._meter.expose(round_.taken - round_.due, span)
+        self._weights[index], round_.taken = 0.0, time.perf_counter()
+        self._meter.expose(round_.taken - round_.due, (begin, state.moment()))
         exchanged = self._background.submit(partial(self._exchange, state, round_))
         self._in_flight[index] = round_, exchanged
 
@@ -233,14 +232,14 @@ class StreamingDiLoCo:
         turn, step = (round_.fragment, round_.outer_round), round_.sent_step
         measured = is_measured(round_.outer_round, self.config.measure_every)
         average = self.schedule.is_average(step)
-        chance = self.config.link.drop_probability
-        dropped = is_dropped(chance, self._seed, self.worker, *turn)
+        dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, *turn)
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # of other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            header = Header(flags, self._run, *turn, step, round_.weight, state.checksum)
+            checksums = state.checksum, self._watch.checksum(state.delta)
+            header = Header(flags, self._run, *turn, step, round_.weight, *checksums)
             if self._exchanger is None:
                 headers = healing.settle_weights([header])
             else:
@@ -261,7 +260,7 @@ class StreamingDiLoCo:
                     state.keep()
             round_.ready = time.perf_counter()
         round_.stopped = self._liveness.clock.stopped_since(round_.begun)
-        healing.log_left_out(headers, self.config.delta_norm_limit)
+        self._watch.note(headers, self.config.delta_norm_limit)
 
     # --- shared model -----------------------------------------------------------------------------
 

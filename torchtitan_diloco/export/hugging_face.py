@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_diloco.data.hugging_face_tokenizer import byte_characters
-from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.data.tokenizer import Tokenizer, byte_characters
 from torchtitan_diloco.data.train_tokenizer import byte_level_bpe
 from torchtitan_diloco.export.weights import CONFIG_NAME, new_folder
 from torchtitan_diloco.models import LanguageModel

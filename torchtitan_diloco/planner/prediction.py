@@ -32,7 +32,7 @@ from torchtitan_diloco.diloco.config import (
     Overlap,
     Quantization,
 )
-from torchtitan_diloco.diloco.exchange import chunk_and_window
+from torchtitan_diloco.diloco.exchange import chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
 from torchtitan_diloco.diloco.transport import HEADER_BYTES
@@ -68,6 +68,7 @@ CODEC_TRAITS: dict[str, CodecTraits] = {
     "fp4_e2m1": CodecTraits(2.1e9, 0.3),
     "fp4_e3m0": CodecTraits(2.1e9, 0.3),
     "ternary": CodecTraits(2.2e9, 1.7),
+    "topk": CodecTraits(1.0e9, 1.0),
 }
 
 
@@ -199,9 +200,10 @@ def predict_exchange(
         return 0, outer
     codec, gather = _codecs(quantization)
     chunk, window = chunk_and_window(-(-largest // ranks), codec)
-    hops, sent = 1, codec.wire_bytes(values)
-    if others > 1:  # the others' slices of the delta, and the mean of the own slice to each other
-        hops, sent = 2, others * (sent + gather.wire_bytes(values)) // (others + 1)
+    hops, sent = 1, others * codec.wire_bytes(values)
+    if slice_owners(conditions.workers, codec) > 1:
+        # The others' slices of the delta, and the mean of the own slice to each other.
+        hops, sent = 2, (sent + others * gather.wire_bytes(values)) // (others + 1)
     sent += others * ranks * HEADER_BYTES
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight

@@ -28,6 +28,7 @@ SETTINGS = {
     "checkpoint.resume": "never",
     "metrics.log_every": 1,
     "metrics.tensorboard": "false",
+    "metrics.wandb": "",
 }
 
 

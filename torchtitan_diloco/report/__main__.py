@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_diloco.components.timeline import phases
+from torchtitan_diloco.components.records import phases
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
 from torchtitan_diloco.report.timeline import save_timeline

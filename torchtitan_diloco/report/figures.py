@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan_diloco.components.timeline import PHASE_COLOURS, phases
+from torchtitan_diloco.components.records import PHASE_COLOURS, phases
 from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
 from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
 from torchtitan_diloco.report.run_records import (

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from torchtitan_diloco.components.timeline import LANES, PHASE_COLOURS, Phase
+from torchtitan_diloco.components.records import LANES, PHASE_COLOURS, Phase
 from torchtitan_diloco.report.charts import LIGHT, STYLE, short_number, svg
 from torchtitan_diloco.utils import brief
 

@@ -12,6 +12,7 @@ from torchtitan_diloco.diloco.codecs.blocks import (
     kernels_name,
 )
 from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
+from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import Quantization
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
     "random_key",
 ]
 
-_BUILDERS: dict[str, Callable[[str, int, bool], Codec]] = {
+_DENSE: dict[str, Callable[[str, int, bool], Codec]] = {
     "fp32": Fp32Codec,
     "bf16": Bf16Codec,
     "fp8_e4m3": partial(MiniFloatCodec, exponent=4, mantissa=3, bias=7, top=448.0),
@@ -39,13 +40,15 @@ _BUILDERS: dict[str, Callable[[str, int, bool], Codec]] = {
 }
 """Each is called with (name, block size, stochastic rounding)."""
 
-CODECS = tuple(_BUILDERS)
+CODECS = (*_DENSE, "topk")
 
 
 def build_codec(config: Quantization, name: str = "same") -> Codec:
     """Build the codec of the deltas that workers send, or the one of this name."""
     name = config.codec if name == "same" else name
-    return _BUILDERS[name](name, config.block_size, config.rounding == "stochastic")
+    if name == "topk":
+        return TopKCodec(name, config.top_values)
+    return _DENSE[name](name, config.block_size, config.rounding == "stochastic")
 
 
 def build_gather_codec(config: Quantization) -> Codec:
@@ -64,6 +67,8 @@ def describe(config: Quantization, workers: int) -> str:
     text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if isinstance(codec, BlockCodec):
         text += f", a scale for {config.block_size} values"
+    elif isinstance(codec, TopKCodec):
+        text += f", the largest {codec.top_values} of {UNIT} values"
     if workers > 2 and gather.name != codec.name:
         text += f"; means in {gather.name}"
     if config.rounding == "stochastic":

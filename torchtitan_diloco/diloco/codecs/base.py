@@ -68,6 +68,8 @@ class Codec(ABC):
     is_fp32 = False
     """Payloads are the values as they lie in memory, so they need not be copied to be sent or
     read."""
+    is_sparse = False
+    """Most values are decoded as zero, but fewer of a mean of many workers."""
 
     def __init__(self, name: str, block_size: int, stochastic: bool) -> None:
         self.name, self.block_size, self.stochastic = name, block_size, stochastic

@@ -48,6 +48,13 @@ def kernels_name() -> str:
     return "triton " + ".".join(kernels.triton.__version__.split(".")[:2])
 
 
+def kernels_for(values: Tensor) -> ModuleType | None:
+    # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.
+    if values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        return triton_kernels()
+    return None
+
+
 class Format(NamedTuple):
     """Parameters that define the bits of a format. The kernels are compiled for each."""
 
@@ -187,10 +194,7 @@ class BlockCodec(Codec):
             super().average(payloads, weights, out)
 
     def _kernels(self, values: Tensor) -> ModuleType | None:
-        # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.
-        if self.use_kernels and (values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-            return triton_kernels()
-        return None
+        return kernels_for(values) if self.use_kernels else None
 
     def _sizes(self, values: int) -> list[int]:
         """Return the bytes of the codes and of the scales of at most one unit."""

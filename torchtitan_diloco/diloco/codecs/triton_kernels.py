@@ -19,11 +19,16 @@ import triton
 import triton.language as tl
 
 import torchtitan_diloco.diloco.codecs.base as base
+import torchtitan_diloco.diloco.codecs.topk as topk
 
 UNIT, BIAS, LOWEST, NOT_FINITE = (
     tl.constexpr(number) for number in (base.UNIT, base.BIAS, base.LOWEST, base.NOT_FINITE)
 )
 STRIDE, MIX_1, MIX_2 = (tl.constexpr(number) for number in (base.STRIDE, base.MIX_1, base.MIX_2))
+PLACE_BITS, ENTRY_BITS, ORDER, SCALE, CUT = (
+    tl.constexpr(number)
+    for number in (topk.PLACE_BITS, topk.ENTRY_BITS, topk.ORDER, topk.SCALE, topk.CUT)
+)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TWO_TO_23 = tl.constexpr(2.0**23)
@@ -46,6 +51,11 @@ def average(payloads, weights, out, form):
         shares.append(weight / total)
     arguments = tuple(payloads), tuple(shares), out, *_sizes(out, form)
     _launch(average_units, out, *arguments, COUNT=len(payloads), FORM=form)
+
+
+def encode_largest(values, payload, top_values):
+    """Encode the largest values of each unit."""
+    _launch(encode_largest_of_units, values, values, payload, values.numel(), TOP=top_values)
 
 
 def _sizes(values, form):
@@ -222,3 +232,33 @@ def _draw(first, inside, hash_start, hash_key):
     word = (word ^ (word >> 13)) * MIX_2
     word = word ^ (word >> 16)
     return ((word >> ((inside & 1) * 16).to(tl.uint32)) & LOW_HALF).to(tl.int32)
+
+
+@triton.jit
+def encode_largest_of_units(values, payload, n, TOP: tl.constexpr):
+    """Do what TopKCodec.encode() does. Entries are pairs of 12 bits in 3 bytes."""
+    unit = tl.program_id(0).to(tl.int64)
+    here, rank = values + unit * UNIT, tl.arange(0, UNIT)
+    word = tl.load(here + rank, mask=unit * UNIT + rank < n, other=0.0).to(tl.int32, bitcast=True)
+    order = tl.sort((word & ORDER) | (UNIT - 1 - rank), descending=True)
+    place = UNIT - 1 - (order & (UNIT - 1))
+    real = (rank < TOP) & (unit * UNIT + place < n)
+    sent = tl.load(here + place, mask=real, other=0.0).to(tl.int32, bitcast=True)
+    high = tl.max(sent & SCALE)
+    low = tl.max(tl.where(rank == TOP - 1, sent & SCALE, 0))
+    least, greatest = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    magnitude = (sent & MAGNITUDE).to(tl.float32, bitcast=True)
+    is_upper = magnitude > least + (greatest - least) * CUT
+    entry = place | is_upper.to(tl.int32) << PLACE_BITS
+    entry |= (sent < 0).to(tl.int32) << (PLACE_BITS + 1)
+
+    pair_bytes: tl.constexpr = ENTRY_BITS // 4
+    start = payload + unit * (TOP // 2 * pair_bytes + 4)
+    shifts = tl.arange(0, 2) * ENTRY_BITS
+    pair = tl.sum(tl.reshape(entry, (UNIT // 2, 2)) << shifts[None, :], axis=1)
+    number, byte = tl.arange(0, UNIT // 2), tl.arange(0, 4)
+    addresses = start + number[:, None] * pair_bytes + byte[None, :]
+    stored = (number[:, None] < TOP // 2) & (byte[None, :] < pair_bytes)
+    tl.store(addresses, (pair[:, None] >> 8 * byte[None, :]).to(tl.uint8), mask=stored)
+    scales = (low >> 16) | high
+    tl.store(start + TOP // 2 * pair_bytes + byte, (scales >> 8 * byte).to(tl.uint8))

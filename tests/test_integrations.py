@@ -1,0 +1,186 @@
+"""Callbacks for the training loops of others: in their own loops where they are installed."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.diloco.toy import Net, batch, config, inner_step, parameters, sgd
+from tests.processes import ProcessPool
+from torchtitan_diloco.diloco import StreamingDiLoCo
+from torchtitan_diloco.integrations import (
+    DiLoCoCallback,
+    join_workers,
+    lightning_callback,
+    transformers_callback,
+)
+
+needs_accelerate = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="transformers.Trainer needs accelerate"
+)
+needs_lightning = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="lightning is not installed"
+)
+Run = tuple[dict[str, Tensor], int]
+"""Parameters at the end of a training, and the steps of its outer loop."""
+
+
+def _joined() -> tuple[int, int, list[str]]:
+    group = join_workers()
+    return group.rank(), group.size(), [name for name in os.environ if "RANK" in name]
+
+
+def test_a_framework_finds_one_process(processes: ProcessPool) -> None:
+    assert processes.run(_joined, 2) == [(0, 2, []), (1, 2, [])]
+
+
+def test_a_framework_that_has_joined_the_workers_is_refused() -> None:
+    callback, model = DiLoCoCallback(None, config()), Net()
+    with pytest.raises(ValueError, match="built when training begins"):
+        assert callback.outer
+    with pytest.raises(ValueError, match=r"joined 2 processes.*call .*join_workers\(\) before"):
+        callback._begin(model, sgd(model), ranks=2, total_steps=-1, saved=None)
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+def test_the_callback_of_transformers_is_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """Its hooks are called as Trainer calls them, which needs accelerate."""
+    pytest.importorskip("transformers")
+    args = SimpleNamespace(world_size=1, output_dir=str(tmp_path))
+    own, model = Net(), Net()
+    outer, optimizer, own_optimizer = StreamingDiLoCo(own, None, config()), sgd(model), sgd(own)
+    (tmp_path / "checkpoint-11").mkdir()
+    for first, last in ((1, 11), (12, 20)):
+        callback: Any = transformers_callback(None, config())
+        state = SimpleNamespace(global_step=first - 1, max_steps=20)
+        wrapped = SimpleNamespace(optimizer=optimizer)
+        callback.on_train_begin(args, state, None, model=model, optimizer=wrapped)
+        for step in range(first, last + 1):
+            inner_step(model, optimizer, 0, step)
+            inner_step(own, own_optimizer, 0, step)
+            outer.step()
+            state.global_step = step
+            callback.on_step_end(args, state, None, model=model)
+        assert all(map(torch.equal, parameters(model).values(), parameters(own).values()))
+        callback.on_save(args, state, None, model=model) if last == 11 else None
+    callback.on_train_end(args, state, None, model=model)
+    outer.drain()
+    shared = outer.global_state_dict()
+    assert all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+
+
+class OfTrainer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(tokens)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def _examples(worker: int, key: str) -> list[dict[str, Tensor]]:
+    found = [batch(worker, step) for step in range(48)]
+    return [{key: tokens, "labels": labels} for tokens, labels in found]
+
+
+def _with_trainer(folder: Path) -> list[Run]:
+    from transformers import Trainer, TrainingArguments
+
+    group = join_workers()
+    runs = []
+    for resumed in (None, folder / f"worker-{group.rank()}" / "checkpoint-11"):
+        callback: Any = transformers_callback(group, config())
+        arguments = TrainingArguments(
+            output_dir=str(folder / f"worker-{group.rank()}"),
+            per_device_train_batch_size=2,
+            max_steps=20,
+            save_steps=11,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        model = OfTrainer()
+        data = _examples(group.rank(), "tokens")
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+        trainer.train(resume_from_checkpoint=resumed and str(resumed))
+        runs.append((parameters(model), callback.outer.step_count))
+    return runs
+
+
+def check_runs(found: list[list[Run]]) -> None:
+    """Check that a resumed run ends as an uninterrupted one, with the same model on all workers."""
+    (model, steps), *others = [run for runs in found for run in runs]
+    assert len(others) == 3
+    for other, other_steps in others:
+        assert other_steps == steps
+        assert all(torch.equal(other[name], value) for name, value in model.items())
+
+
+@needs_accelerate
+def test_transformers_trainer_resumes_as_if_uninterrupted(
+    processes: ProcessPool, tmp_path: Path
+) -> None:
+    check_runs(processes.run(_with_trainer, 2, tmp_path))
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, callback: DiLoCoCallback) -> None:
+            super().__init__()
+            self.net, self.callback, self.saw_shared = Net(), callback, False
+
+        def training_step(self, one: dict[str, Tensor], _: int) -> Tensor:
+            logits = self.net(one["tokens"])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), one["labels"].flatten())
+
+        def validation_step(self, *_: Any) -> None:
+            shared = self.callback.outer.global_state_dict()["net.gain"]
+            self.saw_shared = torch.equal(shared, self.net.gain)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    group = join_workers()
+    loader: Any = DataLoader(_examples(group.rank(), "tokens"), batch_size=2)  # type: ignore[arg-type]
+    runs = []
+    for resumed in (None, folder / f"{group.rank()}-epoch=0.ckpt"):
+        callback: Any = lightning_callback(group, config())
+        saves = ModelCheckpoint(folder, filename=f"{group.rank()}-{{epoch}}", save_top_k=-1)
+        module = Module(callback)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            callbacks=[callback, saves],
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader, loader, ckpt_path=resumed)
+        runs.append((parameters(module), callback.outer.step_count))
+    return runs, module.saw_shared
+
+
+@needs_lightning
+def test_lightning_resumes_as_if_uninterrupted(processes: ProcessPool, tmp_path: Path) -> None:
+    found = processes.run(_with_lightning, 2, tmp_path)
+    check_runs([runs for runs, _ in found])
+    assert all(saw_shared for _, saw_shared in found)
+    assert found[0][0][0][1] == 24, "steps of the optimizer, and not batches"

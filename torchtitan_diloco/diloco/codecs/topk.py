@@ -1,0 +1,96 @@
+"""The largest values of each unit, as places and two-bit values: SparseLoCo (arXiv 2508.15706).
+
+What is not sent is lost unless error feedback adds it to the next delta.
+"""
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.diloco.codecs.base import START, UNIT, Codec, Position
+from torchtitan_diloco.diloco.codecs.blocks import kernels_for
+
+PLACE_BITS = 10
+"""Bits of a place in its unit. An entry adds one for the upper level and one for the sign."""
+ENTRY_BITS = PLACE_BITS + 2
+ORDER = 0x7FFFFFFF & -UNIT
+"""The bits of a magnitude that decide what is sent. Of equal ones the first are."""
+SCALE = 0x7FFF0000
+"""The bits of a magnitude in a scale: those of bf16."""
+CUT, LEVELS = 15 / 32, (3 / 16, 3 / 4)
+"""Values are sent as one of two levels between the least magnitude that is sent and the greatest.
+They suit an exponential tail: most values are near the least."""
+
+assert 2**PLACE_BITS == UNIT
+
+
+class TopKCodec(Codec):
+    """Entries of 12 bits for the largest values of a unit, then two scales in bf16."""
+
+    is_sparse = True
+    use_kernels = True
+    """As of `BlockCodec`."""
+
+    def __init__(self, name: str, top_values: int) -> None:
+        super().__init__(name, block_size=UNIT, stochastic=False)
+        assert top_values % 2 == 0
+        self.top_values = top_values
+        self._entry_bytes = top_values * ENTRY_BITS // 8
+
+    def wire_bytes(self, values: int) -> int:
+        return -(-values // UNIT) * (self._entry_bytes + 4)
+
+    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:  # noqa: ARG002
+        if kernels := kernels_for(values) if self.use_kernels else None:
+            kernels.encode_largest(values, payload, self.top_values)
+        elif values.numel():
+            words = self._in_units(values).view(torch.int32)
+            reverse = torch.arange(UNIT, dtype=torch.int32, device=values.device).flip(0)
+            order = words.bitwise_and(ORDER).bitwise_or_(reverse)  # no two are equal
+            places = UNIT - 1 - order.topk(self.top_values).values.bitwise_and_(UNIT - 1)
+            sent = words.gather(1, places.long())
+            magnitudes = sent.bitwise_and(0x7FFFFFFF).view(torch.float32)
+            scales = sent[:, [-1, 0]].bitwise_and_(SCALE)
+            low, high = scales.view(torch.float32).split(1, dim=1)
+            is_upper = magnitudes > low + (high - low) * CUT
+            entries = places | is_upper.int() << PLACE_BITS | (sent < 0).int() << PLACE_BITS + 1
+            pairs = entries[:, ::2] | entries[:, 1::2] << ENTRY_BITS
+            rows = payload.view(len(words), -1)
+            _write_bytes(pairs, rows[:, :-4].unflatten(1, (-1, 3)))
+            _write_bytes(scales >> 16, rows[:, -4:].unflatten(1, (-1, 2)))
+
+    def decode(self, payload: Tensor, values: Tensor) -> None:
+        if not values.numel():
+            return
+        rows = payload.view(-1, self._entry_bytes + 4)
+        pairs = _read_bytes(rows[:, :-4].unflatten(1, (-1, 3)))
+        entries = torch.stack((pairs & 2**ENTRY_BITS - 1, pairs >> ENTRY_BITS), dim=2).flatten(1)
+        scales = _read_bytes(rows[:, -4:].unflatten(1, (-1, 2))) << 16
+        low, high = scales.view(torch.float32).split(1, dim=1)
+        lower, upper = (low + (high - low) * level for level in LEVELS)
+        lower = lower.where(low != 0, 0)  # in a unit with fewer values than entries
+        magnitudes = torch.where((entries >> PLACE_BITS & 1).bool(), upper, lower)
+        sent = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
+        whole = values.numel() % UNIT == 0
+        units = values.view(-1, UNIT) if whole else values.new_empty(len(rows), UNIT)
+        units.zero_().scatter_(1, (entries & UNIT - 1).long(), sent)
+        if not whole:
+            values.copy_(units.view(-1)[: values.numel()])
+
+    def _in_units(self, values: Tensor) -> Tensor:
+        """Return values in rows of a unit, the last one filled up with zeros."""
+        if missing := -values.numel() % UNIT:
+            values = torch.cat((values, values.new_zeros(missing)))
+        return values.view(-1, UNIT)
+
+
+def _write_bytes(words: Tensor, room: Tensor) -> None:
+    """Write the lower bytes of each word, the lowest first, as many as there is room for."""
+    for number in range(room.shape[2]):
+        room[..., number] = words >> 8 * number & 0xFF
+
+
+def _read_bytes(room: Tensor) -> Tensor:
+    words = room[..., 0].int()
+    for number in range(1, room.shape[2]):
+        words = words | room[..., number].int() << 8 * number
+    return words
