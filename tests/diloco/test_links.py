@@ -4,7 +4,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +34,10 @@ def random_values(count: int) -> nn.ParameterDict:
     return nn.ParameterDict({"weight": nn.Parameter(torch.randn(count))})
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object], logs: Sequence[Path] = ()) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, [log.read_text() for log in logs]
         time.sleep(0.02)
 
 
@@ -110,6 +110,7 @@ def time_rounds(second_part: Path) -> None:
     In the second part the culprit is late to every round; it begins when its file exists.
     """
     world = join(WORKERS)
+    torch.manual_seed(world.worker)  # equal deltas would be taken for a mistake
     model = random_values(300_000)
     chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec="int8"))
     outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
@@ -163,7 +164,7 @@ def test_a_slow_link_and_a_slow_worker_are_told_apart(tmp_path: Path) -> None:
         processes_in(network, logs, time_rounds, second_part) as programs,
     ):
         network.set_rate(CULPRIT, up=SLOW, down=FAST)
-        until(lambda: seen_in(logs, 0))
+        until(lambda: seen_in(logs, 0), logs)
         network.set_rate(CULPRIT, up=FAST, down=FAST)
         second_part.touch()
         for program in programs:
