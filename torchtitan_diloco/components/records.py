@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeVar
 
 import msgspec
 
+from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.utils import logger, read_json_lines
 
 if TYPE_CHECKING:
@@ -167,30 +168,32 @@ class RecordFiles:
     """Writes records to the folder of a run, if there is one. A full disk loses them, no more.
 
     A run that was resumed after `step` does not keep those of later steps, which it repeats.
-    Without `settings`, which TensorBoard compares runs by, there is no TensorBoard.
+    The boards show `settings`.
     """
 
-    def __init__(self, folder: Path | None, step: int, settings: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, config: Metrics, folder: Path | None, step: int, settings: Mapping[str, Any]
+    ) -> None:
         self._folder, self._failed, self._writing = folder, False, threading.Lock()
         self._lines: TextIO | None = None
-        self._board: Board | None = None
+        self._boards: list[Board] = []
         if folder is not None:
             drop_records_after(folder / "metrics.jsonl", step)
             self._lines = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        if folder is not None and settings is not None:
+        if folder is not None and (config.tensorboard or config.wandb):
             from torchtitan_diloco.components import board  # slow to import
 
-            self._board = board.Board(folder / "tensorboard", step, settings)
+            self._boards = board.open_boards(config, folder, step, settings)
 
     def write(
         self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
     ) -> None:
-        """Write a line of JSON and the TensorBoard scalars of a step."""
+        """Write a line of JSON and the curves of a step."""
         with self._tolerating_a_full_disk():
             if self._lines is not None:
                 self._lines.write(to_line(line))
-            if self._board is not None:
-                self._board.add(step, scalars or {})
+            for board in self._boards:
+                board.add(step, scalars or {})
 
     def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
         """Write a trace file of these rounds."""
@@ -199,7 +202,7 @@ class RecordFiles:
                 write_trace(self._folder / "traces" / "fragments.json", rounds)
 
     def close(self) -> None:
-        for opened in (self._lines, self._board):
+        for opened in (self._lines, *self._boards):
             with suppress(OSError):
                 if opened is not None:
                     opened.close()

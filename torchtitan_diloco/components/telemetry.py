@@ -3,13 +3,8 @@
 Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
 their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
 wait for each other: the sums are read `lag` steps later. The first rank then writes a record of the
-<<<<<<< HEAD
-step and one of each round to metrics.jsonl and TensorBoard, and a line to the console.
-docs/report.md lists the keys.
-=======
-step and one of each round to metrics.jsonl and the boards (record_files.py), and a line to the
+step and one of each round to metrics.jsonl and the boards (records.py), and a line to the
 console. docs/report.md lists the keys.
->>>>>>> integrations
 """
 
 import math
