@@ -282,8 +282,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             mixing = max(self._mixing(0, 1), LATE_MIXING * (decision.mode is Mode.MIX_LATE))
             measured = is_measured(decision.version, self.config.measure_every)
             state.delta = new
-            drift = state.apply(mixing, measured=measured)
-            round_.drift = round_.drift if drift is None else drift
+            round_.drift = state.apply(mixing, measured=measured)
         else:
             old, state.outer = state.outer, new
             if old.is_cuda:  # the background thread's stream has allocated it
