@@ -9,7 +9,6 @@ two cores. It appends a line of JSON to the file `path` for each step, and for w
 
 import hashlib
 import json
-import queue
 import sys
 import time
 from collections.abc import Sequence
@@ -23,14 +22,12 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.events import Connected, LogRecord
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.log import Entry, Outcome, State
+from torchtitan_diloco.islands.status import open_reader
 
 TOKENS, SAMPLES = 4, 2
 """Weight of a step, and samples of the slot that it reads."""
-READ_SECONDS = 30.0
 
 
 class Job(msgspec.Struct, forbid_unknown_fields=True):
@@ -151,38 +148,19 @@ def _ledger(state: State) -> list[list[list[tuple[int, int, str]]]]:
     ]
 
 
-def read_log(join: Join) -> tuple[State, list[Entry], int]:
-    """Return the state of a log, its entries, and the number of its void records."""
-    connection, state, last = Connection(join, "audit"), State(None), None
-    entries, void, until = list[Entry](), 0, time.monotonic() + READ_SECONDS
-    connection.start(0)
-    try:
-        while last is None or state.sequence < last:
-            try:
-                event = connection.events.get(timeout=until - time.monotonic())
-            except (queue.Empty, ValueError):
-                raise SystemExit("the log cannot be read") from None
-            if isinstance(event, Connected):
-                last = event.last
-            elif isinstance(event, LogRecord):
-                outcome = state.read(event.sequence, event.subject, event.raw)
-                void += bool(outcome.void)
-                entries += [outcome.entry] if outcome.entry is not None else []
-    finally:
-        connection.close()
-    return state, entries, void
-
-
 def audit(join: Join) -> dict[str, Any]:
     """Return figures of a log, and what does not add up in it."""
-    state, entries, void = read_log(join)
+    outcomes: list[Outcome] = []
+    with open_reader(join, outcomes.append) as reader:
+        state = reader.state
+    entries = [one.entry for one in outcomes if one.entry is not None]
     spans = [(span, slot) for slot in state.slots for one in slot.ledgers for span in one.spans]
     fragments = len(state.fragments)
     return {
         "problems": list(_problems(state, entries)),
         "ended": state.ended,
         "records": state.sequence,
-        "void": void,
+        "void": sum(bool(one.void) for one in outcomes),
         "ledger": _ledger(state),
         "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
         "lost_samples": [

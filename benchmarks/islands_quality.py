@@ -11,7 +11,6 @@ Each run is a line of --out: the same command continues where it was interrupted
 
 import copy
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -41,11 +40,10 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, leader
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.events import Connected, LogRecord
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.log import Outcome
 from torchtitan_diloco.islands.server import local_server
+from torchtitan_diloco.islands.status import open_reader
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
 GRACE_SECONDS = 3.0
@@ -291,17 +289,10 @@ class Run:
 
     def read_log(self) -> dict[str, Any]:
         """Return what the log tells of the rounds, and of the samples that were trained."""
-        connection, state, last = Connection(self.join, "reader/0"), State(None), math.inf
-        entries: list[Entry] = []
-        connection.start(0)
-        while state.sequence < last:
-            event = connection.events.get(timeout=30)
-            if isinstance(event, Connected):
-                last = event.last
-            elif isinstance(event, LogRecord):
-                entry = state.read(event.sequence, event.subject, event.raw).entry
-                entries += [entry] if entry else []
-        connection.close()
+        outcomes: list[Outcome] = []
+        with open_reader(self.join, outcomes.append) as reader:
+            state = reader.state
+        entries = [one.entry for one in outcomes if one.entry is not None]
         merged = [0.0] * len(state.slots)
         for number, slot in enumerate(state.slots):
             for span in (span for ledger in slot.ledgers for span in ledger.spans):

@@ -40,6 +40,16 @@ def test_a_framework_finds_one_process(processes: ProcessPool) -> None:
     assert processes.run(_joined, 2) == [(0, 2, []), (1, 2, [])]
 
 
+def test_workers_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match="start it with torchrun"):
+        join_workers()
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES = 4,5 has none for local rank 2"):
+        join_workers()
+
+
 def test_a_framework_that_has_joined_the_workers_is_refused() -> None:
     callback, model = DiLoCoCallback(None, config()), Net()
     with pytest.raises(ValueError, match="built when training begins"):

@@ -27,11 +27,16 @@ def join_workers() -> dist.ProcessGroup:
     From then on a framework finds neither the other processes nor their GPUs: otherwise it would
     average gradients over all of them. Call this before CUDA is used.
     """
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError("join_workers() needs the environment of torchrun: start it with torchrun")
     if torch.cuda.is_initialized():
         raise ValueError("join_workers() picks this process's GPU: call it before CUDA is used")
-    dist.init_process_group("gloo")
     local = int(os.environ["LOCAL_RANK"])
     visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    if visible and local >= len(visible):
+        devices = f"CUDA_VISIBLE_DEVICES = {','.join(visible)}"
+        raise ValueError(f"{devices} has none for local rank {local}: start a process a device")
+    dist.init_process_group("gloo")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[local] if visible else str(local)
     for name in list(os.environ):
         if name in HIDDEN or name.startswith("TORCHELASTIC_"):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +16,6 @@ from torchtitan_diloco.diloco.codecs import (
     Codec,
     Position,
     build_codec,
-    build_gather_codec,
 )
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, CodecName, Quantization
 
@@ -349,14 +347,6 @@ def test_golden_payloads(name: str, rounding: str, payload: str) -> None:
     assert bytes(encoded(codec, GOLDEN_INPUT, Position(12345)).tolist()).hex() == payload
 
 
-@every_codec
-@given(units=st.integers(0, 50), rest=st.integers(0, UNIT - 1), block=blocks)
-def test_sizes_add_up(name: str, units: int, rest: int, block: int) -> None:
-    codec = build(name, block_size=block)
-    unit, last = codec.wire_bytes(UNIT), codec.wire_bytes(rest)
-    assert codec.wire_bytes(units * UNIT + rest) == units * unit + last
-
-
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp4_e3m0"])
 def test_four_bits_with_scales_and_header(name: str) -> None:
     assert 8 * (build(name).wire_bytes(100_001) + 64) <= 4.25 * 100_001
@@ -366,12 +356,6 @@ def test_four_bits_with_scales_and_header(name: str) -> None:
 @pytest.mark.parametrize(("top", "bits"), [(10, 0.1484375), (16, 0.21875), (32, 0.40625)])
 def test_bits_of_the_largest_values(top: int, bits: float) -> None:
     assert 8 * build("topk", top_values=top).wire_bytes(2**20) == bits * 2**20
-
-
-def test_means_may_have_a_format_of_their_own() -> None:
-    chosen = Quantization(codec="fp4_e3m0")
-    assert build_gather_codec(chosen).name == "fp4_e3m0"
-    assert build_gather_codec(replace(chosen, gather_codec="bf16")).name == "bf16"
 
 
 def test_the_settings_offer_exactly_the_registered_formats() -> None:

@@ -1,6 +1,5 @@
 """Workers that went wrong: outliers and what is not finite harm neither the others nor the run."""
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.diloco.toy import Net, batch, config, full, join, parameters, sharded
+from tests.diloco.toy import batch, config, full, join, parameters, sharded
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, settle_weights
@@ -145,43 +144,6 @@ def test_a_matrix_that_jumps_is_left_out_and_heals(
         assert steps == END // shorter - healed_after, "fresh moments"
 
 
-def _resumed_before_a_jump(_: int) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return parameters and flags of the run that went on, and of the resumed one."""
-    world, chosen = join(2), config(2, delay=5)
-    models = Net(), Net()
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in models]
-    loops = [
-        StreamingDiLoCo(model, world.group(WORKER), chosen, optimizer=optimizer)
-        for model, optimizer in zip(models, optimizers, strict=True)
-    ]
-    for step in range(1, 54):
-        learn(models[0], optimizers[0], world.worker, step)
-        loops[0].step()
-    saved = models[0].state_dict(), optimizers[0].state_dict(), loops[0].state_dict()
-    saved = copy.deepcopy(saved)
-    models[1].load_state_dict(saved[0])
-    optimizers[1].load_state_dict(saved[1])
-    loops[1].load_state_dict(saved[2])
-    ends = []
-    for model, optimizer, outer in zip(models, optimizers, loops, strict=True):
-        outer.rounds()
-        for step in range(54, 75):
-            learn(model, optimizer, world.worker, step)
-            if step == 55 and world.worker == 1:
-                multiply(model, 1e3)
-            outer.step()
-        outer.drain()
-        ends.append((parameters(model), [one.flags for one in outer.rounds()]))
-    return ends
-
-
-def test_a_resumed_run_decides_as_the_uninterrupted_one(processes: ProcessPool) -> None:
-    for worker, (went_on, resumed) in enumerate(processes.run(_resumed_before_a_jump, 2, 0)):
-        assert went_on[1] == resumed[1]
-        assert went_on[1].count(OUTLIER) == worker
-        torch.testing.assert_close(went_on[0], resumed[0], rtol=0, atol=0)
-
-
 # --- not finite -----------------------------------------------------------------------------------
 
 
@@ -252,28 +214,6 @@ def test_a_delta_taken_before_the_nan_counts(processes: ProcessPool) -> None:
         shared = (found[worker]["shared"][WEIGHT] for found in (spoiled, clean))
         torch.testing.assert_close(*shared, rtol=0, atol=0)
     assert spoiled[1]["healed"] == [[3]]
-
-
-def _found_at_its_turn(_: int) -> tuple[list[tuple[int, int]], int, float]:
-    """Spoil a parameter whose gradient stays finite, as rows do that no batch reads."""
-    world, model = join(2), Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    outer = StreamingDiLoCo(model, world.group(WORKER), config(2), optimizer=optimizer)
-    for step in range(1, 14):
-        learn(model, optimizer, world.worker, step)
-        if step == 11 and world.worker == 1:
-            spoil(model)
-        outer.step()
-    flagged = [(one.fragment, one.flags) for one in outer.rounds() if one.flags]
-    steps = optimizer.state[model.get_parameter(WEIGHT)]["step"]
-    return flagged, int(steps), outer.metrics()["diloco/healed_fragments"]
-
-
-def test_what_is_found_at_its_turn_starts_afresh_too(processes: ProcessPool) -> None:
-    """It is sent after step 11; step 12 is skipped, and its result is applied after it."""
-    first, second = processes.run(_found_at_its_turn, 2, 0)
-    assert first == ([], 13, 0)
-    assert second == ([(3, NOT_FINITE)], 1, 1)
 
 
 def test_moments_that_are_not_finite_heal_the_rows_of_one_fragment() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, inner_step, join, sgd
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, join, sgd, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, WorkerLostError
 from torchtitan_diloco.diloco.heartbeat import Message, OwnClock, Pace
@@ -159,9 +159,7 @@ def _steps(counts: list[int]) -> str:
     outer = StreamingDiLoCo(model, world.group(WORKER), replace(config(0), link=PATIENT))
     optimizer = sgd(model)
     try:
-        for step in range(1, 1 + counts[world.worker]):
-            inner_step(model, optimizer, world.worker, step)
-            outer.step()
+        train(outer, model, optimizer, range(1, 1 + counts[world.worker]))
         outer.drain()
     except WorkerLostError as error:
         return str(error)
@@ -239,29 +237,20 @@ def test_a_stall_is_told_while_it_lasts_and_its_culprit_is_named(
 # --- use from several threads ---------------------------------------------------------------------
 
 
-def _two_threads(_: int) -> str:
-    world, model = join(2), Net()
-    chosen = replace(AVERAGE_EVERY_STEP, link=PATIENT)
-    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
-    if world.worker == 1:
-        dist.barrier(group=world.control)
-        outer.step()
-        return ""
-    thread = threading.Thread(target=outer.step, name="first")
-    thread.start()
-    while outer.in_use.acquire(blocking=False):  # until it waits for worker 1
-        outer.in_use.release()
-        time.sleep(0.01)
-    with pytest.raises(RuntimeError) as error:
-        outer.step()
-    dist.barrier(group=world.control)
-    thread.join()
-    return str(error.value)
+def test_a_second_thread_is_refused() -> None:
+    outer, messages = StreamingDiLoCo(Net(), None, config()), list[str]()
 
+    def step() -> None:
+        with pytest.raises(RuntimeError) as error:
+            outer.step()
+        messages.append(str(error.value))
 
-def test_a_second_thread_is_refused_and_the_first_goes_on(processes: ProcessPool) -> None:
-    message, _ = processes.run(_two_threads, 2, 0)
-    assert message.startswith("StreamingDiLoCo.step() was called from thread MainThread while")
+    with outer.global_parameters():
+        thread = threading.Thread(target=step, name="second")
+        thread.start()
+        thread.join()
+    assert messages[0].startswith("StreamingDiLoCo.step() was called from thread second while")
+    outer.step()
 
 
 # --- without processes ----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import Link, StreamingDiLoCo, startup
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.outer_state import background_stream
 
 GPU = torch.device("cuda", 0)
 
@@ -50,12 +49,6 @@ def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
     assert startup.pick_state_device(on_cpu, chosen).type == "cpu"
 
 
-def test_all_background_work_of_a_gpu_is_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
-    assert len({background_stream(GPU) for _ in range(5)}) == 1
-    background_stream.cache_clear()
-
-
 def _refusal(function: str, found: list[Any]) -> str:
     """Return the error if this function returns something else on every worker."""
     dist.init_process_group("gloo")
@@ -80,17 +73,3 @@ def test_a_group_without_gloo_is_refused(processes: ProcessPool) -> None:
     function = "torch.distributed.get_backend_config"
     for message in processes.run(_refusal, 2, function, ["cuda:nccl"] * 2):
         assert 'hand in dist.new_group(ranks, backend="gloo")' in message
-
-
-def _refusal_of_lengths() -> str:
-    dist.init_process_group("gloo")
-    steps = 100 + dist.get_rank()
-    with pytest.raises(ValueError, match="started differently") as error:
-        StreamingDiLoCo(Net(), dist.group.WORLD, AVERAGE_EVERY_STEP, total_steps=steps)
-    return str(error.value)
-
-
-def test_workers_with_runs_of_other_lengths_are_refused(processes: ProcessPool) -> None:
-    """They would mix in other shares, and exchange once more after other steps."""
-    for message in processes.run(_refusal_of_lengths, 2):
-        assert "total_steps: 100 on worker 0, 101 on worker 1" in message

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sgd, sharded
+from tests.diloco.toy import Net, config, full, join, parameters, sgd, sharded, train
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
     Beginning,
@@ -46,7 +46,7 @@ def _interrupted(wire: Quantization, pattern: Fragments) -> tuple[list[int], Any
     )
     saves: list[Any] = []
 
-    def train(begin: int = 0, saved: Any = None) -> Any:
+    def run(begin: int = 0, saved: Any = None) -> Any:
         model = Net()
         outer = StreamingDiLoCo(model, world.group(WORKER), chosen, total_steps=39)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -54,10 +54,10 @@ def _interrupted(wire: Quantization, pattern: Fragments) -> tuple[list[int], Any
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
             assert outer.load_state_dict(saved[2]) == []
-        for step in range(begin + 1, 40):
-            inner_step(model, optimizer, world.worker, step)
-            outer.step()
-            if saved is None and step in STOPS:
+        for stop in [*STOPS, 39]:
+            train(outer, model, optimizer, range(begin + 1, stop + 1))
+            begin = max(begin, stop)
+            if saved is None and stop in STOPS:
                 parts = model.state_dict(), optimizer.state_dict(), outer.state_dict()
                 saves.append(copy.deepcopy(parts))
         state: Any = outer.state_dict()
@@ -65,8 +65,8 @@ def _interrupted(wire: Quantization, pattern: Fragments) -> tuple[list[int], Any
         outer.close()
         return parameters(model), state
 
-    went_on = train()
-    resumed = [train(step, saved) for step, saved in zip(STOPS, saves, strict=True)]
+    went_on = run()
+    resumed = [run(step, saved) for step, saved in zip(STOPS, saves, strict=True)]
     return [len(saved[2]["facts"]["in_flight"]) for saved in saves], went_on, resumed
 
 
@@ -103,9 +103,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     world = join(2)
     model, again, chosen = Net(), Net(), config(2, delay=5)
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), sgd(model)
-    for step in range(1, 14):
-        inner_step(model, optimizer, world.worker, step)
-        outer.step()
+    train(outer, model, optimizer, range(1, 14))
     saved = outer.state_dict()
     assert saved["facts"]["in_flight"]
     outer.drain()
@@ -113,9 +111,7 @@ def _resumed_otherwise(changes: State) -> tuple[list[str], State, State]:
     again.load_state_dict(parameters(model))
     notes = resumed.load_state_dict(copy.deepcopy(saved))
     loaded = resumed.state_dict()
-    for step in range(14, 40):
-        inner_step(again, optimizer, world.worker, step)
-        resumed.step()
+    train(resumed, again, optimizer, range(14, 40))
     resumed.drain()
     return notes, outer.state_dict()["shared"], loaded["shared"]
 
@@ -157,9 +153,7 @@ def _through_a_template() -> tuple[State, State]:
     world = join(1, ranks=2)
     model = sharded(world)
     outer, optimizer = StreamingDiLoCo(model, None, config(2, delay=5)), sgd(model)
-    for step in range(1, 14):
-        inner_step(model, optimizer, 0, step)
-        outer.step()
+    train(outer, model, optimizer, range(1, 14))
     saved = SavedState(**outer.state_dict(world.host_mesh))
     facts = json.loads(json.dumps(saved.facts))
     names = [*saved.shared, "model/blocks.0.weight"]
@@ -206,9 +200,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 def trained(steps: int) -> tuple[Net, StreamingDiLoCo]:
     model = Net()
     outer, optimizer = StreamingDiLoCo(model, None, config(2, delay=5)), sgd(model)
-    for step in range(1, steps + 1):
-        inner_step(model, optimizer, 0, step)
-        outer.step()
+    train(outer, model, optimizer, range(1, steps + 1))
     return model, outer
 
 

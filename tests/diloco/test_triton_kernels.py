@@ -304,21 +304,3 @@ def test_torch_is_used_without_triton(
     assert len(caplog.messages) == 1
     assert "plain torch" in caplog.messages[0]
     blocks.triton_kernels.cache_clear()
-
-
-def test_torch_is_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    codec = build("int8", "nearest", 64, kernels=True)
-    assert codec._kernels(torch.zeros(1)) is None
-
-
-def _name_and_version() -> tuple[str, str]:
-    import triton
-
-    return blocks.kernels_name(), triton.__version__
-
-
-@needs_triton
-def test_the_name_has_the_version_of_triton(interpreter: Callable[..., tuple[str, str]]) -> None:
-    name, version = interpreter(_name_and_version)
-    assert version.startswith(name.removeprefix("triton ") + ".")

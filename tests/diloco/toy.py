@@ -1,5 +1,6 @@
 """A small model, its training step and its process groups, for the tests of the outer loop."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.config.schema import Distributed
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, Overlap
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    Link,
+    OuterOptimizer,
+    Overlap,
+    StreamingDiLoCo,
+)
 from torchtitan_diloco.distributed.world import FSDP, World, join_world
 
 
@@ -81,6 +89,17 @@ def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, 
     loss(model, worker, step).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def train(
+    outer: StreamingDiLoCo,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int],
+) -> None:
+    for step in steps:
+        inner_step(model, optimizer, outer.worker, step)
+        outer.step()
 
 
 def full(tensor: Tensor) -> Tensor:

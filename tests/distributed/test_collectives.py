@@ -16,7 +16,7 @@ from torchtitan_diloco.distributed.collectives import (
     RanksLostError,
     assert_agreement,
     naming_lost_ranks,
-    on_first_rank,
+    on_all_ranks,
 )
 from torchtitan_diloco.distributed.world import leave_world
 from torchtitan_diloco.utils import cause_of
@@ -28,8 +28,9 @@ def _combine() -> tuple[Any, ...]:
     total = PendingReduction(world, values, "in the test")
     largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
     gathered = gather_objects({"rank": world.rank}, world.control)
-    first = on_first_rank(world, str, lambda: f"from rank {world.rank}")
-    return total.result(), largest.result(), gathered, first
+    mine = on_all_ranks(world, lambda: world.rank)
+    assert mine == world.rank
+    return total.result(), largest.result(), gathered
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -37,7 +38,7 @@ def test_all_ranks_get_the_same(processes: ProcessPool, size: int) -> None:
     ranks = range(size)
     total = [sum(1.0 + rank for rank in ranks), size * 2.0**40 + sum(ranks)]
     largest = [float(size), 2.0**40 + size - 1]
-    expected = total, largest, [{"rank": rank} for rank in ranks], "from rank 0"
+    expected = total, largest, [{"rank": rank} for rank in ranks]
     assert processes.run(_combine, size) == [expected] * size
 
 
@@ -45,21 +46,22 @@ def _refuse() -> tuple[str, str]:
     world = join(1)
 
     def refuse() -> None:
-        raise ValueError(f"rank {world.rank} refuses")
+        if world.rank == 1:
+            raise ValueError("no")
 
-    with pytest.raises(ValueError, match="refuses") as refused:
-        on_first_rank(world, type(None), refuse)
+    with pytest.raises(ValueError, match="no") as refused:
+        on_all_ranks(world, refuse)
     assert_agreement(world, {"corpus": "same"})
     with pytest.raises(ValueError, match="differently") as different:
         assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "text": "same"})
     return str(refused.value), str(different.value)
 
 
-def test_all_ranks_get_the_error_of_the_first_and_the_names_of_differing_ones(
+def test_all_ranks_get_the_error_of_one_and_the_names_of_differing_ones(
     processes: ProcessPool,
 ) -> None:
-    for refused, different in processes.run(_refuse, 3):
-        assert refused == "rank 0 refuses"
+    for rank, (refused, different) in enumerate(processes.run(_refuse, 3)):
+        assert refused == ("no" if rank == 1 else "no (on rank 1)")
         assert "corpus: a on rank 0, b on rank 2" in different
         assert "text" not in different
 

@@ -107,7 +107,7 @@ def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tu
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(world_module, "pick_device", lambda *_, **__: device)
-    monkeypatch.setattr(world_module, "_watch", lambda *_: Liveness(None))
+    monkeypatch.setattr(world_module, "Liveness", lambda *_, **__: Liveness(None))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

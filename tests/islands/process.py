@@ -9,7 +9,7 @@ from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State, checksums_before
-from torchtitan_diloco.islands.members import Members
+from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import (
     Chunk,
     Facts,
@@ -17,6 +17,7 @@ from torchtitan_diloco.islands.records import (
     Record,
     Take,
     VoidError,
+    attempt_of,
     decode,
     digest,
 )
@@ -110,6 +111,8 @@ class Process:
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
+        self.waits: list[int] = []
+        """For each own part: steps from when its entry was due until it was applied."""
         self.joined_at = -1.0
         self.leaving = False
 
@@ -145,7 +148,7 @@ class Process:
             return Copies([Shared() for _ in fragments], [{} for _ in fragments])
         donor = self.world.random.choice(donors)
         records = []
-        for _, raw in self.world.log[: donor.cursor]:
+        for raw in self.world.log[: donor.cursor]:
             try:
                 records.append(decode(raw))
             except VoidError:
@@ -178,13 +181,13 @@ class Process:
     def receive(self) -> None:
         if not self.members.connected or self.cursor >= self.delivered:
             return
-        subject, raw = self.world.log[self.cursor]
+        raw = self.world.log[self.cursor]
         self.cursor += 1
         self.members.tick(self.now)
         if self.island is None:
-            outcome = self.state.read(self.cursor, subject, raw)
+            outcome = self.state.read(self.cursor, raw)
         else:
-            outcome = self.island.read(self.cursor, subject, raw, self.now)
+            outcome = self.island.read(self.cursor, raw, self.now)
         self.world.agree(("state", self.cursor), toy.fingerprint(self.state))
         self.world.note(outcome, self.cursor)
         if outcome.entry is not None:
@@ -199,7 +202,7 @@ class Process:
 
     def check(self, sequence: int) -> None:
         """Fetch a part."""
-        part = decode(self.world.log[sequence - 1][1])
+        part = decode(self.world.log[sequence - 1])
         assert isinstance(part, Part)
         corrupt = bool(part.chunks) and part.chunks[0].sequence in self.world.corrupt
         self.checked[sequence] = "its hash differs" if corrupt else ""
@@ -212,26 +215,28 @@ class Process:
             if self.members.connected and world.random.random() >= self.plan.loss:
                 world.after(world.delay(), partial(world.append, record))
 
-    def attempt(self, record: Record | None, *what: object) -> None:
+    def attempt(self, record: Record | None) -> None:
         """Transmit a record, and not again for a while: whether it counts shows in the log."""
-        key = type(record), *what
-        if record is not None and self.now >= self.attempts.get(key, -HOUR * 2) + RETRY:
-            self.attempts[key] = self.now
+        if record is None:
+            return
+        attempt = attempt_of(record)
+        if self.now >= self.attempts.get(attempt, -HOUR * 2) + RETRY:
+            self.attempts[attempt] = self.now
             self.transmit(record)
 
     def beat(self) -> None:
         if self.members.connected:
             step = self.island.step if self.island else 0
             caught_up = self.cursor == len(self.world.log) or self.training
+            hint = Hint(self.incarnation, step, 0, 0.0, caught_up)
             for other in self.world.processes:
                 if other is not self and other.alive and other.members.connected:
-                    hear = partial(other.hear, self.incarnation, step, caught_up)
-                    self.world.after(self.world.delay(), hear, other)
+                    self.world.after(self.world.delay(), partial(other.hear, hint), other)
         if not self.finished:
             self.world.after(BEAT, self.beat, self)
 
-    def hear(self, incarnation: str, step: int, caught_up: bool) -> None:
-        self.members.hear(incarnation, step, caught_up, self.now)
+    def hear(self, hint: Hint) -> None:
+        self.members.hear(hint, self.now)
 
     def tick(self) -> None:
         self.members.tick(self.now)
@@ -258,18 +263,15 @@ class Process:
         if not self.training:
             return
         for fragment in range(self.plan.fragments):
-            self.attempt(self.island.open(fragment), fragment)
-            close = self.island.close(fragment, self.checked, 1.0, self.now)
-            self.attempt(close, fragment, close and (close.version, close.after))
+            rounds = self.island.rounds[fragment]
+            self.attempt(rounds.open())
+            self.attempt(rounds.close(self.checked, 1.0, self.now))
             part = self.stored.get(fragment)
-            if part is not None and self.island.syncs[fragment].under_way:
-                self.attempt(part, fragment, part.number)
+            if part is not None and rounds.under_way:
+                self.attempt(part)
         if self.blocked or self.island.stopped:
             self.boundary()
-        if self.island.stopped:
-            self.attempt(self.island.give(self.now))
-            self.attempt(self.island.done(self.now))
-            self.attempt(self.island.end(self.now))
+        self.attempt(self.island.last_record(self.now))
 
     def join(self) -> None:
         if self.state.facts is None or self.cursor < len(self.world.log):
@@ -284,7 +286,7 @@ class Process:
         elif (free := self.free_slot()) is not None:
             slot, replaces = free
             who = {"slot": slot, "incarnation": self.incarnation}
-            self.attempt(Take(run=RUN_ID, **who, replaces=replaces), slot, replaces)  # type: ignore[arg-type]
+            self.attempt(Take(run=RUN_ID, **who, replaces=replaces))  # type: ignore[arg-type]
 
     def free_slot(self) -> tuple[int, str | None] | None:
         with suppress(ValueError):  # a start of the same island is running
@@ -320,10 +322,10 @@ class Process:
         self.blocked = False
         if self.plan.delay and self._apply():
             return
-        for fragment in range(self.plan.fragments):
-            if island.send_is_due(fragment, self.now):
+        for fragment, rounds in enumerate(island.rounds):
+            if rounds.send_is_due(self.now):
                 self.send(fragment)
-            self.attempt(island.open(fragment), fragment)
+            self.attempt(rounds.open())
         if not self.plan.delay and self._apply():
             return
         self.idle += self.world.now - self.blocked_since
@@ -334,9 +336,9 @@ class Process:
         """Apply what can be applied. Return whether training waits."""
         island = self.island
         assert island is not None
-        for fragment in range(self.plan.fragments):
-            while (mode := island.next_mode(fragment)) is not None:
-                version = island.syncs[fragment].applied
+        for fragment, rounds in enumerate(island.rounds):
+            while (mode := rounds.next_mode()) is not None:
+                version = rounds.applied
                 old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
                 theta = self.theta[fragment]
                 self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
@@ -344,8 +346,10 @@ class Process:
                     self.mixed_late.add(fragment)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
-                island.finish_apply(fragment, self.now)
-            until = island.wait_until(fragment)
+                if rounds.unapplied[0].part_of(self.incarnation) is not None:
+                    self.waits.append(island.step - rounds.sent_step - self.plan.delay)
+                rounds.finish_apply(self.now)
+            until = rounds.wait_until()
             if until is not None and self.now < until:
                 self.blocked = True
                 self.world.after(max(0.001, until - self.now), self.react, self)
@@ -354,11 +358,13 @@ class Process:
     def send(self, fragment: int) -> None:
         island, world = self.island, self.world
         assert island is not None
-        base = island.syncs[fragment].applied
+        base = island.rounds[fragment].applied
         shared = self.copies.shared[fragment][base]
         delta = toy.encode_delta(self.theta[fragment], shared.theta)
         checksum = self.copies.checksum(fragment, base)
-        part = island.send(fragment, checksum, self.now, finite=fragment not in self.poisoned)
+        part = island.rounds[fragment].send(
+            checksum, self.now, finite=fragment not in self.poisoned
+        )
         exact = fragment not in self.mixed_late and self.nature.not_finite_at < 0
         if exact:  # a reset loses work
             world.check_samples(part, delta)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.events import Connected, Event, LogRecord
+from torchtitan_diloco.islands.inbox import Connected, Event, LogRecord
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import Server, find_server, open_folder
 

@@ -9,13 +9,13 @@ from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
 from tests.islands.toy import Vector
 from torchtitan_diloco.islands.log import Entry, Outcome
-from torchtitan_diloco.islands.records import Part, Record, encode, subject_of
+from torchtitan_diloco.islands.records import Part, Record, encode
 
 
 class World:
     def __init__(self, plan: Plan, seed: int = 0) -> None:
         self.plan, self.random, self.now = plan, random.Random(seed), 0.0
-        self.log: list[tuple[str, bytes]] = []
+        self.log: list[bytes] = []
         self.payloads: dict[int, Vector] = {}
         self.corrupt: set[int] = set()
         self.processes: list[Process] = []
@@ -59,10 +59,10 @@ class World:
         raise AssertionError(f"no end after {until} s")
 
     def append(self, record: Record) -> None:
-        self.append_raw(subject_of(record), encode(record))
+        self.append_raw(encode(record))
 
-    def append_raw(self, subject: str, raw: bytes) -> None:
-        self.log.append((subject, raw))
+    def append_raw(self, raw: bytes) -> None:
+        self.log.append(raw)
         for process in self.processes:
             process.deliver()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server
-from torchtitan_diloco.islands.events import Disconnected
+from torchtitan_diloco.islands.inbox import Disconnected
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import find_server, make_streams
 from torchtitan_diloco.islands.session import Session
@@ -85,11 +85,11 @@ def test_one_of_three_servers_is_killed(tmp_path: Path) -> None:
         leader = asyncio.run(find_leader(admin))
         join = Join(admin.addresses, "test", "island", "PASSWORD", certificate=admin.certificate)
         with Listener(join, "a/1") as first, Listener(join, "b/1") as second:
-            first.connection.append("run", b"before")
+            first.connection.append(b"before")
             second.read_to(1)
-            early = first.connection.store([b"x" * 1_500_000], "parts")
+            early = first.connection.store(b"x" * 1_500_000, "parts")
             processes[leader].kill()
-            late = first.connection.store([b"y" * 1_500_000], "parts")
+            late = first.connection.store(b"y" * 1_500_000, "parts")
             for listener in (first, second):
                 assert b"".join(listener.connection.fetch(late, "parts")) == b"y" * 1_500_000
             assert b"".join(second.connection.fetch(early, "parts")) == b"x" * 1_500_000
@@ -106,5 +106,5 @@ def _append_until_heard(writer: Listener, reader: Listener) -> None:
         assert time.monotonic() < end, [
             event for event in reader.heard if isinstance(event, Disconnected)
         ]
-        writer.connection.append("run", b"after")
+        writer.connection.append(b"after")
         reader.hear_for(0.2)

@@ -13,8 +13,7 @@ from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
 from tests.islands.servers import need_server, running_server
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandFencedError, joining, leader
-from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.events import Bulk
+from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.records import Chunk
 

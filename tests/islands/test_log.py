@@ -23,7 +23,6 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
     encode,
-    subject_of,
 )
 
 FACTS = Facts(
@@ -36,7 +35,7 @@ class Log:
 
     def __init__(self, corrupt: int | None = None) -> None:
         """`corrupt`: first version that this process computes wrongly."""
-        self.raw: list[tuple[str, bytes]] = []
+        self.raw: list[bytes] = []
         self.state = State(
             lambda _, version: f"v{version}{'x' * (corrupt is not None and version >= corrupt)}"
         )
@@ -45,8 +44,8 @@ class Log:
         self.take(1, "b")
 
     def write(self, record: Record) -> Outcome:
-        self.raw.append((subject_of(record), encode(record)))
-        return self.state.read(len(self.raw), *self.raw[-1])
+        self.raw.append(encode(record))
+        return self.state.read(len(self.raw), self.raw[-1])
 
     def take(self, slot: int, name: str, replaces: str | None = None) -> Outcome:
         return self.write(Take(run="r", slot=slot, incarnation=name, replaces=replaces))
@@ -273,8 +272,8 @@ def test_the_end_waits_for_all_owners_and_fixes_the_copy() -> None:
 def test_garbage_changes_nothing(garbage: list[bytes]) -> None:
     log, clean = Log(), Log()
     for raw in garbage:
-        assert log.state.read(log.state.sequence + 1, "fragment.0", raw).void
-    log.raw = [("run", b"")] * log.state.sequence
+        assert log.state.read(log.state.sequence + 1, raw).void
+    log.raw = [b""] * log.state.sequence
     assert not log.part(0, 10).void
     assert not clean.part(0, 10).void
     assert log.state.slots == clean.state.slots
@@ -284,27 +283,26 @@ def test_garbage_changes_nothing(garbage: list[bytes]) -> None:
 def test_altered_records_are_never_an_error(data: st.DataObject) -> None:
     source = Log()
     source.round(10, 20)
-    subject, raw = source.raw[data.draw(st.integers(0, len(source.raw) - 1))]
+    raw = source.raw[data.draw(st.integers(0, len(source.raw) - 1))]
     position = data.draw(st.integers(0, len(raw) - 1))
     altered = raw[:position] + data.draw(st.binary(max_size=3)) + raw[position + 1 :]
     for state in (source.state, State(lambda _, __: "v0")):
-        state.read(state.sequence + 1, subject, altered)
+        state.read(state.sequence + 1, altered)
 
 
 @pytest.mark.parametrize("record", [b'"\\ud800"', b" ", b"[" * 5000])
 def test_odd_encodings_are_void(record: bytes) -> None:
     log = Log()
-    assert "not a record" in log.state.read(4, "run", record).void
+    assert "not a record" in log.state.read(4, record).void
     taken = encode(Take(run="r", slot=0, incarnation="c", replaces="a"))
-    assert "canonical" in log.state.read(5, "run", taken.replace(b":", b": ", 1)).void
-    assert "on the subject" in log.state.read(6, "fragment.0", taken).void
+    assert "canonical" in log.state.read(5, taken.replace(b":", b": ", 1)).void
     assert log.state.owners() == {0: "a", 1: "b"}
 
 
 def test_a_gap_in_the_log_is_an_error() -> None:
     log = Log()
     with pytest.raises(ValueError, match="record 5 of the log comes after record 3"):
-        log.state.read(5, *log.raw[-1])
+        log.state.read(5, log.raw[-1])
 
 
 def test_a_log_that_is_not_the_known_one_is_refused() -> None:
@@ -312,18 +310,15 @@ def test_a_log_that_is_not_the_known_one_is_refused() -> None:
     log.part(0, 10)
     other.part(0, 11)
 
-    def reread(raw: list[tuple[str, bytes]]) -> None:
+    def reread(raw: list[bytes]) -> None:
         state = State(lambda _, __: "v0", known=(log.state.sequence, log.state.digest))
         for sequence, record in enumerate(raw, start=1):
-            state.read(sequence, *record)
-        state.check_complete()
+            state.read(sequence, record)
 
     reread(log.raw)
     reread([*log.raw, *other.raw])
     with pytest.raises(ValueError, match="record 4 or one before it is not the one"):
         reread(other.raw)
-    with pytest.raises(ValueError, match="ends with record 3, and this island has read 4"):
-        reread(log.raw[:-1])
 
 
 def test_who_has_a_wrong_copy_sees_disputes_and_replays_to_the_same_state() -> None:
@@ -336,11 +331,11 @@ def test_who_has_a_wrong_copy_sees_disputes_and_replays_to_the_same_state() -> N
         assert own[0] == 1
         assert log.part(0, 20, checksum=wrong).disputed
     repaired = State(lambda _, version: f"v{version}")
-    for sequence, (subject, raw) in enumerate(faulty.raw, start=1):
-        repaired.read(sequence, subject, raw)
+    for sequence, raw in enumerate(faulty.raw, start=1):
+        repaired.read(sequence, raw)
     reference = State(lambda _, version: f"v{version}")
-    for sequence, (subject, raw) in enumerate(faulty.raw, start=1):
-        reference.read(sequence, subject, raw)
+    for sequence, raw in enumerate(faulty.raw, start=1):
+        reference.read(sequence, raw)
     assert fingerprint(repaired) == fingerprint(reference)
 
 
@@ -348,11 +343,11 @@ def test_the_chain_of_hashes_gives_a_newcomer_the_checksums() -> None:
     log = Log()
     for number in range(1, 4):
         log.round(10 * number, 20 * number)
-    forged = changed(decode(log.raw[-1][1]), checksum="forged", version=1, previous="0" * 64)
+    forged = changed(decode(log.raw[-1]), checksum="forged", version=1, previous="0" * 64)
     log.write(forged)
     head = log.state.fragments[0].head
-    assert head == digest(log.raw[-2][1])
-    records = [decode(raw) for _, raw in log.raw]
+    assert head == digest(log.raw[-2])
+    records = [decode(raw) for raw in log.raw]
     assert checksums_before(records, 0, head) == {0: "v0", 1: "v1", 2: "v2"}
     assert checksums_before(records, 1, log.state.fragments[1].head) == {}
 
@@ -364,8 +359,8 @@ def test_a_reader_without_parameters_checks_no_checksums() -> None:
     log.part(0, 30)
     log.write(log.build(*log.state.fragments[0].waiting))
     reader, judge = State(None), State(lambda *_: "another")
-    for sequence, (subject, raw) in enumerate(log.raw, 1):
-        assert not reader.read(sequence, subject, raw).void
-        judge.read(sequence, subject, raw)
+    for sequence, raw in enumerate(log.raw, 1):
+        assert not reader.read(sequence, raw).void
+        judge.read(sequence, raw)
     assert reader.fragments == log.state.fragments
     assert judge.fragments[0].version == 0

@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
 from tests.islands.servers import need_server
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
+from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
@@ -178,6 +181,28 @@ def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.M
     assert shares == sorted(shares, reverse=True)
     assert 0.3 < shares[0] < 0.4, "the first apply is after a third of the run"
     assert shares[-1] == pytest.approx(0.1, abs=0.1)
+
+
+def test_what_one_world_had_in_flight_is_applied_with_its_alpha(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, model = replace(FP4, overlap=Overlap(mixing=0.5, mixing_end=0.1)), Net()
+    one_world = StreamingDiLoCo(model, None, chosen, total_steps=40)
+    while one_world.step_count < 20 or not one_world._in_flight:
+        one_world.step(weight=TOKENS)
+    saved = one_world.start_state_dict().result(20)
+    expected, found = one_world._mixing(0, 1), list[float]()
+    apply_early = saving.apply_early
+
+    def recorded(states: Any, saved: Any, mixing: Callable[[int, int], float]) -> None:
+        found.append(mixing(0, 1))
+        apply_early(states, saved, mixing)
+
+    monkeypatch.setattr(saving, "apply_early", recorded)
+    island = IslandDiLoCo(Net(), Islands("nats://a", "a", begin=1), chosen, total_tokens=10**6)
+    island.load_state_dict(saved)
+    assert found == [pytest.approx(expected)]
+    assert expected < 0.4
 
 
 def test_settings_are_checked() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
-from torchtitan_diloco.islands.members import Members
-from torchtitan_diloco.islands.records import Close, Facts, Open, Part, Take, encode, subject_of
+from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
+from torchtitan_diloco.islands.records import Close, Facts, Open, Part, Take, encode
 from torchtitan_diloco.islands.rules import Island, Timing
 
 EXPIRY = 4.0
@@ -20,8 +20,12 @@ def two_owners() -> State:
     )
     takes = [Take(run="r", slot=slot, incarnation=f"i{slot}", replaces=None) for slot in (0, 1)]
     for sequence, record in enumerate([facts, *takes], start=1):
-        assert not state.read(sequence, "run", encode(record)).void
+        assert not state.read(sequence, encode(record)).void
     return state
+
+
+def hint(name: str, step: int, caught_up: bool = True) -> Hint:
+    return Hint(name, step, tokens=0, step_seconds=0.0, caught_up=caught_up)
 
 
 def pass_time(members: Members, begin: float, end: float, *heard: str) -> None:
@@ -30,7 +34,7 @@ def pass_time(members: Members, begin: float, end: float, *heard: str) -> None:
         now = begin + quarter / 4
         members.tick(now)
         for name in heard:
-            members.hear(name, step=quarter, caught_up=True, now=now)
+            members.hear(hint(name, quarter), now)
 
 
 def test_nobody_is_gone_in_the_first_expiry_time() -> None:
@@ -64,8 +68,8 @@ def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
     members.connect(0.0)
     for second in range(10):
         members.tick(second)
-        members.hear("stands", step=3, caught_up=True, now=second)
-        members.hear("reads", step=second, caught_up=False, now=second)
+        members.hear(hint("stands", 3), second)
+        members.hear(hint("reads", second, caught_up=False), second)
     assert not members.is_ready("stands", 9.0, step_seconds=0.1)
     assert members.is_ready("stands", 9.0, step_seconds=4.0), (
         "its steps may be as long as one's own"
@@ -77,7 +81,7 @@ def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
 def test_the_slot_of_a_dead_island_is_taken_when_none_is_free() -> None:
     members, state = Members(EXPIRY), two_owners()
     take = Take(run="r", slot=2, incarnation="i2", replaces=None)
-    state.read(4, "run", encode(take))
+    state.read(4, encode(take))
     members.connect(0.0)
     pass_time(members, 0.0, 5.0, "i0", "i2")
     assert members.slot_to_take(state, "new/1", 5.0) == (1, "i1")
@@ -103,7 +107,7 @@ def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends(
 
     def read(record: Open | Part | Close) -> int:
         sequence = state.sequence + 1
-        assert not island.read(sequence, subject_of(record), encode(record), now=0.0).void
+        assert not island.read(sequence, encode(record), now=0.0).void
         return sequence
 
     for version, of_slots in enumerate(weights):
@@ -125,7 +129,7 @@ def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends(
                 finite=True,
             )
             checked[read(part)] = ""
-        close = island.close(0, checked, lr=1.0, now=10.0)
+        close = island.rounds[0].close(checked, lr=1.0, now=10.0)
         assert close is not None
         assert close.lr == (1.0 if len(of_slots) == 2 else 0.5)
         read(close)
@@ -142,7 +146,7 @@ def test_the_lags_of_parts_that_are_fetched_in_another_order_are_known() -> None
     def read(record: type[Open] | type[Part], slot: int, now: float, **fields: Any) -> int:
         fields |= {"run": "r", "fragment": 0, "slot": slot, "incarnation": f"i{slot}"}
         made = record(**fields)
-        assert not island.read(state.sequence + 1, subject_of(made), encode(made), now).void
+        assert not island.read(state.sequence + 1, encode(made), now).void
         return state.sequence
 
     def part(slot: int, number: int, now: float) -> int:
@@ -151,6 +155,59 @@ def test_the_lags_of_parts_that_are_fetched_in_another_order_are_known() -> None
 
     read(Open, 0, 10.0, version=1, grace=0.5)
     first, second = part(0, 1, 10.0), part(1, 1, 10.0)
-    assert island.close(0, {second: ""}, lr=1.0, now=10.1) is None
-    assert island.close(0, {first: "", second: ""}, lr=1.0, now=12.0) is not None
-    assert [list(lags) for lags in island._lags[:2]] == [[2.0], pytest.approx([0.1])]
+    assert island.rounds[0].close({second: ""}, lr=1.0, now=10.1) is None
+    assert island.rounds[0].close({first: "", second: ""}, lr=1.0, now=12.0) is not None
+    assert [list(one.lags) for one in island.habits[:2]] == [[2.0], pytest.approx([0.1])]
+
+
+def part_of(slot: int, checksum: str = "v0", number: int = 1) -> Part:
+    who: dict[str, Any] = {"run": "r", "slot": slot, "incarnation": f"i{slot}", "fragment": 0}
+    who |= {"number": number, "base": 0, "start": 0, "end": 20, "weight": 20}
+    return Part(**who, checksum=checksum)
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool) -> None:
+    state, members = two_owners(), Members(EXPIRY)
+    take = Take(run="r", slot=2, incarnation="i2", replaces=None)
+    state.read(4, encode(take))
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    island.finish_step(2, 20, 0.1)
+    island.leaving = True
+    assert island.rounds[0].send_is_due(0.0)
+    assert island.read(5, encode(part_of(1, checksum="other")), now=0.0).disputed
+    assert not island.rounds[0].send_is_due(0.0), "nothing is written meanwhile"
+    if confirmed:
+        island.read(6, encode(part_of(2)), now=1.0)
+        assert "i1 has other bits of fragment 0" in next(island.settle_disputes(1.0))
+        assert island.rounds[0].send_is_due(1.0)
+    else:
+        assert list(island.settle_disputes(EXPIRY)) == []
+        with pytest.raises(IslandFailedError, match="no island has confirmed"):
+            list(island.settle_disputes(EXPIRY + 0.1))
+
+
+def test_what_is_known_of_a_slot_is_that_of_its_owner() -> None:
+    state, members = two_owners(), Members(EXPIRY)
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    island.read(4, encode(part_of(1)), now=0.0)
+    island.habits[1].lags.append(3.0)
+    assert island.habits[1].weight(0) == 20
+    island.read(5, encode(Take(run="r", slot=1, incarnation="new", replaces="i1")), now=0.0)
+    assert (island.habits[1].weight(0), list(island.habits[1].lags)) == (0, [])
+
+
+def test_lags_are_not_measured_while_an_outage_is_read() -> None:
+    """All its records come in a moment: nothing would seem to take any time."""
+    state, members = two_owners(), Members(EXPIRY)
+    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    opening = Open(run="r", slot=0, incarnation="i0", fragment=0, version=1, grace=1.0)
+    for connected, known in ((7.0, 0), (0.0, 1)):
+        members.connect(connected)
+        pass_time(members, connected, 10.0, "i0", "i1")
+        if state.sequence == 3:
+            island.read(4, encode(opening), now=9.0)
+            island.read(5, encode(part_of(1)), now=10.0)
+        island.rounds[0].close({5: ""}, lr=1.0, now=10.0)
+        assert len(island.habits[1].lags) == known
+        island.rounds[0]._measured.clear()

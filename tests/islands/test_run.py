@@ -19,7 +19,7 @@ SETTINGS = {
     "model.layers": 2,
     "model.width": 32,
     "model.heads": 2,
-    "training.steps": 24,
+    "training.steps": 60,  # so that neither island ends the run before the other has started again
     "training.batch_size": 2,
     "training.sequence_length": 16,
     "lr_schedule.warmup_steps": 2,

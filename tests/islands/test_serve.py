@@ -1,5 +1,6 @@
 """The commands around the server, as a user runs them."""
 
+import io
 import json
 import os
 import signal
@@ -17,11 +18,11 @@ from tests.islands.servers import Listener, free_port, need_server, running_serv
 from tests.islands.test_log import Log
 from torchtitan_diloco.islands import status
 from torchtitan_diloco.islands.__main__ import main
-from torchtitan_diloco.islands.events import LEAVE, Asked, Hint, LogRecord
+from torchtitan_diloco.islands.inbox import LEAVE, Asked, LogRecord
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.local import run_islands
+from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import open_folder
+from torchtitan_diloco.islands.server import open_folder, run_islands
 from torchtitan_diloco.utils import USER_ERROR
 
 need_server()
@@ -63,7 +64,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
     flags = ["--folder", folder, "--port", port, "--address", "127.0.0.1", "--keep-gb", 0.1]
     with serving(*flags, "--run", "mine") as first:
         with Listener(first.join, "a/1") as listener:
-            listener.connection.append("run", b"1")
+            listener.connection.append(b"1")
             listener.read_to(1)
         secret = [folder / name for name in ("run.json", "nats-server.json", "key.pem")]
         assert [oct(path.stat().st_mode & 0o777) for path in secret] == ["0o600"] * 3
@@ -76,7 +77,7 @@ def test_a_server_that_is_started_again_goes_on_with_its_run(tmp_path: Path) -> 
         assert again.join.run == "mine"
         with Listener(again.join, "a/2") as listener:
             assert listener.wait_connected() == 1
-            assert listener.read_to(1) == [LogRecord(1, "run", b"1")]
+            assert listener.read_to(1) == [LogRecord(1, b"1")]
         process = again.process.pid
         children = Path(f"/proc/{process}/task/{process}/children")
         os.kill(int(children.read_text()), signal.SIGKILL)
@@ -110,6 +111,17 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         open_folder(known).start()
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    server = open_folder(tmp_path / "server", port=free_port(), say=said.append)
+    where = "[7] 2026/01/01 10:00:00.0 [ERR]"
+    full = f"{where} JetStream failed to store a msg: write 1.blk: no space left on device\n"
+    server._pass_on(io.StringIO(full + full + f"{where} another\n[INF] nothing\n" + full))
+    assert len(said) == 2
+    assert "the disk is full, and nothing more is stored: free some space" in said[0]
+    assert said[1] == "[ERR] another"
+
+
 def test_help_imports_neither_torch_nor_nats() -> None:
     code = "import sys; from torchtitan_diloco.islands.__main__ import main\n"
     code += "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
@@ -130,8 +142,8 @@ def island(tmp_path: Path) -> Iterator[Listener]:
     log.write(log.build(*log.state.fragments[0].waiting))
     log.part(1, 30)
     with running_server(tmp_path / "server") as server, Listener(server.join, "a") as listener:
-        for subject, raw in log.raw:
-            listener.connection.append(subject, raw)
+        for raw in log.raw:
+            listener.connection.append(raw)
         listener.read_to(len(log.raw))
         yield listener
 
@@ -147,7 +159,7 @@ def test_status_and_leave(
         while not any(isinstance(event, Asked) for event in island.heard):
             island.connection.beat(Hint("a", 5, 500, 0.25, caught_up=True))
             island.hear_for(0.1)
-        island.connection.append("run", encode(Give(run="r", slot=0, incarnation="a")))
+        island.connection.append(encode(Give(run="r", slot=0, incarnation="a")))
 
     thread = threading.Thread(target=live)
     thread.start()
@@ -186,14 +198,14 @@ ISLAND = """
 import signal, sys, time
 from pathlib import Path
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.events import LogRecord
+from torchtitan_diloco.islands.inbox import LogRecord
 from torchtitan_diloco.islands.join import Join
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 name = flags["--islands.name"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3 if name == "island-2" else 0))
 connection = Connection(Join.parse(flags["--islands.join"]), name)
 connection.start(0)
-connection.append("run", name.encode())
+connection.append(name.encode())
 heard = set()
 while len(heard) < 2:
     event = connection.events.get(timeout=100)
@@ -208,7 +220,7 @@ def test_islands_on_this_machine(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from torchtitan_diloco.islands.local import run_islands
+from torchtitan_diloco.islands.server import run_islands
 def stop():
     while len(list(Path({str(tmp_path)!r}).glob("island-*/ready"))) < 2:
         time.sleep(0.05)

@@ -120,12 +120,12 @@ class Copies:
 
 
 def replay(
-    log: Sequence[tuple[str, bytes]], copies: Copies, fetch: Callable[[Part], Vector]
+    log: Sequence[bytes], copies: Copies, fetch: Callable[[Part], Vector]
 ) -> tuple[State, list[Entry]]:
     """Read a whole log, with an arithmetic of one's own."""
     state, entries = State(copies.checksum), list[Entry]()
-    for sequence, (subject, raw) in enumerate(log, start=1):
-        outcome = state.read(sequence, subject, raw)
+    for sequence, raw in enumerate(log, start=1):
+        outcome = state.read(sequence, raw)
         if outcome.entry is not None:
             copies.advance(outcome.entry, fetch)
             entries.append(outcome.entry)

@@ -127,6 +127,7 @@ class WeightsAndBiases:
         except wandb.Error as error:
             remedy = "log in with `wandb login`, or set WANDB_MODE=offline"
             raise ValueError(f'metrics.wandb = "{project}": {remedy} ({error})') from error
+        named.parent.mkdir(exist_ok=True)  # WANDB_MODE=disabled makes none
         named.write_text(self._run.id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # values of one step come at several times

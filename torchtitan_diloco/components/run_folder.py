@@ -17,7 +17,7 @@ from torchtitan_diloco.components.checkpoint_folders import set_aside
 from torchtitan_diloco.components.resume import Start, find_candidates
 from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
-from torchtitan_diloco.distributed.collectives import on_all_ranks, on_first_rank
+from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import FOLDER_NOTE, logger
 
@@ -63,7 +63,9 @@ def claim_run_folder(
     """
     settings = checkpoint.every, checkpoint.every_minutes, checkpoint.at_end
     saves, resume = any(settings) or stops_early, checkpoint.resume
-    created = on_first_rank(world, str, lambda: str(_create(start.folder, run.folder, run.name)))
+    names = start.folder, run.folder, run.name
+    created = on_all_ranks(world, lambda: str(_create(*names)) if world.is_first else "")
+    created = broadcast_object(created, str, world.control)
     path, first_worker = Path(start.folder or run.folder or created).expanduser(), 0
     if saves:
         on_all_ranks(world, lambda: _create(start.folder, str(path), run.name))

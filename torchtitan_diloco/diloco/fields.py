@@ -27,10 +27,8 @@ def setting_types(section: type, prefix: str = "") -> dict[str, Any]:
     """Return the type of each setting of a dataclass by dotted key, nested sections included."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(section, include_extras=True).items():
-        if is_dataclass(kind):
-            found |= setting_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            found[prefix + name] = kind
+        is_section = isinstance(kind, type) and is_dataclass(kind)
+        found |= setting_types(kind, f"{prefix}{name}.") if is_section else {prefix + name: kind}
     return found
 
 
@@ -38,11 +36,8 @@ def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
     """Return the value of each setting of a dataclass by dotted key, nested sections included."""
     found: dict[str, Any] = {}
     for entry in fields(section):
-        value = getattr(section, entry.name)
-        if is_dataclass(value):
-            found |= flat_settings(value, f"{prefix}{entry.name}.")
-        else:
-            found[prefix + entry.name] = value
+        value, key = getattr(section, entry.name), prefix + entry.name
+        found |= flat_settings(value, f"{key}.") if is_dataclass(value) else {key: value}
     return found
 
 

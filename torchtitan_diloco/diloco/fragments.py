@@ -35,8 +35,9 @@ class Part:
     @property
     def bytes(self) -> int:
         """Size in fp32 over all ranks of the worker."""
-        size, larger = divmod(self.rows, self.runs)  # as tensor_split cuts
-        return 4 * (self.parameter.numel() // max(1, self.rows)) * (size + (self.run < larger))
+        size, longer_runs = divmod(self.rows, self.runs)  # as tensor_split cuts
+        size += self.run < longer_runs
+        return 4 * (self.parameter.numel() // max(1, self.rows)) * size
 
     def is_in(self, module: str) -> bool:
         return self.name == module or self.name.startswith(f"{module}.")
@@ -97,8 +98,11 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
         if config.pattern == "balanced":
             groups = _balanced(blocks, rest, count + bool(rest))
         else:
-            groups = _whole_blocks(blocks, count, strided=config.pattern == "strided")
-            groups += [(REST, rest)] if rest else []
+            size, strided = -(-len(blocks) // count), config.pattern == "strided"
+            chosen = [
+                blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)
+            ]
+            groups = [*map(_merge, filter(None, chosen)), *([(REST, rest)] if rest else [])]
     return tuple(Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups))
 
 
@@ -178,13 +182,6 @@ def _longest_module_list(model: nn.Module) -> str:
         )
     longest: str = max(outermost, key=lists.__getitem__)
     return longest
-
-
-def _whole_blocks(blocks: list[Group], count: int, *, strided: bool) -> list[Group]:
-    """Strided: fragment p holds blocks p, p + P, p + 2P, ...; sequential: consecutive blocks."""
-    size = -(-len(blocks) // count)
-    chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
-    return [_merge(group) for group in chosen if group]
 
 
 def _balanced(blocks: list[Group], rest: list[Part], count: int) -> list[Group]:

@@ -112,14 +112,11 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
 
 
 class InnerSteps:
-    """Counts steps of the inner optimizer, to find that a call of the outer loop's was left out.
-
-    Other workers could not tell that from a slow worker: its exchanges come one step later.
-    """
+    """Counts steps of the inner optimizer, to find that a call of the outer loop's was left out:
+    other workers could not tell that from a slow worker."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._made: float = -math.inf
-        """Since the last call; any number before the first one is right."""
+        self.restart()
         if optimizer is not None:
             optimizer.register_step_post_hook(self._count)
 
@@ -127,6 +124,7 @@ class InnerSteps:
         self._made += 1
 
     def restart(self) -> None:
+        """Accept any number of steps before the next call."""
         self._made = -math.inf
 
     def check(self) -> None:

@@ -68,16 +68,11 @@ class Liveness:
         self.on_silence: Callable[[int, float], None] | None = None
         """Called with a worker and the seconds of its silence whenever that is reported."""
         now = time.perf_counter()
-        self._peers = [
-            Peer(
-                one,
-                worker,
-                f"rank {one} of this worker" if worker == self.worker else f"worker {worker}",
-                now,
-            )
-            for one, worker in enumerate(self._workers)
-            if one != rank and one in (peers or range(size))
-        ]
+        self._peers: list[Peer] = []
+        for one in sorted(peers) or [one for one in range(size) if one != rank]:
+            worker = self._workers[one]
+            name = f"rank {one} of this worker" if worker == self.worker else f"worker {worker}"
+            self._peers.append(Peer(one, worker, name, now))
         self._steps = 0
         self._told: dict[int, str] = {}  # ranks that others have lost, and why
         self._lost: dict[int, str] = {}

@@ -81,7 +81,8 @@ class Watch:
                     f"all workers have sent the same bits in all {self._same} exchanges so far: "
                     "either their gradients are averaged over the workers in every step "
                     "(DistributedDataParallel, accelerate or FSDP over all ranks: make it over the "
-                    "ranks of one worker), or they read the same data (shard it by worker)"
+                    "ranks of one worker), or they read the same data (give each its own part, or "
+                    "its own seed)"
                 )
         for worker, header in enumerate(headers):
             self._broken[worker] = (self._broken[worker] + 1) * bool(header.flags & NOT_FINITE)

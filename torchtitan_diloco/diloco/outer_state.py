@@ -140,10 +140,10 @@ class OuterState:
                 self._block_norms.append(torch.linalg.vector_norm(delta))
 
     @torch.no_grad()
-    def apply(self, mixing: float, *, measured: bool = False) -> Tensor | None:
+    def apply(self, mixing: float, *, measured: bool = False) -> Tensor:
         """Swap in the next shared copy; local = mixing * local + (1 - mixing) * shared.
 
-        If measured, return the distance between the two before: a norm on the model's device.
+        If measured, return the distance between the two before, on the model's device; else NaN.
         """
         self.outer, self.delta = self.delta, self.outer
         staged, self._staging = self._staging, None
@@ -161,7 +161,7 @@ class OuterState:
             elif mixing < 1.0:  # mix in fp32 and round once
                 torch.mul(shared, 1 - mixing, out=room)
                 local.copy_(room.add_(local, alpha=mixing))
-        return torch.linalg.vector_norm(torch.stack(apart)) if apart else None
+        return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
     def moment(self) -> torch.cuda.Event | None:
         """Record an event behind everything this thread has queued on the GPU."""

@@ -26,9 +26,10 @@ class Schedule:
     last_step: int = 0
     """Step after which all fragments are sent and applied at once. 0: none."""
 
-    def offset(self, fragment: int) -> int:
-        """Return t_p, the step of the cycle of H steps after which the fragment is sent."""
-        return self._offset(fragment, self.sync_every)
+    def offset(self, fragment: int, every: int = 0) -> int:
+        """Return t_p, the step of the cycle after which the fragment is sent (default: of H)."""
+        every = every or self.sync_every
+        return fragment * max(1, every // self.fragments) % every
 
     def first_send(self, fragment: int) -> int:
         """Return the first step after which the fragment is sent, in a run without a beginning."""
@@ -43,7 +44,7 @@ class Schedule:
         if 0 < step == self.last_step:
             return list(range(self.fragments))
         every = self.beginning_every if step <= self.beginning_steps else self.sync_every
-        since = [step - self._offset(fragment, every) for fragment in range(self.fragments)]
+        since = [step - self.offset(fragment, every) for fragment in range(self.fragments)]
         return [p for p, steps in enumerate(since) if steps >= every and steps % every == 0]
 
     def applied_at(self, step: int) -> list[int]:
@@ -63,10 +64,7 @@ class Schedule:
 
     def _turns(self, fragment: int, every: int, step: int) -> int:
         """Return how often the fragment is sent by the end of a step with one H from the start."""
-        return max(0, (step - self._offset(fragment, every)) // every)
-
-    def _offset(self, fragment: int, every: int) -> int:
-        return fragment * max(1, every // self.fragments) % every
+        return max(0, (step - self.offset(fragment, every)) // every)
 
 
 def build_schedule(config: DiLoCoConfig, fragments: int, total_steps: int = 0) -> Schedule:

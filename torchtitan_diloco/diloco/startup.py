@@ -83,6 +83,12 @@ def agree_on_run(
 
     `device`: of the outer state, on which the size of messages depends.
     """
+    layout = [
+        f"{fragment.index} {part} {tuple(part.parameter.shape)} {part.local().numel()} "
+        f"{part.parameter.dtype}"
+        for fragment in fragments
+        for part in fragment.parts
+    ]
     settings = flat_settings(config, "diloco.")
     mine = {key: str(value) for key, value in settings.items() if key not in MAY_DIFFER}
     mine |= {
@@ -90,7 +96,7 @@ def agree_on_run(
         "total_steps": str(total_steps),
         "seed": str(seed),
         "run id": run_id,
-        "model": _layout(fragments),
+        "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
         "memory of the outer state (diloco.link.outer_state)": device.type,
         "codec kernels": kernels_name() if device.type == "cuda" else "torch",
     }
@@ -103,17 +109,6 @@ def agree_on_run(
     # A random part from worker 0 keeps two runs of one configuration apart.
     name = "/".join([*mine.values(), broadcast_object(secrets.token_hex(8), str, group)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-
-
-def _layout(fragments: tuple[Fragment, ...]) -> str:
-    """Return a digest of each fragment's parameters, their shapes and types on this rank."""
-    lines = [
-        f"{fragment.index} {part} {tuple(part.parameter.shape)} {part.local().numel()} "
-        f"{part.parameter.dtype}"
-        for fragment in fragments
-        for part in fragment.parts
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
@@ -170,13 +165,15 @@ def build_exchange(
     return exchange
 
 
-def limit_threads(background: BackgroundThread, count: int) -> None:
-    """Let torch use so many threads for the tasks of a background thread."""
+def start_background(count: int) -> BackgroundThread:
+    """Start the thread of exchanges, in which torch uses so many threads."""
+    background = BackgroundThread("diloco-exchange")
     # The first get_num_threads() of a thread resets its number; the last line restores ours.
     threads = torch.get_num_threads()
     background.submit(torch.get_num_threads).result()
     background.submit(partial(torch.set_num_threads, count)).result()
     torch.set_num_threads(threads)
+    return background
 
 
 def close(

@@ -44,6 +44,14 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     }
 
 
+def known_facts(
+    config: DiLoCoConfig, states: Sequence[OuterState], in_flight: Iterable[int]
+) -> Facts:
+    """Return what `SavedState.facts` says of settings and fragments."""
+    settings, layout = resume_settings(config), layout_of(states)
+    return {"settings": settings, "layout": layout, "in_flight": list(in_flight)}
+
+
 def facts_for_new_worker(facts: Facts) -> Facts:
     """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
     own = {"weight": 0.0, "delta_norms": []}
@@ -61,8 +69,8 @@ class SavedState:
     """State of the outer loop to resume from, beside the model and the inner optimizer."""
 
     facts: Facts
-    """This worker's, fit for JSON: `step`, `settings`, `layout` (for each fragment its parts),
-    `in_flight` (fragments in the order they were sent), `healed` (fragments so far), and
+    """This worker's, fit for JSON: `step`, `progress`, `settings`, `layout` (for each fragment its
+    parts), `in_flight` (fragments in the order they were sent), `healed` (fragments so far), and
     `fragments`: for each its `rounds`, the `weight` of steps not sent yet, its `delta_norms`, and
     if in flight `sent_step`, `participants`, `flags`."""
     shared: Named
@@ -247,14 +255,15 @@ def named(
 def load(
     states: Sequence[OuterState],
     saved: SavedState,
-    settings: Facts,
+    config: DiLoCoConfig,
     mixing: Callable[[int, int], float],
 ) -> tuple[list[Facts], list[int], list[str]]:
     """Fill the buffers. Return the facts of each fragment, those in flight, and notes.
 
     `mixing` returns the local share for flags and participants.
     """
-    facts, before, notes = saved.facts, saved.facts["settings"], list[str]()
+    facts, notes = saved.facts, list[str]()
+    settings, before = resume_settings(config), facts["settings"]
     in_flight, fragments = list(facts["in_flight"]), list(facts["fragments"])
     changed = {key for key in settings if settings[key] != before.get(key)}
     is_split_anew = facts["layout"] != layout_of(states)

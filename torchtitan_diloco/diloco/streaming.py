@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Container, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_diloco.diloco import healing, mistakes, startup
 from torchtitan_diloco.diloco import state_dict as saving
-from torchtitan_diloco.diloco.background import BackgroundThread, alone, one_at_a_time
+from torchtitan_diloco.diloco.background import alone, one_at_a_time
 from torchtitan_diloco.diloco.codecs import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import (
@@ -103,8 +102,7 @@ class StreamingDiLoCo:
         self._in_flight: dict[int, InFlight] = {}
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
-        self._background = BackgroundThread("diloco-exchange")
-        startup.limit_threads(self._background, config.quantization.threads)
+        self._background = startup.start_background(config.quantization.threads)
         to_close = self._background, self._exchanger, self._liveness, liveness is None
         self._finalizer = weakref.finalize(self, startup.close, *to_close)
 
@@ -153,27 +151,19 @@ class StreamingDiLoCo:
         self._finalizer()
 
     def _send(self, index: int) -> None:
-        state, step = self._states[index], self.step_count
-        outer_round = self.schedule.outer_round(index, step)
-        round_ = Round(index, outer_round, step, state.values, due=time.perf_counter())
+        state, step, weight = self._states[index], self.step_count, self._weights[index]
+        outer_round, now = self.schedule.outer_round(index, step), time.perf_counter()
+        round_ = Round(index, outer_round, step, state.values, weight=weight, due=now)
         check_identity(self._model, state.fragment)
         begin = state.moment()
         state.take_delta()
-        span = begin, state.moment()
-        chance = self.config.link.drop_probability
-        dropped = is_dropped(chance, self._seed, self.worker, index, outer_round)
-        flags, weight = DROPPED if dropped else 0, self._weights[index]
-        header = Header(flags, self._run, index, outer_round, step, weight, state.checksum)
-        self._weights[index] = 0.0
-        round_.taken = time.perf_counter()
-        self._meter.expose(round_.taken - round_.due, span)
-        exchanged = self._background.submit(partial(self._exchange, state, header, round_))
+        self._weights[index], round_.taken = 0.0, time.perf_counter()
+        self._meter.expose(round_.taken - round_.due, (begin, state.moment()))
+        exchanged = self._background.submit(partial(self._exchange, state, round_))
         self._in_flight[index] = round_, exchanged
 
     def _apply(self, fragments: list[int]) -> None:
-        for index in fragments:
-            if index not in self._in_flight:
-                continue  # applied by drain()
+        for index in [one for one in fragments if one in self._in_flight]:  # else drain() did it
             round_, exchanged = self._in_flight[index]
             round_.applied_step, round_.asked = self.step_count, time.perf_counter()
             self._wait(round_, exchanged)
@@ -182,12 +172,12 @@ class StreamingDiLoCo:
             measured = is_measured(round_.outer_round, self.config.measure_every)
             average = self.schedule.is_average(round_.sent_step)
             mixing = self._mixing(round_.flags, round_.participants, average=average)
-            begin, state = self._states[index].moment(), self._states[index]
-            drift = state.apply(mixing, measured=measured)
+            state = self._states[index]
+            begin = state.moment()
+            round_.drift = state.apply(mixing, measured=measured)
             round_.applying = begin, state.moment()
             if round_.flags & WENT_WRONG:
                 self._start_afresh(index)
-            round_.drift = round_.drift if drift is None else drift
             round_.applied = time.perf_counter()
             self._meter.applied(round_)
 
@@ -229,30 +219,32 @@ class StreamingDiLoCo:
         self._meter.healed()
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
-        name = self.fragment_names[round_.fragment]
-        where = (
-            f"seen by worker {self.worker} in the exchange of fragment {round_.fragment} ({name}), "
-            f"sent after step {round_.sent_step}"
-        )
-        self._liveness.wait(exchanged, round_.sent_step, where)
+        name, step = self.fragments[round_.fragment].name, round_.sent_step
+        which = f"fragment {round_.fragment} ({name}), sent after step {step}"
+        where = f"seen by worker {self.worker} in the exchange of {which}"
+        self._liveness.wait(exchanged, step, where)
 
     # --- background thread ------------------------------------------------------------------------
 
-    def _exchange(self, state: OuterState, header: Header, round_: Round) -> None:
+    def _exchange(self, state: OuterState, round_: Round) -> None:
         """Turn this worker's delta into the next shared copy."""
         round_.begun = time.perf_counter()
-        measured = is_measured(header.outer_round, self.config.measure_every)
-        average = self.schedule.is_average(header.step)
+        turn, step = (round_.fragment, round_.outer_round), round_.sent_step
+        measured = is_measured(round_.outer_round, self.config.measure_every)
+        average = self.schedule.is_average(step)
+        dropped = is_dropped(self.config.link.drop_probability, self._seed, self.worker, *turn)
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # of other lengths: not judged
-            flags = header.flags | norms.judge(whole, self.config.delta_norm_limit)
-            header = replace(header, flags=flags, delta=self._watch.checksum(state.delta))
-            headers = healing.settle_weights([header])
-            if self._exchanger is not None:
+            flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
+            checksums = state.checksum, self._watch.checksum(state.delta)
+            header = Header(flags, self._run, *turn, step, round_.weight, *checksums)
+            if self._exchanger is None:
+                headers = healing.settle_weights([header])
+            else:
                 shard = 0 if self._shard_group is None else self._shard_group.rank()
-                where = self._seed, shard, header.fragment, header.outer_round
+                where = self._seed, shard, *turn
                 keys = random_key(*where, self.worker), random_key(*where, "mean")
                 mine = state.delta, header, state.residual, keys
                 headers, round_.traffic = self._exchanger.average(*mine, measured=measured)
@@ -328,22 +320,16 @@ class StreamingDiLoCo:
     def _take_snapshots(
         self, given_up: Container[int] = (), *, shared: bool = True
     ) -> tuple[list[Snapshot], Facts]:
-        parts = zip(self._states, self._weights, strict=True)
-        snapshots = [
+        parts = enumerate(zip(self._states, self._weights, strict=True))
+        return [
             Snapshot(state, weight, self._in_flight.get(index), index in given_up, shared=shared)
-            for index, (state, weight) in enumerate(parts)
-        ]
-        return snapshots, self._facts_now()
+            for index, (state, weight) in parts
+        ], self._facts_now()
 
     def _facts_now(self) -> Facts:
         """Return what is known so far of `SavedState.facts`."""
-        return {
-            "step": self.step_count,
-            "settings": saving.resume_settings(self.config),
-            "layout": saving.layout_of(self._states),
-            "in_flight": list(self._in_flight),
-            "healed": self._healed,
-        }
+        counts = {"step": self.step_count, "progress": self.progress, "healed": self._healed}
+        return counts | saving.known_facts(self.config, self._states, self._in_flight)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.
@@ -357,8 +343,7 @@ class StreamingDiLoCo:
         self._give_up_in_flight()
         drop_gathered(self._model)
         self.step_count, self._healed = saved.facts["step"], saved.facts["healed"]
-        settings = saving.resume_settings(self.config)
-        facts, in_flight, notes = saving.load(self._states, saved, settings, self._mixing)
+        facts, in_flight, notes = saving.load(self._states, saved, self.config, self._mixing)
         self._weights = [record["weight"] for record in facts]
         for index in in_flight:
             outer_round = self.schedule.outer_round(index, facts[index]["sent_step"])
@@ -410,5 +395,4 @@ class StreamingDiLoCo:
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        lines = startup.describe_settings(self.config, self.workers, self._states)
-        return [*lines, self.table()]
+        return [*startup.describe_settings(self.config, self.workers, self._states), self.table()]

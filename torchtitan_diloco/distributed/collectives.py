@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
+from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import cause_of, code_fingerprint, find_differences
@@ -26,31 +26,11 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
         )
 
 
-def on_first_rank(world: World, kind: type[Value], task: Callable[[], Value]) -> Value:
-    """Run `task` on rank 0 and return its result, or raise its ValueError, on every rank.
-
-    `kind` is the type of the result. Rank 0 raises the error itself, so that its traceback is not
-    lost.
-    """
-    value: Value | None = None
-    failure: ValueError | None = None
-    if world.is_first:
-        try:
-            value = task()
-        except ValueError as error:
-            failure = error
-    mistake = "" if failure is None else str(failure) or repr(failure)
-    mistake = broadcast_object(mistake, str, world.control)
-    if failure is not None:
-        raise failure
-    if mistake:
-        raise ValueError(mistake)
-    return broadcast_object(value, kind, world.control)
-
-
 def on_all_ranks(world: World, task: Callable[[], Value]) -> Value:
-    """Run `task` on every rank and return its result. A ValueError of one is raised on all."""
-    value: Value | None = None
+    """Run `task` on every rank and return its result. A ValueError of one is raised on all.
+
+    A rank that fails raises the error itself, so that its traceback is not lost.
+    """
     failure: ValueError | None = None
     try:
         value = task()
@@ -63,7 +43,7 @@ def on_all_ranks(world: World, task: Callable[[], Value]) -> Value:
     for rank, mistake in enumerate(mistakes):
         if mistake:
             raise ValueError(f"{mistake} (on rank {rank})")
-    return cast(Value, value)
+    return value
 
 
 class PendingReduction:

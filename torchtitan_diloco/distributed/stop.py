@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from types import FrameType
 from typing import NamedTuple, Self
 
@@ -25,8 +24,6 @@ from torchtitan_diloco.utils import (
 
 ASK_EVERY = 2
 """Steps between two questions of workers that train on their own: each takes time on the links."""
-
-
 STEPS_APART = 6
 """Steps by which workers that train on their own may run apart before they wait for an answer."""
 
@@ -64,13 +61,10 @@ class StopRequest:
     def __init__(self, world: World, lag: int = 1) -> None:
         self._world, self._lag = world, lag
         self._every = 1 if lag == 1 else ASK_EVERY
-        self.waited_seconds = 0.0
-        """Seconds that the training thread has waited for answers so far."""
+        self.waited_seconds = 0.0  # of the training thread, for answers
         self._save, self._announced = False, False
-        self._received: float | None = None
-        """Time of the first signal."""
-        self._questions: deque[tuple[int, PendingReduction]] = deque()
-        """Open questions and the step of each."""
+        self._received: float | None = None  # time of the first signal
+        self._questions: deque[tuple[int, PendingReduction]] = deque()  # open ones, by their step
         # nohup and background jobs of scripts ignore some signals on purpose.
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
@@ -92,23 +86,20 @@ class StopRequest:
             while number and not self._ended.wait(wait):
                 silent = liveness.silent_ranks()
                 if silent and not liveness.is_lost:
-                    self._give_up(signal.Signals(number[0]).name, silent)
+                    ranks = ", ".join(
+                        f"rank {rank} of worker {rank // self._world.ranks_per_worker} ({reason})"
+                        for rank, reason in silent.items()
+                    )
+                    print(
+                        f"[rank {self._world.rank}] error: {ranks} hangs, so the run cannot stop "
+                        f"after one common step on {signal.Signals(number[0]).name}, and ends here",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    liveness.give_up(silent)
                 if liveness.hanging:  # any other loss ends the run in the training thread
                     self._leave()
                 wait = 1.0
-
-    def _give_up(self, name: str, hanging: Mapping[int, str]) -> None:
-        ranks = ", ".join(
-            f"rank {rank} of worker {rank // self._world.ranks_per_worker} ({reason})"
-            for rank, reason in hanging.items()
-        )
-        print(
-            f"[rank {self._world.rank}] error: {ranks} hangs, so the run cannot stop after one "
-            f"common step on {name}, and ends here",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._world.liveness.give_up(hanging)
 
     def _leave(self) -> None:
         """End this process unless the training thread, which may save, does it."""

@@ -157,7 +157,14 @@ def join_world(
         across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
         control = dist.new_group(backend="gloo", timeout=link_timeout)
         saving = dist.new_group(backend="gloo", timeout=saving_timeout)
-        liveness = _watch(grid, rank)
+        # Watch a row and a column of the grid: who loses a rank tells both, so that all hear of it.
+        peers = {
+            *grid[rank // ranks_per_worker].tolist(),
+            *grid[:, rank % ranks_per_worker].tolist(),
+        }
+        worker_of = [one // ranks_per_worker for one in range(size)]
+        watching = dist.new_group(backend="gloo")
+        liveness = Liveness(watching, workers=worker_of, peers=peers - {rank})
     inside = _own_group(grid, inner_backend, inner_timeout, chosen)
     own_ranks = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
     return World(
@@ -232,14 +239,6 @@ def _own_group(
         own = group if dist.get_rank() in ranks else own
     assert own is not None
     return own
-
-
-def _watch(grid: torch.Tensor, rank: int) -> Liveness:
-    """Watch a row and a column of the grid: who loses a rank tells both, so that all hear of it."""
-    worker, index = divmod(rank, grid.size(1))
-    peers = {*grid[worker].tolist(), *grid[:, index].tolist()} - {rank}
-    workers = [one // grid.size(1) for one in range(grid.numel())]
-    return Liveness(dist.new_group(backend="gloo"), workers=workers, peers=sorted(peers))
 
 
 def leave_world(world: World) -> None:

@@ -6,6 +6,7 @@ python -m torchtitan_diloco.islands leave NAME --join STRING
 """
 
 import argparse
+import asyncio
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,17 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "serve":
             return _serve(options)
-        join = Join.parse(options.join)
-        if options.command == "status":
-            from torchtitan_diloco.islands.status import print_status
-
-            print_status(join, as_json=options.json, once=options.once)
-        elif options.command == "leave":
-            from torchtitan_diloco.islands.status import ask_to_leave
-
-            ask_to_leave(join, options.name)
-        else:
-            _make(join, options)
+        _ask(Join.parse(options.join), options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -100,15 +91,17 @@ def _serve(options: argparse.Namespace) -> int:
     return 1
 
 
-def _make(join: Join, options: argparse.Namespace) -> None:
-    import asyncio
+def _ask(join: Join, options: argparse.Namespace) -> None:
+    from torchtitan_diloco.islands import server, session, status
 
-    from torchtitan_diloco.islands.server import make_streams
-    from torchtitan_diloco.islands.session import check_installed
-
-    check_installed()
-    asyncio.run(make_streams(join, options.keep_gb, options.replicas))
-    print(f"the streams of the run {join.run} are there")
+    session.check_installed()
+    if options.command == "status":
+        status.print_status(join, as_json=options.json, once=options.once)
+    elif options.command == "leave":
+        status.ask_to_leave(join, options.name)
+    else:
+        asyncio.run(server.make_streams(join, options.keep_gb, options.replicas))
+        print(f"the streams of the run {join.run} are there")
 
 
 if __name__ == "__main__":

@@ -14,29 +14,33 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.events import (
-    Bulk,
-    Disconnected,
-    Event,
-    Hint,
-    LogReader,
-    Names,
-)
+from torchtitan_diloco.islands.inbox import Disconnected, Event
 from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Chunk, digest
-from torchtitan_diloco.islands.session import RefusedError, Session, check_installed
+from torchtitan_diloco.islands.session import (
+    HEARTBEAT,
+    LogSession,
+    RefusedError,
+    Session,
+    ask_subject,
+    check_installed,
+    stream_of,
+    subject_of,
+)
 from torchtitan_diloco.utils import logger
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
 T = TypeVar("T")
-CHUNK_BYTES = 1_000_000
-RECORD_BYTES = 1_000_000
+Bulk: TypeAlias = Literal["parts", "snapshots"]
+CHUNK_BYTES = RECORD_BYTES = 1_000_000
 """A server takes messages of at most 1 MiB, if it is not configured otherwise."""
 UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
 """Chunks under way at a time. Parts go first, so they have more."""
@@ -47,6 +51,7 @@ LOG_PATIENCE, BULK_PATIENCE = 3.0, 60.0
 When the log's connection is lost, that of the chunks is given up, too."""
 ANSWER_SECONDS = 10.0
 """Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
+HEARTBEATS_MISSED = 6
 NO_MESSAGE = 10037
 """Error code of the server."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
@@ -71,10 +76,13 @@ class Connection:
     def __init__(self, join: Join, name: str) -> None:
         """`name`: this incarnation."""
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._join, self._name, self._names = join, name, Names(join.run)
+        self._join, self._name = join, name
+        self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._delivered = 0
+        """Last record in the queue."""
+        self._first = Future[None]()
         self._background = set[asyncio.Task[None]]()
-        self._log: Session | None = None
+        self._log: LogSession | None = None
         self._bulk: Session | None = None
         self._bulk_is_there = asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
@@ -91,12 +99,11 @@ class Connection:
         `known`. Later on, the connection is made again whenever it is lost.
         """
         check_installed()
-        self._patience = SERVER_IS_BACK_SECONDS if known else FIRST_CONNECTION_SECONDS
         self._delivered = after
         self._thread.start()
-        first = self._loop.create_future()
+        self._submit(self._keep_connected(known))
         try:
-            self._wait(self._submit(self._start(first)))
+            self._first.result()
         except BaseException as error:
             self.close()
             if isinstance(error, ValueError):
@@ -114,30 +121,26 @@ class Connection:
         self._thread.join()
         self._loop.close()
 
-    def append(self, subject: str, raw: bytes) -> None:
+    def append(self, raw: bytes) -> None:
         """Send a record for the log. Whether it is in there is known when it is read back."""
         if len(raw) > RECORD_BYTES:
             raise ValueError(
                 f"a record of {len(raw)} bytes is larger than {RECORD_BYTES}, which a server "
                 "takes: set more fragments, or fewer bits (diloco.fragments, diloco.quantization)"
             )
-        self._send(f"{self._names.log}.{subject}", raw)
+        self._send(self._subject("log"), raw)
 
     def beat(self, hint: Hint) -> None:
-        self._send(self._names.beat, msgspec.msgpack.encode(hint))
+        self._send(self._subject("beat"), msgspec.msgpack.encode(hint))
 
     def ask(self, incarnation: str, raw: bytes) -> None:
-        """Send a message to one island, or to "all" others."""
-        self._send(self._names.ask(incarnation), self._name.encode() + b"\n" + raw)
+        """Send a message to one island."""
+        self._send(ask_subject(self._join.run, incarnation), self._name.encode() + b"\n" + raw)
 
-    def store(self, payloads: Sequence[bytes | memoryview], bulk: Bulk) -> tuple[Chunk, ...]:
-        """Store payloads, each in chunks of its own, and return when all are acknowledged."""
-        views = [memoryview(payload).cast("B") for payload in payloads]
-        pieces = [
-            view[start : start + CHUNK_BYTES]
-            for view in views
-            for start in range(0, len(view), CHUNK_BYTES)
-        ]
+    def store(self, payload: bytes | memoryview, bulk: Bulk) -> tuple[Chunk, ...]:
+        """Store a payload in chunks, and return when all are acknowledged."""
+        view = memoryview(payload).cast("B")
+        pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
         under_way = self._submit(_gather(self._store(piece, bulk) for piece in pieces))
         hashes = [hashlib.sha256(piece).hexdigest() for piece in pieces]  # in the meantime
         sequences = self._wait(under_way)
@@ -154,8 +157,6 @@ class Connection:
                 raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
         return found
 
-    # --- in the thread ----------------------------------------------------------------------------
-
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:
             if self._closed:
@@ -170,67 +171,66 @@ class Connection:
             raise ClosedError("the connection was closed") from error
 
     def _send(self, subject: str, raw: bytes) -> None:
+        """Publish, unless there is no connection, or it was closed."""
         with suppress(ClosedError):
             self._submit(self._publish(subject, raw))
+
+    # --- in the thread: the log -------------------------------------------------------------------
 
     async def _publish(self, subject: str, raw: bytes) -> None:
         if self._log is not None:
             with suppress(Exception):  # the connection fails, and then all that was sent is lost
                 await self._log.client.publish(subject, raw)
 
-    async def _start(self, first: "asyncio.Future[None]") -> None:
-        self._in_background(self._keep_connected(first))
-        await first
-
-    async def _keep_connected(self, first: "asyncio.Future[None]") -> None:
+    async def _keep_connected(self, known: bool) -> None:
         """Connect again whenever the connection of the log is lost."""
-        reason, pause = "", PAUSE
-        give_up = self._loop.time() + self._patience
+        patience = SERVER_IS_BACK_SECONDS if known else FIRST_CONNECTION_SECONDS
+        give_up, pause, reason = self._loop.time() + patience, PAUSE, ""
         addresses = random.sample(self._join.addresses, len(self._join.addresses))
         for address in itertools.cycle(addresses):
             if self._closed:  # nats-py ignores some cancellations
                 return
-            session = Session(LOG_PATIENCE)
-            reader = LogReader(session, self._names, self._name, self.events, self._delivered)
+            session = LogSession(LOG_PATIENCE, self.events, self._delivered)
             try:
                 await session.open(self._join, address, self._name)
                 self._log = session  # before the event that says so
-                await reader.start()
-                if not first.done():
-                    first.set_result(None)
+                await session.follow(self._join.run, self._name)
+                if not self._first.done():
+                    self._first.set_result(None)
                 reason, pause = "", PAUSE
-                failure: Exception = ConnectionError(await self._serve(session, reader, address))
+                failure: Exception = ConnectionError(await self._serve(session, address))
             except Exception as error:  # whatever a damaged server makes the client raise
                 failure = error
             finally:
-                self._log = None
+                self._log, self._delivered = None, session.delivered
                 session.fail("closed")
-                self._delivered = reader.delivered
                 self._in_background(session.close())
-            if not first.done():
-                if isinstance(failure, RefusedError) or self._loop.time() > give_up:
-                    first.set_exception(_first_error(failure, self._patience))
-                    return
-                if str(failure) != reason and self._patience > FIRST_CONNECTION_SECONDS:
-                    reason = str(failure)
-                    logger.warning(f"waiting for the server of the islands: {reason}")
-            elif str(failure) != reason:
+            first = not self._first.done()
+            if first and (isinstance(failure, RefusedError) or self._loop.time() > give_up):
+                self._first.set_exception(_first_error(failure, patience))
+                return
+            if str(failure) != reason and (known or not first):
                 reason = str(failure)
-                self.events.put(Disconnected(reason))
+                if first:
+                    logger.warning(f"waiting for the server of the islands: {reason}")
+                else:
+                    self.events.put(Disconnected(reason))
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _serve(self, session: Session, reader: LogReader, address: str) -> str:
+    async def _serve(self, session: LogSession, address: str) -> str:
         """Work until the connection is lost, and return the reason."""
-        tasks = [
-            asyncio.create_task(self._keep_bulk(session, address)),
-            asyncio.create_task(reader.notice_silence()),
-        ]
+        bulk = asyncio.create_task(self._keep_bulk(session, address))
         try:
-            return await asyncio.shield(session.lost)
+            while session.silent < HEARTBEATS_MISSED and not session.lost.done():
+                await asyncio.wait([session.lost], timeout=HEARTBEAT)
+                session.silent += 1  # counted, not timed: a pause of this process is no silence
+            session.fail("the server has stopped to send the log")
+            return session.lost.result()
         finally:
-            for task in tasks:
-                task.cancel()
+            bulk.cancel()
+
+    # --- in the thread: chunks --------------------------------------------------------------------
 
     async def _keep_bulk(self, log: Session, address: str) -> None:
         """Have a connection for chunks to the server that the log's is to."""
@@ -265,39 +265,34 @@ class Connection:
                 session = self._bulk
                 try:
                     found = await session.run(operation(session.jetstream), patience)
-                except (OSError, TimeoutError, errors.Error) as error:
-                    patience *= 2 if isinstance(error, TimeoutError) else 1
-                    if not session.is_lost:
-                        self._warn(f"{bulk}: the server does not take or give a chunk: {error}")
-                else:
                     self._warned = ""
                     return found
+                except (OSError, TimeoutError, errors.Error) as error:
+                    patience *= 2 if isinstance(error, TimeoutError) else 1
+                    text = f"{bulk}: the server does not take or give a chunk: {error}"
+                    if not session.is_lost and text != self._warned:
+                        self._warned = text
+                        logger.warning(text)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         raise ClosedError("the connection was closed")
 
-    def _warn(self, text: str) -> None:
-        if text != self._warned:
-            self._warned = text
-            logger.warning(text)
-
     async def _store(self, piece: memoryview, bulk: Bulk) -> int:
-        subject = self._names.bulk(bulk)
+        subject = self._subject(bulk)
         stored = await self._retry(bulk, lambda stream: stream.publish(subject, bytes(piece)))
         return stored.seq
 
     async def _fetch(self, chunk: Chunk, bulk: Bulk) -> bytes:
-        stream = self._names.stream(bulk)
-
         async def get(jetstream: "JetStreamContext") -> bytes | None:
             from nats.js.errors import NotFoundError
 
             # Any replica answers the first request, which is fast; only the leader knows that a
             # message is gone.
+            place = self._stream(bulk), chunk.sequence
             with suppress(NotFoundError):
-                return (await jetstream.get_msg(stream, chunk.sequence, direct=True)).data
+                return (await jetstream.get_msg(*place, direct=True)).data
             try:
-                return (await jetstream.get_msg(stream, chunk.sequence)).data
+                return (await jetstream.get_msg(*place)).data
             except NotFoundError as error:
                 if error.err_code != NO_MESSAGE:  # a server that is just starting or ending
                     raise
@@ -308,12 +303,16 @@ class Connection:
             raise GoneError(f"chunk {chunk.sequence} of {bulk} is not kept any more")
         return found
 
+    # --- in the thread: its end -------------------------------------------------------------------
+
     def _in_background(self, operation: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(operation)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def _end(self) -> None:
+        if not self._first.done():
+            self._first.set_exception(ClosedError("the connection was closed"))
         if self._log is not None:
             with suppress(Exception):
                 await self._log.client.flush(timeout=1)

@@ -1,26 +1,37 @@
 """Shared copies of the fragments on each rank of an island, made by replaying entries of the log.
 
 All ranks do the same jobs in the same order, each on its own shard. The first rank starts a job by
-calling a method; the others are in `follow`.
+`run`; the others are in `follow`.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import Codec, Position, build_codec, random_key
+from torchtitan_diloco.diloco.codecs import UNIT, Codec, Position, build_codec, random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, UPDATES, OuterStep, outer_lr
+from torchtitan_diloco.diloco.fields import flat_settings
+from torchtitan_diloco.diloco.outer_optimizer import (
+    BLOCK,
+    STATE_BUFFERS,
+    UPDATES,
+    OuterStep,
+    outer_lr,
+)
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.islands.layout import Layout, Place
-from torchtitan_diloco.islands.ranks import Ranks, collect, share, share_bytes, sum_modulo
+from torchtitan_diloco.islands.shards import Layout, Ranks, collect, share, sum_modulo
+from torchtitan_diloco.utils import code_fingerprint
+
+MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
+"""Settings in which islands may differ."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
@@ -51,42 +62,34 @@ class Load(Declare, frozen=True):
     """Take a whole copy and its optimizer state first."""
 
 
-class Give(Job, frozen=True):
-    """Return a whole copy and its optimizer state, as one flat tensor."""
+class Collect(Job, frozen=True):
+    """Let the first rank have a whole copy and its optimizer state in `collected`."""
 
 
 class Save(Job, frozen=True):
-    """Copy all fragments to host memory, for a checkpoint."""
+    """Do what is next in `saves`, while no copy changes."""
 
 
 class Stop(Job, frozen=True):
     """End `follow`."""
 
 
-AnyJob: TypeAlias = Advance | Declare | Load | Give | Save | Stop
-
-
-@dataclass
-class SavedCopy:
-    version: int
-    rounds: int
-    theta: Tensor
-    slots: list[Tensor]
+AnyJob: TypeAlias = Advance | Declare | Load | Collect | Save | Stop
 
 
 class SharedCopy:
     """Versions of a fragment on this rank. Only the newest can be advanced."""
 
-    def __init__(self, state: OuterState, place: Place) -> None:
-        self.state, self.place = state, place
-        self.versions = {0: state.outer}
-        """Those that are not applied yet, and the last one that is."""
-        self.newest = self.rounds = 0
-        """`rounds`: outer steps taken. An entry without weight takes none."""
+    def __init__(self, state: OuterState, layout: Layout) -> None:
+        self.state, self.layout = state, layout
+        self.declare(0, 0)
 
     def declare(self, version: int, rounds: int) -> None:
         """Let what the outer state holds be this version."""
-        self.versions, self.newest, self.rounds = {version: self.state.outer}, version, rounds
+        self.versions = {version: self.state.outer}
+        """Those that are not applied yet, and the last one that is."""
+        self.newest, self.rounds = version, rounds
+        """`rounds`: outer steps taken. An entry without weight takes none."""
 
     def buffers(self) -> list[Tensor]:
         """Return the newest version and the optimizer state."""
@@ -102,121 +105,88 @@ class Copies:
         self._ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization = config.quantization
         self.threads = config.quantization.threads
-        layouts = [Layout(state.fragment) for state in states]
         self.fragments = [
-            SharedCopy(state, Place(layout, ranks.size, ranks.rank))
-            for state, layout in zip(states, layouts, strict=True)
+            SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]
-        for one in self.fragments:
-            assert one.place.layout.size(ranks.size, ranks.rank) == one.state.values
-        self.saves: SimpleQueue[Future[list[SavedCopy]]] = SimpleQueue()
-        """Results of the jobs Save to come."""
+        self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.collected = torch.empty(0)
         self._decoder = build_codec(config.quantization)
-
-    # --- jobs -------------------------------------------------------------------------------------
 
     def run(self, job: AnyJob, content: Tensor | None = None) -> str:
         """Do a job on all ranks and return the checksum. Only the first rank calls this."""
         share(job, AnyJob, self._ranks.copies)
         return self._do(job, content)
 
-    def give(self, fragment: int) -> Tensor:
-        """Return the newest copy of a fragment and its optimizer state."""
-        share(Give(fragment=fragment), AnyJob, self._ranks.copies)
-        return self._give(self.fragments[fragment])
-
-    def stop(self) -> None:
-        """End `follow` on the other ranks."""
-        share(Stop(), AnyJob, self._ranks.copies)
-
     def follow(self) -> None:
         """Do the jobs that the first rank starts, until Stop."""
-        while True:
+        running = True
+        while running:
             job: AnyJob = share(None, AnyJob, self._ranks.copies)
-            if isinstance(job, Stop):
-                return
-            if isinstance(job, Give):
-                self._give(self.fragments[job.fragment])
-            else:
-                self._do(job, None)
+            running = not isinstance(job, Stop)
+            self._do(job, None)
 
     def _do(self, job: AnyJob, content: Tensor | None) -> str:
-        if isinstance(job, Save):
-            self.saves.get().set_result([self._saved(one) for one in self.fragments])
+        copy, group = self.fragments[job.fragment], self._ranks.copies
+        if isinstance(job, Stop):
             return ""
-        copy = self.fragments[job.fragment]
+        if isinstance(job, Save):
+            self.saves.get()()
+            return ""
+        if isinstance(job, Collect):
+            self.collected = self._collect(copy)
+            return ""
         if content is None:
             content = torch.empty(self._content_bytes(job), dtype=torch.uint8)
-        share_bytes(content, self._ranks.copies)
+        if group is not None and content.numel():
+            dist.broadcast(content, group_src=0, group=group)
         with copy.state.background(copy.state.moment()):
             if isinstance(job, Advance):
                 self._advance(copy, job, content)
-            elif isinstance(job, Load):
-                whole = content.view(torch.float32).view(-1, copy.place.layout.values)
-                for buffer, values in zip(copy.buffers(), whole, strict=True):
-                    copy.place.scatter(values, buffer)
-            if isinstance(job, Declare):
+            else:
+                if isinstance(job, Load):
+                    whole = content.view(torch.float32).view(-1, copy.layout.values)
+                    for buffer, values in zip(copy.buffers(), whole, strict=True):
+                        copy.layout.scatter(values, buffer)
                 for slot in copy.state.slots if job.fresh else []:
                     slot.zero_()
                 copy.declare(job.version, job.rounds)
-            return self._checksum(copy)
+            mine = copy.layout.checksum(copy.versions[copy.newest])
+            return f"{sum_modulo(mine, group):016x}"
 
     def _content_bytes(self, job: AnyJob) -> int:
         if isinstance(job, Advance):
             return sum(sum(self.payload_sizes(job.fragment, ranks)) for ranks in job.ranks)
         return self.snapshot_bytes(job.fragment) if isinstance(job, Load) else 0
 
-    def _checksum(self, copy: SharedCopy) -> str:
-        mine = copy.place.checksum(copy.versions[copy.newest])
-        return f"{sum_modulo(mine, self._ranks.copies):016x}"
-
-    @staticmethod
-    def _saved(copy: SharedCopy) -> SavedCopy:
-        theta, *slots = (buffer.to("cpu", copy=True) for buffer in copy.buffers())
-        return SavedCopy(copy.newest, copy.rounds, theta, slots)
-
     def payload_sizes(self, fragment: int, ranks: int) -> list[int]:
         """Return the bytes that each rank of an island encodes its shard of a fragment into."""
-        sizes = self.fragments[fragment].place.layout.sizes(ranks)
+        sizes = self.fragments[fragment].layout.sizes(ranks)
         return [self._decoder.wire_bytes(size) for size in sizes]
 
     def snapshot_bytes(self, fragment: int) -> int:
         copy = self.fragments[fragment]
-        return 4 * copy.place.layout.values * len(copy.buffers())
+        return 4 * copy.layout.values * len(copy.buffers())
 
     def is_finite(self, fragment: int, payload: Tensor, ranks: int) -> bool:
         """Return whether all values of a part are. Any thread may ask."""
-        decoder, layout = build_codec(self._quantization), self.fragments[fragment].place.layout
-        for rank, shard in enumerate(payload.split(self.payload_sizes(fragment, ranks))):
-            values = torch.empty(layout.size(ranks, rank))
-            _decode(decoder, shard, values)
-            if not values.isfinite().all():
-                return False
-        return True
+        decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
+        shards = zip(
+            payload.split(sizes), self.fragments[fragment].layout.sizes(ranks), strict=True
+        )
+        return all(bool(_decode(decoder, *shard).isfinite().all()) for shard in shards)
 
     def next_lr(self, fragment: int) -> float:
         return outer_lr(self._optimizer, self.fragments[fragment].rounds + 1)
 
     @torch.no_grad()
     def _advance(self, copy: SharedCopy, job: Advance, content: Tensor) -> None:
-        new = torch.empty_like(copy.versions[copy.newest])
+        theta, new, total = copy.versions[copy.newest], torch.empty(0), 0
         parts = content.split([sum(self.payload_sizes(job.fragment, one)) for one in job.ranks])
-        heard = [
-            (payload, ranks, weight)
-            for payload, ranks, weight in zip(parts, job.ranks, job.weights, strict=True)
-            if weight
-        ]
-        total = 0
-        for payload, ranks, weight in heard:
+        for payload, ranks, weight in zip(parts, job.ranks, job.weights, strict=True):
             total += weight
-            if total == weight:
-                self.decode(job.fragment, payload, ranks, new)
-            else:
-                decoded = torch.empty_like(new)
-                self.decode(job.fragment, payload, ranks, decoded)
-                new.lerp_(decoded, weight / total)
-        theta = copy.versions[copy.newest]
-        if heard:
+            decoded = self.decode(job.fragment, payload, ranks)
+            new = decoded if total == weight else new.lerp_(decoded, weight / total)
+        if total:
             copy.rounds += 1
             update = UPDATES[self._optimizer.name]
             step = OuterStep(self._optimizer, copy.rounds, job.lr)
@@ -225,46 +195,50 @@ class Copies:
             for before, mean, *slots in zip(*(one.split(block) for one in buffers), strict=True):
                 update(before, mean, slots, step)
         else:
-            new.copy_(theta)
+            new = theta.clone()
         copy.versions[job.version] = new
         copy.newest = job.version
         if job.only_newest:
             copy.drop_before(job.version)
 
     @torch.no_grad()
-    def decode(self, fragment: int, payload: Tensor, ranks: int, values: Tensor) -> None:
-        """Decode this rank's values out of a part that was sent by an island of `ranks` ranks."""
-        place, sizes = self.fragments[fragment].place, self.payload_sizes(fragment, ranks)
+    def decode(self, fragment: int, payload: Tensor, ranks: int) -> Tensor:
+        """Return this rank's values of a part that was sent by an island of `ranks` ranks."""
+        copy, sizes = self.fragments[fragment], self.payload_sizes(fragment, ranks)
+        layout, device = copy.layout, copy.state.outer.device
+        values = torch.empty(layout.sizes(layout.ranks)[layout.rank], device=device)
         for rank, shard in enumerate(payload.split(sizes)):
-            if ranks == place.ranks:
-                if rank == place.rank and values.numel():
-                    _decode(self._decoder, shard, values)
-                continue
-            if slices := place.overlap(ranks, rank):
-                decoded = torch.empty(place.layout.size(ranks, rank), device=values.device)
-                _decode(self._decoder, shard, decoded)
+            if slices := layout.overlap(ranks, rank):
+                size = layout.sizes(ranks)[rank]
+                decoded = _decode(self._decoder, shard.to(device), size)
+                if ranks == layout.ranks:
+                    return decoded
                 for source, target in slices:
                     values[target].copy_(decoded[source])
+        return values
 
-    def _give(self, copy: SharedCopy) -> Tensor:
-        place, group = copy.place, self._ranks.copies
-        sizes = place.layout.sizes(place.ranks)
+    def _collect(self, copy: SharedCopy) -> Tensor:
+        layout, sizes = copy.layout, copy.layout.sizes(self._ranks.size)
         wholes = []
         for buffer in copy.buffers():
-            collected = collect(buffer.cpu(), sizes, group)
-            whole = torch.zeros(place.layout.values)
+            collected = collect(buffer.cpu(), sizes, self._ranks.copies)
+            whole = torch.zeros(layout.values)
             if self._ranks.is_first:
                 for rank, values in enumerate(collected.split(sizes)):
-                    for span in place.layout.spans(place.ranks, rank):
-                        whole[span.whole :][: span.size] = values[span.local :][: span.size]
+                    for local, start, size in layout.spans(self._ranks.size, rank):
+                        whole[start:][:size] = values[local:][:size]
             wholes.append(whole)
         return torch.cat(wholes)
 
 
-def _decode(decoder: Codec, payload: Tensor, values: Tensor) -> None:
-    size = decoder.wire_bytes(PIECE)
-    for encoded, piece in zip(payload.split(size), values.split(PIECE), strict=True):
-        decoder.decode(encoded.to(values.device), piece)
+@torch.no_grad()
+def _decode(decoder: Codec, payload: Tensor, size: int) -> Tensor:
+    """Return the values that a rank has encoded."""
+    values = torch.empty(size, device=payload.device)
+    pieces = payload.split(decoder.wire_bytes(PIECE))
+    for encoded, piece in zip(pieces, values.split(PIECE), strict=True):
+        decoder.decode(encoded, piece)
+    return values
 
 
 class Encoder:
@@ -296,3 +270,57 @@ def add_change(state: OuterState, new: Tensor, old: Tensor) -> None:
             local.add_(added)
         else:  # add in fp32 and round once
             local.copy_(added.add_(local))
+
+
+# --- what all islands of a run must have equal ----------------------------------------------------
+
+
+def fingerprints(
+    config: DiLoCoConfig, states: Sequence[OuterState], ranks: int, facts: Mapping[str, str]
+) -> dict[str, str]:
+    settings = flat_settings(config, "diloco.")
+    found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
+    model = [
+        f"{state.fragment.index} {part} {tuple(part.parameter.shape)} {part.parameter.dtype}"
+        for state in states
+        for part in state.fragment.parts
+    ]
+    if any(Layout(state.fragment).depends_on_ranks for state in states):
+        model.append(f"cut on {ranks} ranks")
+    found |= {"code": code_fingerprint(), "model": "\n".join(model)}
+    found |= {"arithmetic": arithmetic(config, states[0].outer.device), **facts}
+    return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
+
+
+def _short(value: str) -> str:
+    """Return the value, or its hash if a record cannot hold it."""
+    fits = re.fullmatch(r"[\x21-\x7e]{1,100}", value)
+    return value if fits else hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def arithmetic(config: DiLoCoConfig, device: torch.device) -> str:
+    """Return a hash of a decode, a mean and an outer step on fixed numbers.
+
+    Processors, and versions of torch, may round them differently. Then shared copies would differ.
+    """
+    codec, optimizer = build_codec(config.quantization), config.outer_optimizer
+    values = 5 * UNIT + 7
+    whole = torch.arange(values, dtype=torch.int64, device=device)
+    numbers = [
+        (whole * factor % 10_007 - 5003).to(torch.float32) / 3001 for factor in (7919, 104_729, 31)
+    ]
+    theta, *deltas = numbers
+    decoded = []
+    for delta in deltas:
+        payload = torch.empty(codec.wire_bytes(values), dtype=torch.uint8, device=device)
+        codec.encode(delta, payload)
+        decoded.append(torch.empty_like(delta))
+        codec.decode(payload, decoded[-1])
+    mean = decoded[0].lerp_(decoded[1], 3 / 7)
+    slots = [theta.square() * 0.01 for _ in range(STATE_BUFFERS[optimizer.name])]
+    UPDATES[optimizer.name](theta, mean, slots, OuterStep(optimizer, 3, optimizer.lr))
+    digest = hashlib.sha256()
+    for result in (mean, *slots):
+        digest.update(result.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

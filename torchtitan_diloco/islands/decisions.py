@@ -8,7 +8,7 @@ import msgspec
 
 from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.records import Part
-from torchtitan_diloco.islands.rules import Mode
+from torchtitan_diloco.islands.rules import Mode, Rounds
 
 LOOK = 0.1
 """Seconds after which a wait is thought over: the connection may be gone."""
@@ -60,45 +60,54 @@ class Boundary(msgspec.Struct, frozen=True, array_like=True, tag="boundary"):
 Decision: TypeAlias = Send | Apply | Boundary
 
 
+def take_seat(leader: Leader) -> Seat:
+    """Return the place that the leader has taken."""
+    island = leader.joined
+    facts, versions = island.state.facts, [rounds.applied for rounds in island.rounds]
+    assert facts is not None
+    place = island.slot, facts.slots, facts.block, island.position
+    return Seat(*place, facts.total_tokens, island.clock, versions)
+
+
 def decide(leader: Leader, delay: int, ranks: int) -> Iterator[Decision]:
     """Yield what is due at this boundary, one after the other. Each is done before the next."""
-    fragments = range(len(leader.joined.syncs))
+    island = leader.joined
     if delay:
-        yield from _due_applies(leader, fragments)
-    for fragment in fragments:
+        yield from _due_applies(leader)
+    for fragment, rounds in enumerate(island.rounds):
         with leader.changed:
-            due = leader.joined.send_is_due(fragment, time.monotonic())
+            due = rounds.send_is_due(time.monotonic())
             part = leader.begin_part(fragment) if due else None
         if part is not None:
             yield Send(msgspec.structs.replace(part, ranks=ranks))
     if not delay:
-        yield from _due_applies(leader, fragments)
+        yield from _due_applies(leader)
     with leader.changed:
-        island = leader.joined
-        boundary = Boundary(island.clock, island.stopped, island.stopped and leader.is_over())
+        over = island.stopped and leader.is_over()
+        boundary = Boundary(island.clock, island.stopped, over)
     yield boundary
 
 
-def _due_applies(leader: Leader, fragments: range) -> Iterator[Decision]:
-    for fragment in fragments:
-        while (decision := _due_apply(leader, fragment)) is not None:
+def _due_applies(leader: Leader) -> Iterator[Decision]:
+    for fragment, rounds in enumerate(leader.joined.rounds):
+        while (decision := _due_apply(leader, fragment, rounds)) is not None:
             yield decision
             with leader.changed:
-                leader.joined.finish_apply(fragment, time.monotonic())
+                rounds.finish_apply(time.monotonic())
 
 
-def _due_apply(leader: Leader, fragment: int) -> Apply | None:
+def _due_apply(leader: Leader, fragment: int, rounds: Rounds) -> Apply | None:
     """Return the next entry to apply, or wait for it as long as the rules say."""
     with leader.changed:
-        island = leader.joined
-        while (mode := island.next_mode(fragment)) is None:
-            until, now = island.wait_until(fragment), time.monotonic()
+        while (mode := rounds.next_mode()) is None:
+            until, now = rounds.wait_until(), time.monotonic()
             if until is None or now >= until:
                 return None
             leader.check()
             leader.changed.wait(min(until - now, LOOK))
-        entry = island.syncs[fragment].unapplied[0]
+        entry = rounds.unapplied[0]
         own = entry.part_of(leader.incarnation)
+        others = [part for part in entry.parts if part is not own]
         return Apply(
             fragment,
             entry.close.version,
@@ -106,7 +115,5 @@ def _due_apply(leader: Leader, fragment: int) -> Apply | None:
             number=0 if own is None else own.number,
             weight=0 if own is None else own.weight,
             participants=sum(weight > 0 for weight in entry.close.weights),
-            received=sum(
-                chunk.size for part in entry.parts if part is not own for chunk in part.chunks
-            ),
+            received=sum(chunk.size for part in others for chunk in part.chunks),
         )

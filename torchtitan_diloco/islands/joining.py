@@ -1,38 +1,29 @@
 """How an island begins: it reads the log, agrees on the facts, and gets the shared copies."""
 
-import math
-import queue
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import msgspec
 
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.copies import Copies, Declare, Load
-from torchtitan_diloco.islands.events import LEAVE, Asked, Connected, Disconnected, Heard, LogRecord
+from torchtitan_diloco.islands.inbox import Inbox, Snapshot, SnapshotWanted
 from torchtitan_diloco.islands.log import checksums_before
 from torchtitan_diloco.islands.members import IslandFailedError, Members, name_of
 from torchtitan_diloco.islands.parts import join_bytes
 from torchtitan_diloco.islands.records import (
     AnyRecord,
-    Chunk,
     Close,
     Facts,
     Take,
     VoidError,
     decode,
-    digest,
     encode,
-    subject_of,
 )
-from torchtitan_diloco.islands.restart import Saved
 from torchtitan_diloco.utils import find_differences, logger
 
-TICK = 0.1
-"""Seconds between two looks at the clock."""
 ASK_AGAIN = 0.5
 SNAPSHOT_SECONDS = 3600.0
 """Seconds without an answer after which another island is asked for a snapshot. One that is gone is
@@ -41,75 +32,16 @@ HEAR_SECONDS = 3.0
 """Seconds in which every island that is alive has sent a heartbeat."""
 
 
-class SnapshotWanted(msgspec.Struct, frozen=True, tag="snapshot wanted"):
-    fragment: int
+@dataclass
+class Saved:
+    """What a checkpoint knows of the log. Its copies are loaded already."""
 
-
-class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
-    fragment: int
-    version: int
-    head: str
-    """Hash of the entry that made the version."""
-    rounds: int
-    chunks: tuple[Chunk, ...]
-
-
-Message: TypeAlias = SnapshotWanted | Snapshot
-
-
-class Inbox:
-    """Events of the connection: records wait to be read, all others are handled as they come."""
-
-    def __init__(self, connection: Connection, members: Members, incarnation: str) -> None:
-        self._connection, self._members, self._incarnation = connection, members, incarnation
-        self.records: deque[LogRecord] = deque()
-        self.messages: deque[tuple[str, Message]] = deque()
-        """Messages of other islands, with their senders."""
-        self.leaving = False
-        """This island was asked to leave the run."""
-        self.last = -1
-        """Number of records in the log when the connection was made last."""
-        self._away_since = math.inf
-        self.received = 0
-        """Number of the last record received."""
-
-    def receive(self, seconds: float = TICK) -> None:
-        """Wait for an event, not longer than this, and handle all there are."""
-        self._members.tick(time.monotonic())
-        with suppress(queue.Empty):
-            event = self._connection.events.get(timeout=seconds)
-            while True:
-                self._handle(event)
-                event = self._connection.events.get_nowait()
-
-    def seconds_away(self) -> float:
-        """Return for how long there has been no connection, at most 0 if there is one."""
-        return time.monotonic() - self._away_since
-
-    def _handle(self, event: object) -> None:
-        now = time.monotonic()
-        match event:
-            case LogRecord():
-                self.records.append(event)
-                self.received = event.sequence
-            case Heard(hint) if hint.incarnation != self._incarnation:
-                self._members.hear(hint.incarnation, hint.step, hint.caught_up, now)
-            case Asked(_, raw) if raw == LEAVE:
-                logger.info("this island was asked to leave the run")
-                self.leaving = True
-            case Asked(sender, raw):
-                with suppress(msgspec.DecodeError):  # garbage
-                    self.messages.append((sender, msgspec.msgpack.decode(raw, type=Message)))
-            case Connected(last):
-                if self.last >= 0:
-                    logger.info("the server of the islands is there again")
-                self.last = last
-                self._away_since = math.inf
-                self._members.connect(now)
-            case Disconnected(reason):
-                self._members.connected = False
-                self._away_since = min(self._away_since, now)
-                logger.warning(f"no connection to the server of the islands: {reason}")
+    run: str
+    sequence: int
+    digest: str
+    heads: list[str]
+    versions: list[int]
+    rounds: list[int]
 
 
 class Joining:
@@ -136,12 +68,13 @@ class Joining:
                 f"island knows {saved.sequence}: it was truncated or made anew; restore the "
                 "server's folder, or begin a new run with `serve` in an empty folder"
             )
-        raw, asked_at = encode(self._mine), -ASK_AGAIN
-        while (facts := self._first_facts()) is None:
+        asked_at = -ASK_AGAIN
+        while not (found := [one for one in self._records() if isinstance(one, Facts)]):
             if time.monotonic() - asked_at > ASK_AGAIN:
-                self._connection.append(subject_of(self._mine), raw)
+                self._connection.append(encode(self._mine))
                 asked_at = time.monotonic()
             self._inbox.receive()
+        facts = found[0]
         if facts.total_tokens != self._mine.total_tokens:
             logger.warning(
                 f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
@@ -162,14 +95,13 @@ class Joining:
         """
         fits = self._mine.checksums == facts.checksums
         if saved is not None and saved.run == facts.run:
-            for fragment, head in enumerate(saved.heads):
-                version = saved.versions[fragment]
-                job = Declare(fragment=fragment, version=version, rounds=saved.rounds[fragment])
+            places = zip(saved.heads, saved.versions, saved.rounds, strict=True)
+            for fragment, (head, version, rounds) in enumerate(places):
+                job = Declare(fragment=fragment, version=version, rounds=rounds)
                 self._start_at(fragment, version, head, self._copies.run(job))
             return saved.sequence, saved.digest
         records = self._records()
-        begun = any(isinstance(record, Close) for record in records)
-        if begun or not fits:
+        if not fits or any(isinstance(record, Close) for record in records):
             if self._take_snapshots(records):
                 return None
             if self._loaded:
@@ -185,11 +117,8 @@ class Joining:
             self.checksums[fragment][0] = checksum
         return None
 
-    def _first_facts(self) -> Facts | None:
-        return next((one for one in self._records() if isinstance(one, Facts)), None)
-
-    def _records(self) -> list[AnyRecord | None]:
-        found = list[AnyRecord | None]()
+    def _records(self) -> list[AnyRecord]:
+        found = list[AnyRecord]()
         for record in self._inbox.records:
             with suppress(VoidError):
                 found.append(decode(record.raw))
@@ -201,39 +130,38 @@ class Joining:
 
     # --- snapshots --------------------------------------------------------------------------------
 
-    def _take_snapshots(self, records: Sequence[AnyRecord | None]) -> bool:
+    def _take_snapshots(self, records: Sequence[AnyRecord]) -> bool:
         """Load all fragments from an island that is running; return whether there is one."""
+        takers = [record.incarnation for record in records if isinstance(record, Take)][::-1]
         until = time.monotonic() + HEAR_SECONDS
-        takes = [record.incarnation for record in records if isinstance(record, Take)]
-        while time.monotonic() < until and not self._donors(takes):
+        while time.monotonic() < until and not any(map(self._members.has_caught_up, takers)):
             self._inbox.receive()
-        for donor in self._donors(takes):
+        for donor in filter(self._members.has_caught_up, takers):
             logger.info(f"taking the shared copies from island {name_of(donor)}")
-            if all(self._take_snapshot(donor, one) for one in range(len(self.checksums))):
+            problem = ""
+            for fragment in range(len(self.checksums)):
+                problem = problem or self._take_snapshot(donor, fragment)
+            if not problem:
                 return True
+            logger.warning(f"no snapshot of island {name_of(donor)}: {problem}")
         return False
 
-    def _donors(self, takes: list[str]) -> list[str]:
-        return [name for name in takes[::-1] if self._members.has_caught_up(name)]
-
-    def _take_snapshot(self, donor: str, fragment: int) -> bool:
+    def _take_snapshot(self, donor: str, fragment: int) -> str:
+        """Load a fragment from another island; return what is wrong, if anything."""
         self._connection.ask(donor, msgspec.msgpack.encode(SnapshotWanted(fragment)))
         answer = self._wait_for_answer(donor, fragment)
         if answer is None:
-            logger.warning(f"island {name_of(donor)} does not answer with a snapshot")
-            return False
+            return "it does not answer"
         try:
             content = join_bytes(self._connection.fetch(answer.chunks, "snapshots"))
         except (GoneError, CorruptError) as error:
-            logger.warning(f"the snapshot of island {name_of(donor)} cannot be used: {error}")
-            return False
+            return str(error)
         if content.numel() != self._copies.snapshot_bytes(fragment):
-            logger.warning(f"the snapshot of island {name_of(donor)} has another size")
-            return False
+            return f"it has {content.numel()} bytes"
         self._loaded = True
         job = Load(fragment=fragment, version=answer.version, rounds=answer.rounds)
         self._start_at(fragment, answer.version, answer.head, self._copies.run(job, content))
-        return True
+        return ""
 
     def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
         """Return the answer once the log has been received up to the entry that it is of."""
@@ -244,17 +172,13 @@ class Joining:
                 sender, message = self._inbox.messages.popleft()
                 mine = isinstance(message, Snapshot) and message.fragment == fragment
                 answer = message if mine and sender == donor else answer
-            if isinstance(answer, Snapshot) and (not answer.version or self._has(answer.head)):
-                return answer
-            if answer is None and self._members.is_gone(donor, time.monotonic()):
+            if isinstance(answer, Snapshot):
+                if not answer.version or checksums_before(self._records(), fragment, answer.head):
+                    return answer
+            elif self._members.is_gone(donor, time.monotonic()):
                 break
         return None
 
-    def _has(self, head: str) -> bool:
-        closes = [one for one in self._records() if isinstance(one, Close)]
-        return any(digest(encode(close)) == head for close in closes)
-
 
 def _flat(facts: Facts) -> dict[str, str]:
-    numbers = {name: str(getattr(facts, name)) for name in ("slots", "begin")}
-    return dict(facts.fingerprints) | numbers
+    return {**facts.fingerprints, "slots": str(facts.slots), "begin": str(facts.begin)}

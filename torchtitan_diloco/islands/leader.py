@@ -13,31 +13,23 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import ClosedError, Connection
-from torchtitan_diloco.islands.copies import Advance, Copies, Save
-from torchtitan_diloco.islands.disputes import Disputes
-from torchtitan_diloco.islands.events import Hint, LogRecord
-from torchtitan_diloco.islands.joining import (
-    Inbox,
-    Joining,
-    Snapshot,
-    SnapshotWanted,
-)
+from torchtitan_diloco.islands.copies import Advance, Collect, Copies, Save, Stop
+from torchtitan_diloco.islands.inbox import Inbox, LogRecord, Snapshot, SnapshotWanted
+from torchtitan_diloco.islands.joining import Joining, Saved
 from torchtitan_diloco.islands.log import Entry, Outcome, State
-from torchtitan_diloco.islands.members import IslandFencedError, Members, name_of
+from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members, name_of
 from torchtitan_diloco.islands.parts import Parts, as_buffer
 from torchtitan_diloco.islands.records import (
     Close,
     Facts,
-    Give,
     Part,
     Record,
     Take,
     VoidError,
+    attempt_of,
     decode,
     encode,
-    subject_of,
 )
-from torchtitan_diloco.islands.restart import Saved
 from torchtitan_diloco.islands.rules import Island, Timing
 from torchtitan_diloco.utils import logger
 
@@ -60,23 +52,20 @@ class Leader:
         incarnation: str,
     ) -> None:
         """`facts`: those of the run, if this island is the first."""
-        self._connection, self._copies, self._facts = connection, copies, facts
+        self._connection, self._copies = connection, copies
         self._timing, self.incarnation = timing, incarnation
         self._members = Members(EXPIRY)
-        self._inbox = Inbox(connection, self._members, incarnation)
+        self._inbox = Inbox(connection.events, self._members, incarnation)
         self._joining = Joining(connection, self._inbox, self._members, copies, facts)
         self._checksums = self._joining.checksums
         self.changed = threading.Condition()
         """Guards the state; it is notified after every change."""
         self.state = State(self._checksum)
         self.island: Island | None = None
-        self._left = False
-        """This island has given its slot back: nothing that follows concerns it."""
-        self._parts = Parts(connection, copies, incarnation, self._on_checked)
+        self._parts = Parts(connection, copies, self._react_to_parts)
         self._attempts: dict[tuple[object, ...], float] = {}
         """When each record was appended last."""
         self._reported = 0.0
-        self._disputes = Disputes(EXPIRY)
         self._failure: Exception | None = None
         self._giver = BackgroundThread("islands-snapshots")
         self._closed = threading.Event()
@@ -92,7 +81,6 @@ class Leader:
         facts = self._joining.read_facts(saved)
         self.state = State(self._checksum, self._joining.begin(facts, saved))
         self._read_records()
-        self.state.check_complete()
         return facts
 
     def join(self, saved: Saved | None) -> None:
@@ -110,8 +98,8 @@ class Leader:
     def _take_slot(self, facts: Facts) -> int:
         """Take a free slot, or that of an earlier start of this island."""
         while True:
-            now, owners = time.monotonic(), self.state.owners()
-            for slot, owner in owners.items():
+            now = time.monotonic()
+            for slot, owner in self.state.owners().items():
                 if owner == self.incarnation:
                     return slot
             if self.state.ended:
@@ -119,10 +107,8 @@ class Leader:
             found = self._members.slot_to_take(self.state, self.incarnation, now)
             if found is not None:
                 slot, replaces = found
-                take = Take(
-                    run=facts.run, slot=slot, incarnation=self.incarnation, replaces=replaces
-                )
-                self._attempt(take, slot, replaces)
+                who = {"run": facts.run, "incarnation": self.incarnation}
+                self._attempt(Take(**who, slot=slot, replaces=replaces))
             elif not self._members.is_new(now):
                 self._report(f"waiting for a free slot: all {facts.slots} have an owner")
             self._work()
@@ -132,25 +118,36 @@ class Leader:
             self._reported = time.monotonic()
             logger.info(line)
 
+    # --- the training thread ----------------------------------------------------------------------
+
     @property
     def joined(self) -> Island:
         assert self.island is not None, "join() comes first"
         return self.island
 
-    # --- the training thread ----------------------------------------------------------------------
-
     def begin_part(self, fragment: int) -> Part:
         """Return the part to send now. The lock is held."""
-        island = self.joined
-        checksum = self._checksum(fragment, island.syncs[fragment].applied)
-        part = island.send(fragment, checksum, time.monotonic())
+        rounds = self.joined.rounds[fragment]
+        checksum = self._checksum(fragment, rounds.applied)
+        part = rounds.send(checksum, time.monotonic())
         # At once: an opening counts from the step at which it is made.
-        self._open(island, fragment)
+        self._attempt(rounds.open())
         return part
+
+    def store(self, part: Part, payload: Tensor) -> int:
+        """Store the chunks of an own part, and have it appended. Return the bytes sent."""
+        self._parts.store(part, payload)
+        self._react_to_parts()
+        return payload.numel() if part.finite else 0
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this island was asked to leave the run."""
+        return self._inbox.leaving
 
     def is_over(self) -> bool:
         """Return whether a stopped island has nothing more to do. The lock is held."""
-        if any(sync.unapplied for sync in self.joined.syncs):
+        if any(rounds.unapplied for rounds in self.joined.rounds):
             return False
         if self.joined.leaving and self._inbox.seconds_away() > AWAY:
             logger.warning(
@@ -158,36 +155,27 @@ class Leader:
                 "samples are read again by the next owner of the slot"
             )
             return True
-        return self.state.ended or self._left
-
-    @property
-    def leaving(self) -> bool:
-        """Whether this island was asked to leave the run."""
-        return self._inbox.leaving
+        return self.state.ended or self.joined.left
 
     def check(self) -> None:
         """Raise what has failed in the thread."""
         if self._failure is not None:
             raise self._failure
 
-    def store(self, part: Part, payload: Tensor) -> int:
-        """Store the chunks of an own part, and have it appended. Return the bytes sent."""
-        self._parts.store(part, payload)
-        self._on_checked()
-        return payload.numel() if part.finite else 0
-
-    def to_save(self, versions: list[int]) -> Saved:
+    def to_save(self) -> Saved:
         """Return what a checkpoint with the newest copies needs to know of the log."""
-        heads = [fragment.head for fragment in self.state.fragments]
         assert self.state.facts is not None
-        return Saved(self.state.facts.run, self.state.sequence, self.state.digest, versions, heads)
+        heads, copies = [one.head for one in self.state.fragments], self._copies.fragments
+        versions, rounds = [one.newest for one in copies], [one.rounds for one in copies]
+        place = self.state.sequence, self.state.digest
+        return Saved(self.state.facts.run, *place, heads, versions, rounds)
 
     def close(self) -> None:
         self._closed.set()
         self._connection.close()
         if self._thread.is_alive():
             self._thread.join()
-        self._copies.stop()
+        self._copies.run(Stop())
         self._parts.close()
         self._giver.close(timeout=1.0)
 
@@ -216,9 +204,10 @@ class Leader:
         while not self._copies.saves.empty():
             self._copies.run(Save())
         with self.changed:
-            self._members.tick(time.monotonic())
-            if self.island is not None:
-                self._disputes.settle(self.island)
+            now = time.monotonic()
+            self._members.tick(now)
+            for text in [] if self.island is None else self.island.settle_disputes(now):
+                logger.warning(f"{text}; another island has those of this one")
             self._react()
 
     def _beat(self) -> None:
@@ -239,13 +228,13 @@ class Leader:
     def _answer(self, sender: str, message: object) -> None:
         if isinstance(message, SnapshotWanted) and message.fragment < len(self._checksums):
             fragment = message.fragment
-            copy, content = self._copies.fragments[fragment], self._copies.give(fragment)
-            head = self.state.fragments[fragment].head
+            self._copies.run(Collect(fragment=fragment))
+            copy, head = self._copies.fragments[fragment], self.state.fragments[fragment].head
             snapshot = Snapshot(fragment, copy.newest, head, copy.rounds, ())
-            self._giver.submit(partial(self._give, sender, snapshot, content))
+            self._giver.submit(partial(self._give, sender, snapshot, self._copies.collected))
 
     def _give(self, to: str, snapshot: Snapshot, content: Tensor) -> None:
-        chunks = self._connection.store([as_buffer(content)], "snapshots")
+        chunks = self._connection.store(as_buffer(content), "snapshots")
         snapshot = msgspec.structs.replace(snapshot, chunks=chunks)
         self._connection.ask(to, msgspec.msgpack.encode(snapshot))
 
@@ -259,27 +248,24 @@ class Leader:
             self._read(self._inbox.records.popleft())
 
     def _read(self, record: LogRecord) -> None:
-        if self._left:
-            return
+        if self.island is not None and self.island.left:
+            return  # nothing that follows concerns it
         self._advance(record)
         now, island = time.monotonic(), self.island
         with self.changed:
             self._members.tick(now)
             read = self.state.read if island is None else partial(island.read, now=now)
-            outcome: Outcome = read(record.sequence, record.subject, record.raw)
+            outcome: Outcome = read(record.sequence, record.raw)
             if island is not None:
                 self._notice(island, outcome)
-            self._disputes.note(outcome, self.incarnation)
             self._fetch_waiting()
             self.changed.notify_all()
 
     def _notice(self, island: Island, outcome: Outcome) -> None:
-        """Log what concerns people, and notice the end of this island."""
+        """Log what concerns people, and notice that this island has lost its slot."""
         if outcome.entry is not None:
-            log_entry(outcome.entry)
-        if isinstance(outcome.record, Give) and outcome.record.incarnation == self.incarnation:
-            self._left = island.leaving
-        elif island.fenced:
+            log_left_out(outcome.entry)
+        if island.fenced and not island.left:
             self._failure = IslandFencedError(
                 f"slot {island.slot} of this island was taken by "
                 f"{self.state.slots[island.slot].owner}: it ends; what it has done since its last "
@@ -288,13 +274,11 @@ class Leader:
 
     def _fetch_waiting(self) -> None:
         """Fetch the parts that wait, but no parts of rounds that the copies contain already."""
-        waiting = list[int]()
-        for fragment, copy in zip(self.state.fragments, self._copies.fragments, strict=True):
+        waiting = dict[int, Part]()
+        for fragment, copy in zip(self.state.fragments, self._copies.fragments, strict=False):
             if fragment.version >= copy.newest:
-                waiting += fragment.waiting
-                for sequence, part in fragment.waiting.items():
-                    self._parts.fetch(sequence, part)
-        self._parts.keep(waiting)
+                waiting |= fragment.waiting
+        self._parts.fetch(waiting)
 
     def _advance(self, record: LogRecord) -> None:
         """Make the version of a close that is valid, before the state knows of it.
@@ -305,27 +289,28 @@ class Leader:
             close = decode(record.raw)
         except VoidError:
             return
-        if not isinstance(close, Close) or close.fragment >= len(self._checksums):
+        entry = self.state.preview(close) if isinstance(close, Close) else None
+        if entry is None:
             return
-        entry = self.state.preview(record.subject, close)
-        copy = self._copies.fragments[close.fragment]
-        if entry is None or close.version != copy.newest + 1:
+        close, copy = entry.close, self._copies.fragments[entry.close.fragment]
+        if close.version != copy.newest + 1:
             return
-        payloads = [self._parts.payload(number) for number in close.parts]
+        named = zip(close.parts, entry.parts, strict=True)
+        counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]
         job = Advance(
             fragment=close.fragment,
             version=close.version,
             lr=close.lr,
-            weights=[part.weight if part.finite else 0 for part in entry.parts],
-            ranks=[part.ranks if part.finite else 0 for part in entry.parts],
+            weights=[part.weight for part, _ in counted],
+            ranks=[part.ranks for part, _ in counted],
             only_newest=self.island is None,
         )
-        content = torch.cat([*payloads, torch.empty(0, dtype=torch.uint8)])
+        content = torch.cat([torch.empty(0, dtype=torch.uint8), *(one for _, one in counted)])
         self._checksums[close.fragment][close.version] = self._copies.run(job, content)
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def _on_checked(self) -> None:
+    def _react_to_parts(self) -> None:
         with self.changed:
             self._react()
 
@@ -335,34 +320,24 @@ class Leader:
         if island is None or island.fenced or self.state.ended:
             return
         checked = self._parts.checked()
-        for fragment in range(len(self.state.fragments)):
-            self._open(island, fragment)
-            lr = self._copies.next_lr(fragment)
-            close = island.close(fragment, checked, lr, now)
-            self._attempt(close, fragment, close and (close.version, close.after))
-            part = self._parts.stored.get(fragment)
-            if part is not None and island.syncs[fragment].under_way:
-                self._attempt(part, fragment, part.number)
-        if island.stopped:
-            self._attempt(island.give(now))
-            self._attempt(island.done(now))
-            self._attempt(island.end(now))
+        for fragment, rounds in enumerate(island.rounds):
+            self._attempt(rounds.open())
+            self._attempt(rounds.close(checked, self._copies.next_lr(fragment), now))
+            if fragment in self._parts.stored and rounds.under_way:
+                self._attempt(self._parts.stored[fragment][0])
+        self._attempt(island.last_record(now))
 
-    def _open(self, island: Island, fragment: int) -> None:
-        opening = island.open(fragment)
-        self._attempt(opening, fragment, opening and opening.version)
-
-    def _attempt(self, record: Record | None, *what: object) -> None:
+    def _attempt(self, record: Record | None) -> None:
         """Append a record, and not again for a while: whether it counts shows in the log."""
-        key, now = (type(record), *what), time.monotonic()
-        if record is not None and now >= self._attempts.get(key, -RETRY) + RETRY:
+        if record is not None:
+            now, attempt = time.monotonic(), attempt_of(record)
             self._attempts = {one: at for one, at in self._attempts.items() if now < at + RETRY}
-            self._attempts[key] = now
-            self._connection.append(subject_of(record), encode(record))
+            if attempt not in self._attempts:
+                self._attempts[attempt] = now
+                self._connection.append(encode(record))
 
 
-def log_entry(entry: Entry) -> None:
-    """Log what was left out of an entry."""
+def log_left_out(entry: Entry) -> None:
     where = f"fragment {entry.close.fragment}, version {entry.close.version}"
     for refusal in entry.close.refused:
         logger.warning(f"{where}: record {refusal.part} was left out: {refusal.reason}")

@@ -25,7 +25,6 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
     encode,
-    subject_of,
 )
 
 VERSIONS_LATE = 4
@@ -139,7 +138,7 @@ class State:
         self.incarnations: set[str] = set()
         self.begun = self.ended = False
 
-    def read(self, sequence: int, subject: str, raw: bytes) -> Outcome:
+    def read(self, sequence: int, raw: bytes) -> Outcome:
         """Apply a record, or pass over it. No content raises; a gap in the log does."""
         if sequence != self.sequence + 1:
             raise ValueError(
@@ -155,7 +154,6 @@ class State:
         record = None
         try:
             record = decode(raw)
-            _check(subject == subject_of(record), f"on the subject {subject}")
             entry = self._accept(record)
         except VoidError as error:
             return Outcome(record, void=str(error), disputed=isinstance(error, _DisputeError))
@@ -163,22 +161,13 @@ class State:
             self.fragments[record.fragment].last = sequence
         return Outcome(record, entry=entry)
 
-    def preview(self, subject: str, record: Close) -> Entry | None:
+    def preview(self, record: Close) -> Entry | None:
         """Return the entry that this close is if it comes next, or None. The state stays."""
         try:
-            _check(subject == subject_of(record), f"on the subject {subject}")
             self._check_writer(record)
             return self._entry_of(record)
         except VoidError:
             return None
-
-    def check_complete(self) -> None:
-        """Raise if the whole log has been read and is shorter than this island knows it."""
-        if self._known is not None and self.sequence < self._known[0]:
-            raise ValueError(
-                f"the log ends with record {self.sequence}, and this island has read "
-                f"{self._known[0]}: it was truncated; restore the server's folder"
-            )
 
     def owners(self) -> dict[int, str]:
         return {number: slot.owner for number, slot in enumerate(self.slots) if slot.owner}

@@ -23,22 +23,29 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, SavedCopy, add_change
-from torchtitan_diloco.islands.decisions import Apply, Boundary, Decision, Seat, Send, decide
-from torchtitan_diloco.islands.fingerprints import fingerprints
+from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, add_change, fingerprints
+from torchtitan_diloco.islands.decisions import (
+    Apply,
+    Boundary,
+    Decision,
+    Seat,
+    Send,
+    decide,
+    take_seat,
+)
 from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.joining import Saved
 from torchtitan_diloco.islands.leader import Leader
-from torchtitan_diloco.islands.ranks import Ranks, collect, share
 from torchtitan_diloco.islands.records import Facts, Part
-from torchtitan_diloco.islands.restart import Saved, saved_state
 from torchtitan_diloco.islands.rules import Mode, Timing
+from torchtitan_diloco.islands.shards import Ranks, collect, share
 from torchtitan_diloco.utils import logger
 
 LATE_MIXING = 0.5
@@ -88,6 +95,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
+        self.seat: Seat
+        """The slot of this island, and the sample of it that it begins with."""
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, self.config, self._ranks)
         self._encoder = Encoder(config, seed, self._ranks.rank)
@@ -95,59 +104,49 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
         self._following = Future[None]()
-        self._seat = Seat(0, 1, 1, 0, total_tokens, 0, [])
-        self._sent: dict[int, tuple[Part, Round, Future[None]]] = {}
-        """The latest part of each fragment, when it was sent, and whether it is stored."""
+        self._sent: dict[int, InFlight] = {}
+        """Round of the latest part of each fragment, and whether the part is stored."""
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
-        self._over = self._stopped = False
+        self._last = Boundary(clock=0, stopped=False, over=False)
         self._saved: Saved | None = None
 
     # --- join and leave ---------------------------------------------------------------------------
 
     def join(self) -> None:
         """Connect, take a slot, take the shared parameters, and wait until the run has begun."""
+        seat = None
         if self._ranks.is_first:
             self._leader = self.build_leader()
             self._leader.join(self._saved)
-            island = self._leader.joined
-            known = island.state.facts
-            assert known is not None
-            versions = [sync.applied for sync in island.syncs]
-            place = island.slot, known.slots, known.block, island.position
-            seat = Seat(*place, known.total_tokens, island.clock, versions)
+            seat = take_seat(self._leader)
         else:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
-            seat = None
-        self._seat = share(seat, Seat, self._ranks.decisions)
-        self._take_versions(self._seat.versions)
+        self.seat = seat = share(seat, Seat, self._ranks.decisions)
+        self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock, False, False)
+        self._take_versions(seat.versions)
         logger.info(
-            f"island {self.islands.name} has slot {self._seat.slot} of {self._seat.slots}, begins "
-            f"at its sample {self._seat.position:,}; the run has merged {self._seat.clock:,} tokens"
+            f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
+            f"sample {seat.position:,}; the run has merged {seat.clock:,} tokens"
         )
 
     def build_leader(self) -> Leader:
         """Build the part of the first rank that reads the log. It is not connected yet."""
-        incarnation = f"{self.islands.name}/{secrets.token_hex(4)}"
-        join = Join.parse(self.islands.join)
+        chosen = self.islands
+        join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
+        checksums = [self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))]
         facts = Facts(
             run=join.run,
-            slots=self.islands.slots,
-            begin=self.islands.begin,
+            slots=chosen.slots,
+            begin=chosen.begin,
             total_tokens=self.total_tokens,
-            checksums=tuple(
-                self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))
-            ),
+            checksums=tuple(checksums),
             block=self._samples_per_step,
             fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
         )
-        return Leader(
-            Connection(join, incarnation),
-            self._copies,
-            facts,
-            Timing(self.schedule, self.islands.quorum, self.islands.grace_seconds),
-            incarnation=incarnation,
-        )
+        timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds)
+        connection = Connection(join, incarnation)
+        return Leader(connection, self._copies, facts, timing, incarnation=incarnation)
 
     @property
     def left(self) -> bool:
@@ -155,23 +154,18 @@ class IslandDiLoCo(StreamingDiLoCo):
         return self._leader is not None and self._leader.joined.leaving
 
     @property
-    def seat(self) -> Seat:
-        """The slot of this island, and the sample of it that it begins with."""
-        return self._seat
-
-    @property
     def clock(self) -> int:
         """Tokens of the run so far."""
-        return self._seat.clock
+        return self._last.clock
 
     @property
     def progress(self) -> float:
-        return self.clock / self._seat.total_tokens
+        return self.clock / self.total_tokens
 
     @property
     def finished(self) -> bool:
         """Whether the run has had its tokens, or this island was asked to leave."""
-        return self._stopped
+        return self._last.stopped
 
     def _take_versions(self, versions: list[int]) -> None:
         """Let the model hold these versions of the shared copies."""
@@ -192,9 +186,9 @@ class IslandDiLoCo(StreamingDiLoCo):
                 island = self._leader.joined
                 island.leaving = island.leaving or not island.stopped
                 island.stopped = True
-        while not self._over and (self._leader or self._follower):
+        while not self._last.over and (self._leader or self._follower):
             self._boundary()
-            if not self._over and self._leader is not None:
+            if not self._last.over and self._leader is not None:
                 self._leader.check()
                 time.sleep(0.05)
 
@@ -238,7 +232,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._liveness.check(f"seen after step {self.step_count}")
         if self._leader is not None:
             self._leader.check()
-        for task in [self._following, *(stored for _, _, stored in self._sent.values())]:
+        for task in [self._following, *(stored for _, stored in self._sent.values())]:
             if task.done():
                 task.result()
 
@@ -256,9 +250,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                 case Apply():
                     self._apply_version(decision)
                 case Boundary():
+                    self._last = decision
                     break
-        self._stopped, self._over = decision.stopped, decision.over
-        self._seat = msgspec.structs.replace(self._seat, clock=decision.clock)
         counted -= self._meter.exposed_seconds  # by the rounds themselves
         self._meter.waited(time.perf_counter() - started + counted)
 
@@ -272,7 +265,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_.taken = time.perf_counter()
         self._meter.expose(round_.taken - round_.due)
         upload = partial(self._upload, state, state.delta, part, round_)
-        self._sent[part.fragment] = part, round_, self._background.submit(upload)
+        self._sent[part.fragment] = round_, self._background.submit(upload)
 
     @torch.no_grad()
     def _apply_version(self, decision: Apply) -> None:
@@ -289,8 +282,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             mixing = max(self._mixing(0, 1), LATE_MIXING * (decision.mode is Mode.MIX_LATE))
             measured = is_measured(decision.version, self.config.measure_every)
             state.delta = new
-            drift = state.apply(mixing, measured=measured)
-            round_.drift = round_.drift if drift is None else drift
+            round_.drift = state.apply(mixing, measured=measured)
         else:
             old, state.outer = state.outer, new
             if old.is_cuda:  # the background thread's stream has allocated it
@@ -308,7 +300,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     def _round_of(self, decision: Apply) -> Round:
         """Return the round of the own part in an entry, or a new one if it has none."""
         if decision.number and decision.fragment in self._sent:
-            return self._sent[decision.fragment][1]
+            return self._sent[decision.fragment][0]
         values, now = self._states[decision.fragment].values, time.perf_counter()
         round_ = Round(decision.fragment, decision.version, self.step_count, values, due=now)
         round_.taken = round_.begun = round_.ready = now
@@ -345,32 +337,43 @@ class IslandDiLoCo(StreamingDiLoCo):
         """
         self.check()
         facts = self._facts_now()
-        copied: Future[list[SavedCopy]] = Future()
         saved: Future[SavedState] = Future()
 
-        def complete(_: object) -> None:  # in the thread that has copied
+        def save() -> None:  # in the thread that makes the copies
             try:
-                copies = copied.result()
-                if self._leader is not None:
-                    facts["island"] = vars(self._leader.to_save([one.version for one in copies]))
-                saved.set_result(saved_state(copies, self._states, facts, mesh))
+                saved.set_result(self._save(facts, mesh))
             except BaseException as error:
                 saved.set_exception(error)
 
-        copied.add_done_callback(complete)
-        self._copies.saves.put(copied)
+        self._copies.saves.put(save)
         return saved
+
+    def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
+        copies = self._copies.fragments
+        facts["fragments"] = [
+            {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(one.state.norms.latest)}
+            for one in copies
+        ]
+        if self._leader is not None:
+            facts["island"] = vars(self._leader.to_save())
+        shared: dict[str, Tensor] = {}
+        for number, buffers in enumerate(zip(*(one.buffers() for one in copies), strict=True)):
+            kind = f"{saving.SLOT}{number - 1}" if number else saving.SHARED
+            host = [buffer.to("cpu", copy=True) for buffer in buffers]
+            shared |= saving.named(kind, self._states, host, mesh)
+        return SavedState(facts, shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
-        if saved.facts["in_flight"]:  # of a run that was one world
+        if saved.facts["in_flight"]:  # of a run that was one world, whose local share counts
+            clock = round(saved.facts.get("progress", 0.0) * self.total_tokens)
+            self._last = Boundary(clock, stopped=False, over=False)
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)
-        if (island := saved.facts.get("island")) is not None:
-            rounds = [record["rounds"] for record in saved.facts["fragments"]]
-            self._saved = Saved(**(island | {"rounds": rounds}))
+        if "island" in saved.facts:
+            self._saved = Saved(**saved.facts["island"])
         return notes
 
     def describe(self) -> list[str]:

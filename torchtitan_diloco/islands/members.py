@@ -1,8 +1,13 @@
 """Other islands, as far as one has heard of them."""
 
+import statistics
+from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.records import Count, Name, Seconds
 
 
 class IslandFencedError(ValueError):
@@ -13,15 +18,50 @@ class IslandFailedError(RuntimeError):
     """This island cannot go on. Started again, it begins with what the log says."""
 
 
+class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an island tells the others of itself. Nothing valid depends on it."""
+
+    incarnation: Name
+    step: Count
+    tokens: Count
+    step_seconds: Seconds
+    caught_up: bool
+    leaving: bool = False
+
+
 @dataclass
 class Member:
-    """What another island last told, and when, by this island's clock."""
+    """What another island told last, and when, by this island's clock."""
 
+    hint: Hint
     heard: float
     moved: float
     """When its step last changed."""
-    step: int
-    caught_up: bool
+
+
+LAGS = 8
+"""Latest parts of a slot by which an island knows what they weigh and how long they take."""
+PATIENCE = 1.5
+"""Times the usual lag of a part for which a round stays open for it."""
+
+
+class Habits:
+    """What the parts of a slot usually are, since its owner has it."""
+
+    def __init__(self, fragments: int) -> None:
+        self.lags = deque[float](maxlen=LAGS)
+        """Seconds from the opening of a round until a part could be used here."""
+        self.weights = [deque[int](maxlen=LAGS) for _ in range(fragments)]
+
+    def patience(self, longest: float) -> float:
+        """Return for how long a round stays open for the slot: not at all if that is too long."""
+        usual = PATIENCE * statistics.median(self.lags) if self.lags else longest
+        return usual if usual <= longest else 0.0
+
+    def weight(self, fragment: int) -> int:
+        """Return the usual weight. The first part after an outage has the work of many cycles."""
+        weights = self.weights[fragment]
+        return statistics.median_low(weights) if weights else 0
 
 
 class Members:
@@ -34,7 +74,7 @@ class Members:
     def __init__(self, expiry: float) -> None:
         self.expiry = expiry
         self.connected = False
-        self._by_name: dict[str, Member] = {}
+        self.heard: dict[str, Member] = {}
         self._since = self._last_tick = 0.0
 
     def connect(self, now: float) -> None:
@@ -46,32 +86,31 @@ class Members:
             self._since = now
         self._last_tick = now
 
-    def hear(self, incarnation: str, step: int, caught_up: bool, now: float) -> None:
-        known = self._by_name.get(incarnation)
-        moved = now if known is None or known.step != step else known.moved
-        self._by_name[incarnation] = Member(now, moved, step, caught_up)
+    def hear(self, hint: Hint, now: float) -> None:
+        known = self.heard.get(hint.incarnation)
+        moved = now if known is None or known.hint.step != hint.step else known.moved
+        self.heard[hint.incarnation] = Member(hint, now, moved)
 
     def has_caught_up(self, incarnation: str) -> bool:
         """Return whether it was heard, and has told that it had caught up with the log."""
-        member = self._by_name.get(incarnation)
-        return member is not None and member.caught_up
+        member = self.heard.get(incarnation)
+        return member is not None and member.hint.caught_up
 
     def is_new(self, now: float) -> bool:
         return not self.connected or now - self._since < self.expiry
 
     def is_gone(self, incarnation: str, now: float) -> bool:
         """Return whether its slot may be taken."""
-        member = self._by_name.get(incarnation)
+        member = self.heard.get(incarnation)
         return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
 
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
         """Return whether a round waits for it. `step_seconds`: of this island's steps."""
         if self.is_new(now):
             return True
-        member = self._by_name.get(incarnation)
-        if member is None or self.is_gone(incarnation, now) or not member.caught_up:
+        if not self.has_caught_up(incarnation) or self.is_gone(incarnation, now):
             return False
-        return now - member.moved < max(self.expiry, 3 * step_seconds)
+        return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
 
     def slot_to_take(self, state: State, own: str, now: float) -> tuple[int, str | None] | None:
         """Return a slot for the incarnation `own` to take, and the owner that this replaces.

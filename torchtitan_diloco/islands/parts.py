@@ -1,6 +1,6 @@
 """Payloads of parts: those of this island to be stored, and those of all to be fetched."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -14,22 +14,17 @@ from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.islands.records import Part
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
 
 class Parts:
     def __init__(
-        self,
-        connection: Connection,
-        copies: Copies,
-        incarnation: str,
-        on_checked: Callable[[], None],
+        self, connection: Connection, copies: Copies, on_checked: Callable[[], None]
     ) -> None:
         """`on_checked` is called, in any thread, when a part has been fetched and checked."""
-        self._connection, self._copies = connection, copies
-        self._incarnation, self._on_checked = incarnation, on_checked
-        self.stored: dict[int, Part] = {}
-        """Latest own part of each fragment, once its chunks are stored."""
-        self._own: dict[tuple[int, int], Tensor] = {}
-        """Payloads of the latest own parts, by fragment and number."""
+        self._connection, self._copies, self._on_checked = connection, copies, on_checked
+        self.stored: dict[int, tuple[Part, Tensor]] = {}
+        """Latest own part of each fragment, once its chunks are stored, and its payload."""
         self._fetched: dict[int, Future[tuple[str, Tensor]]] = {}
         """By sequence number: why a part cannot be used, empty if it can, and its payload."""
         self._wanted: set[int] = set()
@@ -37,18 +32,18 @@ class Parts:
 
     def store(self, part: Part, payload: Tensor) -> None:
         """Store the chunks of an own part."""
-        self._own = {key: kept for key, kept in self._own.items() if key[0] != part.fragment}
-        self._own[part.fragment, part.number] = payload
         if part.finite:
-            chunks = self._connection.store([as_buffer(payload)], "parts")
+            chunks = self._connection.store(as_buffer(payload), "parts")
             part = msgspec.structs.replace(part, chunks=chunks)
-        self.stored[part.fragment] = part
+        self.stored[part.fragment] = part, payload
 
-    def fetch(self, sequence: int, part: Part) -> None:
-        """Fetch and check a part in the background, if that was not asked for before."""
-        if sequence not in self._wanted:
-            self._wanted.add(sequence)
-            found = self._thread.submit(partial(self._get, sequence, part))
+    def fetch(self, waiting: dict[int, Part]) -> None:
+        """Fetch and check parts in the background, and forget all others."""
+        self._wanted = set(waiting)
+        for sequence in self._fetched.keys() - self._wanted:
+            del self._fetched[sequence]
+        for sequence in waiting.keys() - self._fetched.keys():
+            found = self._thread.submit(partial(self._get, sequence, waiting[sequence]))
             self._fetched[sequence] = found
             found.add_done_callback(lambda _: self._on_checked())
 
@@ -67,41 +62,32 @@ class Parts:
             )
         return payload
 
-    def keep(self, sequences: Collection[int]) -> None:
-        """Forget all other parts."""
-        self._wanted.intersection_update(sequences)
-        for sequence in self._fetched.keys() - set(sequences):
-            del self._fetched[sequence]
-
     def close(self) -> None:
         self._thread.close(timeout=1.0)
 
     def _get(self, sequence: int, part: Part) -> tuple[str, Tensor]:
-        nothing = torch.empty(0, dtype=torch.uint8)
         wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
         if sequence not in self._wanted:
-            return "it is not needed any more", nothing
+            return "it is not needed any more", NOTHING
         if sum(chunk.size for chunk in part.chunks) != wanted:
-            return f"its chunks do not have {wanted} bytes", nothing
+            return f"its chunks do not have {wanted} bytes", NOTHING
         if not part.finite:
-            return "", nothing
-        payload = self._own.get((part.fragment, part.number))
-        try:
-            if payload is None or part.incarnation != self._incarnation:
+            return "", NOTHING
+        own, payload = self.stored.get(part.fragment, (None, NOTHING))
+        if own != part:
+            try:
                 payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
-        except (CorruptError, GoneError) as error:
-            return str(error), nothing
+            except (CorruptError, GoneError) as error:
+                return str(error), NOTHING
         if not self._copies.is_finite(part.fragment, payload, part.ranks):
-            return "its values are not finite", nothing
+            return "its values are not finite", NOTHING
         return "", payload
 
 
 def join_bytes(pieces: Sequence[bytes]) -> Tensor:
     """Return bytes as one tensor."""
     content = bytearray().join(pieces)
-    if not content:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(content, dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else NOTHING
 
 
 def as_buffer(content: Tensor) -> memoryview:

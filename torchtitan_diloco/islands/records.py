@@ -11,9 +11,6 @@ class VoidError(ValueError):
     """A record is not valid where it stands."""
 
 
-RUN = "run"
-"""Subject of the records that belong to no fragment."""
-
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
@@ -150,8 +147,10 @@ class Close(SlotRecord, frozen=True):
 AnyRecord: TypeAlias = Facts | Take | Give | Done | End | Open | Part | Close
 
 
-def subject_of(record: Record) -> str:
-    return f"fragment.{record.fragment}" if isinstance(record, Open | Part | Close) else RUN
+def attempt_of(record: Record) -> tuple[object, ...]:
+    """Return what records have in common that ask for the same, perhaps with newer figures."""
+    names = "slot", "replaces", "fragment", "version", "number", "after"
+    return type(record), *(getattr(record, name, None) for name in names)
 
 
 def encode(record: Record) -> bytes:

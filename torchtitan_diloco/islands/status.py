@@ -1,26 +1,19 @@
 """What a run is doing, from its log and its heartbeats: the commands `status` and `leave`."""
 
 import json
-import queue
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.events import (
-    LEAVE,
-    Connected,
-    Disconnected,
-    Event,
-    Heard,
-    Hint,
-    LogRecord,
-)
+from torchtitan_diloco.islands.inbox import LEAVE, Inbox
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.log import State
+from torchtitan_diloco.islands.log import Outcome, State
+from torchtitan_diloco.islands.members import Members, name_of
 from torchtitan_diloco.utils import markdown_table
 
 LISTEN_SECONDS = 3.0
@@ -31,85 +24,72 @@ READ_SECONDS = 30.0
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
-class Watcher:
+class Reader:
     """A reader of the log that takes no part in the run."""
 
-    def __init__(self, connection: Connection, run: str) -> None:
-        self.connection, self._run = connection, run
-        self.state = State(None)
-        self.heard = dict[str, tuple[Hint, float]]()
-        """What each island told last, and when."""
-        self.problem = ""
-        self._last: int | None = None
+    def __init__(self, connection: Connection, note: Callable[[Outcome], object]) -> None:
+        self.connection, self.state, self._note = connection, State(None), note
+        self.members = Members(expiry=0.0)
+        self.inbox = Inbox(connection.events, self.members)
 
-    def watch(self, seconds: float) -> None:
+    def read(self, seconds: float) -> None:
+        """Read what comes in."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            try:
-                self._take(self.connection.events.get(timeout=left))
-            except queue.Empty:
-                return
+            self.inbox.receive(left)
+            while self.inbox.records:
+                record = self.inbox.records.popleft()
+                self._note(self.state.read(record.sequence, record.raw))
 
     def catch_up(self) -> None:
         """Read what is in the log now."""
         end = time.monotonic() + READ_SECONDS
-        while self._last is None or self.state.sequence < self._last:
-            self.watch(0.1)
+        while self.inbox.last < 0 or self.state.sequence < self.inbox.last:
+            self.read(0.1)
             if time.monotonic() > end:
-                raise ValueError(f"the server does not send its log {self.problem}".strip())
-
-    def owners(self, name: str) -> set[str]:
-        """Return the incarnations of an island that own a slot."""
-        owners = self.state.owners().values()
-        return {owner for owner in owners if owner.partition("/")[0] == name}
-
-    def _take(self, event: Event) -> None:
-        match event:
-            case LogRecord(sequence, subject, raw):
-                self.state.read(sequence, subject, raw)
-            case Heard(hint):
-                self.heard[hint.incarnation] = hint, time.monotonic()
-            case Connected(last):
-                self._last, self.problem = last, ""
-            case Disconnected(reason):
-                self.problem = f"(no connection: {reason})"
-
-    def summary(self) -> dict[str, Any]:
-        state, now = self.state, time.monotonic()
-        owned = {owner: slot for slot, owner in state.owners().items()}
-        return {
-            "run": self._run,
-            "phase": _phase(state),
-            "connection": self.problem or "ok",
-            "total_tokens": state.facts.total_tokens if state.facts else None,
-            "tokens_merged": max((fragment.clock for fragment in state.fragments), default=0),
-            "islands": [
-                _island(name, owned.get(name), self.heard.get(name), now)
-                for name in sorted({*owned, *self.heard}, key=lambda one: owned.get(one, 1e9))
-            ],
-            "fragments": [
-                {"version": one.version, "open": one.open is not None, "waiting": len(one.waiting)}
-                for one in state.fragments
-            ],
-            "slots": [_slot(state, number) for number in range(len(state.slots))],
-        }
+                raise ValueError(f"the server does not send its log {self.inbox.problem}".strip())
 
 
-def _phase(state: State) -> str:
-    if state.facts is None:
-        return "nothing has been written yet"
-    return "ended" if state.ended else "running" if state.begun else "waits for islands"
+@contextmanager
+def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) -> Iterator[Reader]:
+    """Yield a reader that has read the whole log. `note` is given what became of each record."""
+    connection = Connection(join, f"status/{secrets.token_hex(4)}")
+    connection.start(0)
+    try:
+        reader = Reader(connection, note)
+        reader.catch_up()
+        yield reader
+    finally:
+        connection.close()
 
 
-def _island(
-    name: str, slot: int | None, heard: tuple[Hint, float] | None, now: float
-) -> dict[str, Any]:
+def summary(reader: Reader, run: str) -> dict[str, Any]:
+    state, heard = reader.state, reader.members.heard
+    owned = {owner: slot for slot, owner in state.owners().items()}
+    names = sorted({*owned, *heard}, key=lambda name: owned.get(name, len(state.slots)))
+    phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
+    return {
+        "run": run,
+        "phase": phase if state.facts else "nothing has been written yet",
+        "connection": reader.inbox.problem or "ok",
+        "total_tokens": state.facts.total_tokens if state.facts else None,
+        "tokens_merged": max((fragment.clock for fragment in state.fragments), default=0),
+        "islands": [_island(reader.members, name, owned.get(name)) for name in names],
+        "fragments": [
+            {"version": one.version, "open": one.open is not None, "waiting": len(one.waiting)}
+            for one in state.fragments
+        ],
+        "slots": [_slot(state, number) for number in range(len(state.slots))],
+    }
+
+
+def _island(members: Members, name: str, slot: int | None) -> dict[str, Any]:
     row: dict[str, Any] = {"incarnation": name, "slot": slot, "heard_seconds_ago": None}
-    if heard is not None:
-        hint, at = heard
+    if name in members.heard:
+        hint, ago = members.heard[name].hint, time.monotonic() - members.heard[name].heard
         seconds = hint.step * hint.step_seconds
         row |= {
-            "heard_seconds_ago": round(now - at, 1),
+            "heard_seconds_ago": round(ago, 1),
             "step": hint.step,
             "tokens": hint.tokens,
             "tokens_per_second": round(hint.tokens / seconds) if seconds else None,
@@ -121,7 +101,7 @@ def _island(
 
 def _slot(state: State, number: int) -> dict[str, Any]:
     """Return what became of a slot's samples, in the mean over the fragments."""
-    slot, counts = state.slots[number], {"merged": 0, "lost": 0, "waiting": 0}
+    slot, counts = state.slots[number], Counter(merged=0, lost=0, waiting=0)
     for fragment, ledger in zip(state.fragments, slot.ledgers, strict=True):
         for span in ledger.spans:
             counts[span.fate] += span.end - span.start
@@ -136,18 +116,14 @@ def render(found: dict[str, Any]) -> str:
     lines = [f"run {found['run']}: {found['phase']}; server: {found['connection']}"]
     if total:
         lines.append(f"tokens merged: {merged:,} of {total:,} ({merged / total:.1%})")
-    lines += _table("islands", found["islands"], "no island is there")
-    rows = [{"fragment": number, **row} for number, row in enumerate(found["fragments"])]
-    lines += _table("rounds of fragments", rows, "none")
-    return "\n".join(lines + _table("samples of slots", found["slots"], "none"))
-
-
-def _table(title: str, rows: list[dict[str, Any]], empty: str) -> list[str]:
-    if not rows:
-        return ["", f"{title}: {empty}"]
-    names = list({name: None for row in rows for name in row})
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    return ["", title, markdown_table([name.replace("_", " ") for name in names], cells)]
+    fragments = [{"fragment": number, **row} for number, row in enumerate(found["fragments"])]
+    tables = {"islands": found["islands"], "rounds of fragments": fragments}
+    for title, rows in (tables | {"samples of slots": found["slots"]}).items():
+        names = list({name: None for row in rows for name in row})
+        cells = [[_cell(row.get(name)) for name in names] for row in rows]
+        table = markdown_table([name.replace("_", " ") for name in names], cells)
+        lines += ["", title, table if rows else "none"]
+    return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:
@@ -156,48 +132,37 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-@contextmanager
-def _watching(join: Join) -> Iterator[Watcher]:
-    connection = Connection(join, f"status/{secrets.token_hex(4)}")
-    connection.start(0)
-    try:
-        watcher = Watcher(connection, join.run)
-        watcher.catch_up()
-        yield watcher
-    finally:
-        connection.close()
-
-
 def print_status(join: Join, *, as_json: bool, once: bool) -> None:
     """Print once, or again and again on a terminal."""
     repeat = sys.stdout.isatty() and not once
-    with _watching(join) as watcher:
-        watcher.watch(LISTEN_SECONDS)
+    with open_reader(join) as reader:
+        reader.read(LISTEN_SECONDS)
         while True:
-            found = watcher.summary()
+            found = summary(reader, join.run)
             text = json.dumps(found) if as_json else render(found)
             print(CLEAR * (repeat and not as_json) + text, flush=True)
             if not repeat:
                 return
-            watcher.watch(REFRESH_SECONDS)
+            reader.read(REFRESH_SECONDS)
 
 
 def ask_to_leave(join: Join, name: str) -> None:
     """Ask an island to leave, and wait until its slot is free."""
-    with _watching(join) as watcher:
-        asked = watcher.owners(name)
+    with open_reader(join) as reader:
+        owners = reader.state.owners().values()
+        asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:
-            names = {owner.partition("/")[0] for owner in watcher.state.owners().values()}
-            raise ValueError(f"no island {name!r} is in the run; there are: {sorted(names)}")
+            names = sorted({name_of(owner) for owner in owners})
+            raise ValueError(f"no island {name!r} is in the run; there are: {names}")
         for incarnation in asked:
-            watcher.connection.ask(incarnation, LEAVE)
+            reader.connection.ask(incarnation, LEAVE)
         print(f"{name} has been asked to leave", flush=True)
         end = time.monotonic() + LEAVE_SECONDS
-        while asked & watcher.owners(name):
+        while asked.intersection(reader.state.owners().values()):
             if time.monotonic() > end:
                 raise ValueError(
                     f"{name} has not left within {LEAVE_SECONDS:g} s: if it is dead, its slot is "
                     "free for another island; if not, it may still be sending its work"
                 )
-            watcher.watch(0.2)
+            reader.read(0.2)
         print(f"{name} has left")

@@ -1,0 +1,225 @@
+"""Bytes, rates, deaths and silence over real links, in network namespaces."""
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.network import LOOPBACK, port_of, read_counters
+from tests.diloco.toy import AVERAGE_EVERY_STEP, join
+from tests.network import network_of, processes_in
+from tests.processes import PATIENCE
+from torchtitan_diloco.diloco import Link, Quantization, StreamingDiLoCo, WorkerLostError
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.heartbeat import Pace
+from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.distributed.world import WORKER, leave_world
+
+WORKERS, CULPRIT, NOBODY = 3, 2, -1
+FAST = 80.0
+"""Mbit/s."""
+
+
+def random_values(count: int) -> nn.ParameterDict:
+    return nn.ParameterDict({"weight": nn.Parameter(torch.randn(count))})
+
+
+def until(condition: Callable[[], object], logs: Sequence[Path] = ()) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, [log.read_text() for log in logs]
+        time.sleep(0.02)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+VALUES = 1_000_001
+EXCHANGES = 5
+CODECS: tuple[CodecName, ...] = ("fp32", "int8", "fp4_e3m0")
+
+
+def count_bytes(workers: int) -> None:
+    """Print for each codec the bytes this worker counts, and those of the interface, of all.
+
+    The least of some exchanges: on a busy machine TCP sends parts of one again.
+    """
+    world = join(workers)
+    found = []
+    for codec in CODECS:
+        chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec=codec))
+        outer = StreamingDiLoCo(random_values(VALUES), world.group(WORKER), chosen)
+        sent, on_the_wire = set[int](), []
+        for _ in range(EXCHANGES):
+            dist.barrier()
+            before = read_counters(LOOPBACK)[0]
+            dist.barrier()
+            outer.step()
+            dist.barrier()
+            on_the_wire.append(read_counters(LOOPBACK)[0] - before)
+            sent.add(int(outer.metrics()["diloco/sent_bytes"]))
+        assert len(sent) == 1, "every exchange sends the same"
+        found.append([sent.pop(), min(on_the_wire)])
+    print(json.dumps(found), flush=True)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_interface_counts_what_we_count(tmp_path: Path, workers: int) -> None:
+    logs = [tmp_path / str(worker) for worker in range(workers)]
+    with (
+        network_of(1) as network,
+        processes_in(network, logs, count_bytes, workers, loopback=True) as programs,
+    ):
+        for program in programs:
+            program.join(PATIENCE)
+    said = [log.read_text() for log in logs]
+    assert [program.exitcode for program in programs] == [0] * workers, said
+    measured = zip(*(json.loads(text.splitlines()[-1]) for text in said), strict=True)
+    for codec, results in zip(CODECS, measured, strict=True):
+        counted, on_the_wire = sum(sent for sent, _ in results), max(wire for _, wire in results)
+        assert counted <= on_the_wire <= 1.02 * counted, codec
+        fragments = 2 * (workers - 1)  # sent by all workers together
+        payloads = fragments * build_codec(Quantization(codec=codec)).wire_bytes(VALUES)
+        assert counted == pytest.approx(payloads + workers * (workers - 1) * HEADER_BYTES, abs=64)
+        if codec.startswith("fp4"):
+            assert 8 * counted <= 4.25 * fragments * VALUES, "with headers, scales and padding"
+
+
+# --- a slow link, and a slow worker ---------------------------------------------------------------
+
+ROUNDS = 4
+LATE_SECONDS = 1.0
+SLOW = 6.0
+
+Seen = dict[tuple[int, int], tuple[float, float]]
+"""(worker, other) -> seconds until the other was heard, and its bits per second; medians."""
+
+
+def time_rounds(second_part: Path) -> None:
+    """Print when this worker hears the others, and how fast they send: a line of JSON each time.
+
+    In the second part the culprit is late to every round; it begins when its file exists.
+    """
+    world = join(WORKERS)
+    torch.manual_seed(world.worker)  # equal deltas would be taken for a mistake
+    model = random_values(300_000)
+    chosen = replace(AVERAGE_EVERY_STEP, quantization=Quantization(codec="int8"))
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen)
+    for late_worker in (NOBODY, CULPRIT):
+        if late_worker != NOBODY:
+            until(second_part.exists)
+        for _ in range(ROUNDS):
+            with torch.no_grad():
+                model["weight"].add_(0.01 * torch.randn(len(model["weight"])))
+            if world.worker == late_worker:
+                time.sleep(LATE_SECONDS)
+            outer.step()
+        traffic = [round_.traffic for round_ in outer.rounds()]
+        found = {
+            other: [
+                [one.heard_after(other), 8 * one.link_bytes[other] / one.link_seconds(other)]
+                for one in traffic[1:]  # the first finds connections and memory cold
+            ]
+            for other in traffic[0].heard
+        }
+        print(json.dumps(found), flush=True)
+
+
+def seen_in(logs: list[Path], part: int) -> Seen:
+    """Return what all workers have printed in a part, or nothing yet."""
+    texts = [log.read_text() if log.exists() else "" for log in logs]
+    lines = [[one for one in text.splitlines() if one[:1] == "{"] for text in texts]
+    seen: Seen = {}
+    for worker, found in enumerate(lines if all(len(one) > part for one in lines) else []):
+        for other, values in json.loads(found[part]).items():
+            heard_after, rates = map(statistics.median, zip(*values, strict=True))
+            seen[worker, int(other)] = heard_after, rates
+    return seen
+
+
+def rate(seen: Seen, source: int) -> float:
+    """Return the rate to the worker that gets most. What goes to one with a slow uplink is held up
+    as well, as the acknowledgements come back through it."""
+    return max(bits for (_, other), (_, bits) in seen.items() if other == source)
+
+
+def waited_for(seen: Seen) -> set[int]:
+    return {other for (_, other), (seconds, _) in seen.items() if seconds > LATE_SECONDS / 2}
+
+
+def test_a_slow_link_and_a_slow_worker_are_told_apart(tmp_path: Path) -> None:
+    second_part = tmp_path / "second part"
+    logs = [tmp_path / f"worker-{worker}.txt" for worker in range(WORKERS)]
+    with (
+        network_of(WORKERS, up=FAST, down=FAST) as network,
+        processes_in(network, logs, time_rounds, second_part) as programs,
+    ):
+        network.set_rate(CULPRIT, up=SLOW, down=FAST)
+        until(lambda: seen_in(logs, 0), logs)
+        network.set_rate(CULPRIT, up=FAST, down=FAST)
+        second_part.touch()
+        for program in programs:
+            program.join(PATIENCE)
+    throttled, late = (seen_in(logs, part) for part in (0, 1))
+    bucket = 1.2 * SLOW * 1e6
+    assert rate(throttled, CULPRIT) < bucket < min(rate(throttled, 0), rate(throttled, 1))
+    assert waited_for(throttled) == set()
+    assert waited_for(late) == {CULPRIT}
+    assert rate(late, CULPRIT) > bucket
+
+
+# --- a cut link, and a death ----------------------------------------------------------------------
+
+
+def exchange_until_lost(steps: int) -> None:
+    world = join(WORKERS)
+    liveness = Liveness(dist.new_group(backend="gloo"), pace=Pace(beat=0.2, silence=1.5))
+    chosen = replace(AVERAGE_EVERY_STEP, link=Link(timeout_seconds=600))
+    model = random_values(2_000_000)  # a payload of 8 MB takes eight seconds
+    outer = StreamingDiLoCo(model, world.group(WORKER), chosen, liveness=liveness)
+    try:
+        for _ in range(steps):
+            outer.step()
+    except WorkerLostError as error:
+        print(error)
+    time.sleep(1.0)
+    print("the end", flush=True)
+    outer.close()
+    liveness.close()
+    leave_world(world)
+
+
+def test_a_cut_link_is_told_and_passes_and_a_death_in_a_payload_is_named(tmp_path: Path) -> None:
+    logs = [tmp_path / str(worker) for worker in range(WORKERS)]
+
+    def others_say(pattern: str) -> bool:
+        return all(log.exists() and re.search(pattern, log.read_text()) for log in logs[:CULPRIT])
+
+    with (
+        network_of(WORKERS, up=FAST, down=FAST) as network,
+        processes_in(network, logs, exchange_until_lost, 100) as programs,
+    ):
+        network.set_rate(CULPRIT, up=8.0, down=FAST)
+        # Above what the start sends: the broadcast comes from worker 0.
+        until(lambda: network.counters(CULPRIT)[0] > 3e6)
+        network._run(network.switch, f"ip link set {port_of(CULPRIT)} down")
+        until(lambda: others_say(r"waiting for worker 2 since \d+ s: no sign of life"))
+        network._run(network.switch, f"ip link set {port_of(CULPRIT)} up")
+        until(lambda: others_say("worker 2 goes on after"))
+        assert not any("left or did not answer" in log.read_text() for log in logs)
+        sent = network.counters(CULPRIT)[0]
+        until(lambda: network.counters(CULPRIT)[0] > sent + 1e6)
+        programs[CULPRIT].kill()
+        for worker in range(CULPRIT):
+            programs[worker].join(PATIENCE)
+            said = logs[worker].read_text()
+            assert "worker 2 left or did not answer" in said, said

@@ -1,0 +1,151 @@
+"""The ranks of an island, and which values of a fragment each of them has."""
+
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_diloco.diloco.fragments import Fragment
+from torchtitan_diloco.diloco.object_collectives import broadcast_object
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(days=365)
+"""Ranks wait for the first one, which may wait for other islands. A death is seen elsewhere."""
+BLOCK = 65_536
+"""Values whose checksum is computed at once, so that they stay in cache."""
+
+
+class Ranks:
+    """Process groups of an island, one for each thread that uses them. One rank needs none.
+
+    The first rank decides and talks to the server, the others follow.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Create the groups. `group` joins the ranks of the island, which call this together."""
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.is_first = self.rank == 0
+        self.decisions, self.copies, self.uploads = (
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=PATIENCE,
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+            if self.size > 1
+            else None
+            for _ in range(3)
+        )
+
+
+def share(value: Value | None, kind: Any, group: dist.ProcessGroup | None) -> Value:
+    """Return the value of the first rank, which only that one gives. `kind`: its type."""
+    if group is None:
+        assert value is not None
+        return value
+    shared: Value = broadcast_object(value, kind, group)
+    return shared
+
+
+def sum_modulo(value: int, group: dist.ProcessGroup | None) -> int:
+    """Return the sum over the ranks, modulo 2**64."""
+    total = torch.tensor((value + 2**63) % 2**64 - 2**63, dtype=torch.int64)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return int(total) % 2**64
+
+
+def collect(mine: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the tensors of all ranks, one behind the other, on the first rank; empty elsewhere.
+
+    `sizes`: elements of each rank's.
+    """
+    if group is None:
+        return mine
+    if group.rank():
+        if mine.numel():
+            dist.send(mine, group_dst=0, group=group)
+        return mine[:0]
+    pieces = [mine, *(mine.new_empty(size) for size in sizes[1:])]
+    for rank, piece in enumerate(pieces):
+        if rank and piece.numel():
+            dist.recv(piece, group_src=rank, group=group)
+    return torch.cat(pieces)
+
+
+class Span(NamedTuple):
+    """Values that lie together in a rank's flat buffer and in the whole fragment."""
+
+    local: int
+    whole: int
+    size: int
+
+
+class Layout:
+    """Flat order of all values of a fragment: its parameters in order, their rows in order.
+
+    Islands may have other numbers of ranks than this one.
+    """
+
+    def __init__(self, fragment: Fragment, ranks: int = 1, rank: int = 0) -> None:
+        self._parts = [
+            (part.rows, part.parameter.numel() // max(1, part.rows), part.run, part.runs)
+            for part in fragment.parts
+        ]
+        self.values = sum(rows * width for rows, width, _, _ in self._parts)
+        self.depends_on_ranks = any(runs > 1 for *_, runs in self._parts)
+        """A run of rows is cut from those on each rank, so with other ranks it has other rows."""
+        self.ranks, self.rank, self.mine = ranks, rank, self.spans(ranks, rank)
+
+    def spans(self, ranks: int, rank: int) -> list[Span]:
+        """Return the spans of a rank. FSDP2 gives each the same number of rows, rounded up."""
+        found, local, base = [], 0, 0
+        for rows, width, run, runs in self._parts:
+            most = -(-rows // ranks)
+            first, last = min(rank * most, rows), min((rank + 1) * most, rows)
+            each, larger = divmod(last - first, runs)  # as tensor_split cuts
+            start = first + run * each + min(run, larger)
+            size = (each + (run < larger)) * width
+            found.append(Span(local, base + start * width, size))
+            local, base = local + size, base + rows * width
+        return [span for span in found if span.size]
+
+    def sizes(self, ranks: int) -> list[int]:
+        """Return how many values each of so many ranks has."""
+        return [sum(span.size for span in self.spans(ranks, rank)) for rank in range(ranks)]
+
+    def overlap(self, ranks: int, rank: int) -> list[tuple[slice, slice]]:
+        """Return slices of another rank's flat buffer, and of this one's for the same values."""
+        found = []
+        for theirs in self.spans(ranks, rank):
+            for mine in self.mine:
+                start = max(theirs.whole, mine.whole)
+                size = min(theirs.whole + theirs.size, mine.whole + mine.size) - start
+                if size > 0:
+                    source, target = (start - one.whole + one.local for one in (theirs, mine))
+                    found.append((slice(source, source + size), slice(target, target + size)))
+        return found
+
+    def scatter(self, whole: Tensor, values: Tensor) -> None:
+        """Copy this rank's values out of the whole fragment."""
+        for span in self.mine:
+            values[span.local :][: span.size].copy_(whole[span.whole :][: span.size])
+
+    def checksum(self, values: Tensor) -> int:
+        """Return this rank's share of the checksum of a fragment: the shares add up, mod 2**64.
+
+        Each word is weighted by its place in the whole fragment. No single change of bits keeps
+        the sum, as the weights are odd.
+        """
+        total = 0
+        for span in self.mine:
+            words = values[span.local :][: span.size].view(torch.int32)
+            for number, block in enumerate(words.split(BLOCK)):
+                start = 2 * (span.whole + number * BLOCK) + 1
+                end = start + 2 * block.numel()
+                weights = torch.arange(start, end, 2, dtype=torch.int64, device=block.device)
+                total += int(weights.mul_(block).sum())
+        return total % 2**64
