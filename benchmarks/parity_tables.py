@@ -76,7 +76,7 @@ TERMS: dict[str, Settings] = {
     "SparseLoCo": {
         "diloco.quantization.codec": "topk",
         "diloco.quantization.error_feedback": "true",
-        "diloco.overlap.mixing": "0",
+        "diloco.overlap.mixing": "0",  # as in the paper
         "diloco.outer_optimizer.name": "sgd",
         "diloco.outer_optimizer.lr": "1",
     },
@@ -321,6 +321,7 @@ FRONTIER = [
     *(f"streaming, M=2, H={H}, alpha falls" for H in (10, 30, 100)),
     "streaming, Muon, M=8, H=10",
     f"streaming, M=8, H=10, {BEGINNING}, alpha falls",
+    *(f"SparseLoCo, M=2, H={H}, top 32, alpha 0.5" for H in (10, 30)),
     "SparseLoCo, Muon, M=2, H=10, top 32",
     "SparseLoCo, M=4, H=10, top 32",
     "streaming, M=1, H=10",

@@ -253,12 +253,11 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             "is known to be unstable: set mixing to 0.5, or lower the outer lr"
         )
     wire = config.quantization
-    as_meant = wire.error_feedback and not config.overlap.mixing and outer.name == "sgd"
-    if wire.codec == "topk" and not as_meant:
+    if wire.codec == "topk" and not (wire.error_feedback and outer.name == "sgd"):
         found.append(
-            'diloco.quantization.codec = "topk" loses what it does not send, or counts it twice: '
-            "set diloco.quantization.error_feedback = true, diloco.overlap.mixing = 0 and "
-            'diloco.outer_optimizer.name = "sgd" with lr = 1 (docs/wire-formats.md)'
+            'diloco.quantization.codec = "topk" needs error feedback in place of outer momentum: '
+            "set diloco.quantization.error_feedback = true and "
+            'diloco.outer_optimizer.name = "sgd" with lr = 1 (docs/measurements.md)'
         )
     if wire.codec != "topk" and wire.error_feedback:
         found.append(
