@@ -129,7 +129,8 @@ class Trainer:
                     self.outer.drain()
                     telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
-                    telemetry.open(self.step, self.lr, stop.waited_seconds)
+                    done = None if self.island is None else self.island.step - 1
+                    telemetry.open(self.step, self.lr, stop.waited_seconds, done)
                 telemetry.publish(self.step, all=then.flush)
                 if then.validate:
                     telemetry.pause(self.validator.validate(self.step, telemetry))

@@ -218,7 +218,7 @@ def test_means_are_taken_in_fp32_and_in_order(name: str, weights: list[float]) -
     payloads, out = [encoded(codec, value) for value in values], torch.zeros(1500)
     codec.average(payloads, weights, out)
     assert same_bits(out, mean)
-    assert codec.is_sparse == (out.count_nonzero() < 1000)
+    assert not codec.is_sparse or out.count_nonzero() < 1000
     if codec.is_fp32:  # the last payload may be where the mean is written
         codec.average(payloads, weights, payloads[-1].view(torch.float32))
         assert same_bits(payloads[-1].view(torch.float32), mean)

@@ -74,6 +74,7 @@ class _LoggedStep(NamedTuple):
     """Logged step whose sums over ranks are in flight."""
 
     step: int
+    steps_left: float
     record: Record
     names: tuple[str, ...]
     rounds: list[Round]
@@ -176,12 +177,15 @@ class Telemetry:
 
     # --- a logged step ----------------------------------------------------------------------------
 
-    def open(self, step: int, lr: float, agreement_seconds: float = 0.0) -> None:
+    def open(
+        self, step: int, lr: float, agreement_seconds: float = 0.0, done: float | None = None
+    ) -> None:
         """Log the steps since the last logged one. Every rank calls it at the same steps.
 
         `agreement_seconds`: how long the training thread has waited in this process, so far, for
-        all ranks to agree on something.
+        all ranks to agree on something. `done`: steps of the run, if islands take them together.
         """
+        steps_left = max(0.0, self.plan.total_steps - (step if done is None else done))
         check_open_files()
         world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
@@ -200,7 +204,8 @@ class Telemetry:
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         sums = PendingReduction(world, [*table.ravel().tolist(), *of_ranks.ravel().tolist()], where)
-        self._in_flight.append(_LoggedStep(step, record, tuple(counters), rounds, sums))
+        logged = _LoggedStep(step, steps_left, record, tuple(counters), rounds, sums)
+        self._in_flight.append(logged)
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
 
     def publish(self, step: int, *, all: bool = False) -> None:
@@ -224,7 +229,7 @@ class Telemetry:
             record["time/longest_gap_seconds_max_over_ranks"] = float(gaps.max())
             record["time/longest_gap_worker"] = int(gaps.argmax()) // self.world.ranks_per_worker
             self.write(logged.step, record)
-            logger.info(_console_line(logged.step, self.plan.total_steps, record))
+            logger.info(_console_line(logged, self.plan.total_steps, record))
             self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
 
     def _step_record(
@@ -320,10 +325,10 @@ def time_shares(sums: Mapping[str, float]) -> Record:
     }
 
 
-def _console_line(step: int, total_steps: int, record: Record) -> str:
-    mfu, eta = record["speed/mfu_percent"], (total_steps - step) * record["speed/seconds_per_step"]
+def _console_line(logged: _LoggedStep, total_steps: int, record: Record) -> str:
+    mfu, eta = record["speed/mfu_percent"], logged.steps_left * record["speed/seconds_per_step"]
     return (
-        f"step {step:>{len(str(total_steps))}}/{total_steps}"
+        f"step {logged.step:>{len(str(total_steps))}}/{total_steps}"
         f"  loss {record['train/loss_nats_per_token_global']:.4f}"
         f"  gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}"
         f"  lr {record['train/lr']:.2e}"
