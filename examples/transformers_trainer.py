@@ -54,7 +54,8 @@ def main() -> None:
     )
     loss = trainer.train().training_loss
     print(callback.outer.table())
-    trainer.save_model(f"outputs/worker-{group.rank()}")  # the shared model, equal on all workers
+    if group.rank() == 0:
+        trainer.save_model("outputs/shared")  # equal on all workers
     print(f"worker {group.rank()} of {group.size()}: mean loss {loss:.3f}")
 
 

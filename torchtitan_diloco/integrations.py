@@ -32,12 +32,16 @@ def join_workers() -> dist.ProcessGroup:
     if torch.cuda.is_initialized():
         raise ValueError("join_workers() picks this process's GPU: call it before CUDA is used")
     local = int(os.environ["LOCAL_RANK"])
-    visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-    if visible and local >= len(visible):
-        devices = f"CUDA_VISIBLE_DEVICES = {','.join(visible)}"
-        raise ValueError(f"{devices} has none for local rank {local}: start a process a device")
+    gpus = torch.cuda.device_count()  # 0 also if CUDA_VISIBLE_DEVICES hides all
+    if 0 < gpus <= local:
+        raise ValueError(
+            f"there are {gpus} GPUs, none for local rank {local}: start one process each"
+        )
     dist.init_process_group("gloo")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[local] if visible else str(local)
+    if gpus:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = chosen.split(",") if chosen else list(map(str, range(gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local]
     for name in list(os.environ):
         if name in HIDDEN or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
@@ -102,13 +106,23 @@ def transformers_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig)
 
     class ForTrainer(DiLoCoCallback, TrainerCallback):  # type: ignore[misc]  # not type-checked
         def on_train_begin(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
-            optimizer = parts["optimizer"]
+            if getattr(args, "load_best_model_at_end", False):
+                raise ValueError(
+                    "load_best_model_at_end: after training the model holds the shared parameters, "
+                    "not those of a checkpoint: leave it off"
+                )
+            optimizer, state_file = parts["optimizer"], _checkpoint(args, state) / STATE
+            if state.global_step and not state_file.exists():
+                raise ValueError(
+                    f"{state_file} is missing: resume from a checkpoint of this callback, in "
+                    "output_dir"
+                )
             self._begin(
                 parts["model"],
                 getattr(optimizer, "optimizer", optimizer),  # without accelerate's wrapper
                 ranks=args.world_size,
                 total_steps=state.max_steps,
-                saved=torch.load(_checkpoint(args, state) / STATE) if state.global_step else None,
+                saved=torch.load(state_file) if state.global_step else None,
             )
 
         def on_step_end(self, *_: Any, **_parts: Any) -> None:
@@ -117,8 +131,10 @@ def transformers_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig)
         def on_save(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
             folder = _checkpoint(args, state)
             torch.save(self.outer.state_dict(), folder / STATE)
-            if self.outer.worker:  # transformers writes weights on rank 0 of torch.distributed only
+            if self.outer.worker:  # transformers writes models on rank 0 of torch.distributed only
                 save_model(parts["model"], str(folder / "model.safetensors"))
+                if hasattr(parts["model"], "config"):
+                    parts["model"].config.save_pretrained(folder)
 
         def on_train_end(self, *_: Any, **parts: Any) -> None:
             self._end(parts["model"])
@@ -142,15 +158,21 @@ def lightning_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) ->
         def __init__(self) -> None:
             super().__init__(group, config)
             self._saved: dict[str, Any] | None = None
-            self._validation = ExitStack()
+            self._validation, self._steps = ExitStack(), 0
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            (optimizer,) = trainer.optimizers
+            if len(trainer.optimizers) != 1:
+                raise ValueError(
+                    f"{type(module).__name__} has {len(trainer.optimizers)} optimizers: "
+                    "lightning_callback is for one"
+                )
+            (optimizer,), self._steps = trainer.optimizers, trainer.global_step
             length = {"ranks": trainer.world_size, "total_steps": trainer.max_steps}
             self._begin(module, optimizer, **length, saved=self._saved)
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step > self.outer.step_count:  # not while gradients accumulate
+            if trainer.global_step > self._steps:  # not while gradients accumulate
+                self._steps = trainer.global_step
                 self.outer.step()
 
         def on_validation_start(self, *_: Any) -> None:

@@ -129,7 +129,7 @@ class Trainer:
                     self.outer.drain()
                     telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
-                    done = None if self.island is None else self.island.step - 1
+                    done = self.step if self.island is None else self.island.step - 1
                     telemetry.open(self.step, self.lr, stop.waited_seconds, done)
                 telemetry.publish(self.step, all=then.flush)
                 if then.validate:
@@ -145,8 +145,8 @@ class Trainer:
         garbage.close()
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
-        has_control = self.island is None and config.data.shard_by == "none"
-        log_summary(summary, folder / "config.toml" if has_control else None)
+        has_no_control = self.island or config.data.shard_by != "none" or self.start.checkpoint
+        log_summary(summary, None if has_no_control else folder / "config.toml")
         logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
         if checkpointer.failure:
             raise ValueError(
@@ -187,8 +187,8 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the run has had its tokens. Islands count them together."""
-        done = self.step == self.plan.total_steps
-        return done if self.island is None else self.island.outer.finished
+        island = self.island
+        return self.step == self.plan.total_steps if island is None else island.outer.finished
 
     def _next_lr_factor(self) -> float:
         step = self.step if self.island is None else self.island.step

@@ -67,7 +67,7 @@ def test_parameter_counts_are_those_of_published_llamas(flavor: str, parameters:
 def test_the_config_offers_exactly_the_flavors_there_are() -> None:
     offered = set(setting_types(Model)["flavor"].__args__)
     assert offered == set(FLAVORS) | set(LLAMA_FLAVORS)
-    message = r'model.flavor = "4b" is no shape of model.name = "llama", which has debug, 15m, '
+    message = r'model.flavor = "4b" is unknown to model.name = "llama", which has debug, 15m, '
     with pytest.raises(ValueError, match=message):
         build_model(Model(name="llama", flavor="4b"), 50, 16)
 

@@ -125,8 +125,10 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:
-            remedy = "log in with `wandb login`, or set WANDB_MODE=offline"
-            raise ValueError(f'metrics.wandb = "{project}": {remedy} ({error})') from error
+            raise ValueError(
+                f'metrics.wandb = "{project}": {error} (`wandb login` logs in, WANDB_MODE=offline '
+                "needs no login, WANDB_ENTITY is the owner of the project)"
+            ) from error
         named.parent.mkdir(exist_ok=True)  # WANDB_MODE=disabled makes none
         named.write_text(self._run.id)
         self._run.define_metric("step")

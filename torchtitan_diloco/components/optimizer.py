@@ -89,8 +89,10 @@ def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Return the norm of the gradient, which is sharded over `group`, as a tensor on its device."""
+    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = get_total_norm([local_of(gradient) for gradient in gradients])
+    total = total.to(parameters[0].device)  # without gradients it is on the CPU
     if group is not None and group.size() > 1:
         squared = total.square()
         dist.all_reduce(squared, group=group)

@@ -106,7 +106,10 @@ def observed_conditions(
         latency_seconds=min(heard_after),
         jitter=min(1.0, statistics.fmean(spreads)),
         coding_bytes_per_second=_median_rate(
-            (coded_bytes(parameters, config.workers), one.encoding_seconds + one.decoding_seconds)
+            (
+                coded_bytes(parameters, config.workers, config.quantization.codec),
+                one.encoding_seconds + one.decoding_seconds,
+            )
             for parameters, one in tables
         ),
         outer_bytes_per_second=_median_rate(
@@ -136,10 +139,10 @@ def _slowest_link(rounds: Collection[RoundRecord], workers: int) -> float:
     return min(sum(rates) or UNLIMITED for rates in (*table, *zip(*table, strict=True)))
 
 
-def coded_bytes(values: int, workers: int) -> float:
+def coded_bytes(values: int, workers: int, codec: str) -> float:
     """Return the fp32 bytes that a worker encodes and decodes in an exchange.
 
-    Two workers encode their own delta and decode both. More encode their own and the mean of their
-    slice, and decode all parts of that slice and all means.
+    Two workers, and any number with `topk`, encode their own delta and decode all. More encode
+    their own and the mean of their slice, and decode all parts of that slice and all means.
     """
-    return 4 * values * (3.0 if workers == 2 else 3.0 + 1 / workers)
+    return 4 * values * (1 + workers if workers == 2 or codec == "topk" else 3 + 1 / workers)

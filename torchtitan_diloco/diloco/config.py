@@ -178,6 +178,8 @@ def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
         yield "diloco.fragments.modules", reason
+    if diloco.average_at_end and diloco.quantization.codec == "topk":
+        yield "diloco.average_at_end", 'needs all values, and "topk" sends a few: leave it out'
     if diloco.overlap.delay >= every:
         yield "diloco.overlap.delay", f"must be smaller than diloco.sync_every = {every}"
     if first.steps and first.sync_every > every:

@@ -74,7 +74,8 @@ class Watch:
         """Log who is left out. Raise if workers send equal deltas only, or one no finite one."""
         log_left_out(headers, norm_limit)
         sums = {header.delta for header in headers}
-        if self._compares and sums != {0}:  # 0: nothing has changed
+        finite = not any(header.flags & NOT_FINITE for header in headers)
+        if self._compares and finite and sums != {0}:  # 0: nothing has changed
             self._compares, self._same = len(sums) == 1, self._same + 1
             if self._compares and self._same >= max(ROUNDS, self._fragments):
                 raise ValueError(
@@ -82,7 +83,7 @@ class Watch:
                     "either their gradients are averaged over the workers in every step "
                     "(DistributedDataParallel, accelerate or FSDP over all ranks: make it over the "
                     "ranks of one worker), or they read the same data (give each its own part, or "
-                    "its own seed)"
+                    "its own seed), of which there may be too little for all"
                 )
         for worker, header in enumerate(headers):
             self._broken[worker] = (self._broken[worker] + 1) * bool(header.flags & NOT_FINITE)

@@ -346,17 +346,19 @@ def apply_early(
 ) -> None:
     """Apply saved fragments in flight to the model and to the tensors of the saved state."""
     facts, outer = saved.facts, saved.kind(SHARED)
-    alphas = {}
+    alphas, whole = {}, set()
     for index in facts["in_flight"]:
         record = facts["fragments"][index]
-        for name, *_ in facts["layout"][index]:
+        for name, _, runs, _ in facts["layout"][index]:
             alphas[name] = mixing(record["flags"], record["participants"])
+            whole |= {name} if runs == 1 else set()
     parts = [part for state in states for part in state.fragment.parts]
     parameters = {part.name: part.parameter.detach() for part in parts}
     for name, arrived in saved.kind(NEXT).items():
         alpha, tensors = alphas[name], (parameters[name], outer[name], arrived)
         local, shared, following = (local_rows(name, tensor) for tensor in tensors)
         mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
-        # Rows of other fragments are not in flight: their shared values are the same.
-        local.copy_(torch.where((shared != following).to(local.device), mixed, local.float()))
+        if name not in whole:  # rows of other fragments are not in flight: they are the same
+            mixed = torch.where((shared != following).to(local.device), mixed, local.float())
+        local.copy_(mixed)
         shared.copy_(following)

@@ -67,6 +67,10 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
         names = model.transformers_names()
     with open_weights(path) as stored:
         there = {name: _format(file.get_slice(name).get_shape()) for name, file in stored.items()}
+        if config.is_file():  # transformers ignores a tied head and stored frequencies, too
+            unused = {name for name in there if name.endswith((".inv_freq", "lm_head.weight"))}
+            for name in unused.difference(names.values()):
+                del there[name]
         here = {names[name]: _format(parameter.shape) for name, parameter in parameters.items()}
         differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if differing:

@@ -41,7 +41,7 @@ def resolve_shape(flavors: Mapping[str, AnyShape], model: Model) -> AnyShape:
     """Return the shape of the flavor, with the dimensions that the config sets instead."""
     if model.flavor not in flavors:
         raise ValueError(
-            f'model.flavor = "{model.flavor}" is no shape of model.name = "{model.name}", which '
+            f'model.flavor = "{model.flavor}" is unknown to model.name = "{model.name}", which '
             f"has {', '.join(flavors)}: choose one of these"
         )
     flavor = flavors[model.flavor]

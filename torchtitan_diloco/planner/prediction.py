@@ -208,7 +208,8 @@ def predict_exchange(
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
     transfer = max(8 * sent / conditions.bits_per_second, idle * conditions.latency_seconds)
-    coding = coded_bytes(values, conditions.workers) / conditions.coding_bytes_per_second
+    coded = coded_bytes(values, conditions.workers, quantization.codec)
+    coding = coded / conditions.coding_bytes_per_second
     pipelined = max(transfer, coding) + min(transfer, coding) / chunks
     return sent, hops * conditions.latency_seconds + pipelined + outer
 

@@ -21,7 +21,7 @@ class LlamaShape(Shape):
     rotary_base: float = 500_000.0
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {self.kv_heads} heads of keys and values"
+        return f"{super().__str__()}, KV heads: {self.kv_heads}"
 
 
 FLAVORS: dict[str, LlamaShape] = {
