@@ -149,6 +149,24 @@ def test_a_restart_takes_over_what_it_can(
         assert_same(after, before)
 
 
+def test_fragments_that_are_applied_now_are_mixed_also_where_shared_values_stay() -> None:
+    """Most values of a sparse delta are zero; here a tiny learning rate keeps all as they are."""
+    still = OuterOptimizer(name="sgd", lr=1e-30)
+    chosen = replace(config(2, delay=5), outer_optimizer=still, overlap=Overlap(5, mixing=0.0))
+    model, again = Net(), Net()
+    outer = StreamingDiLoCo(model, None, chosen)
+    train(outer, model, sgd(model), range(1, 14))
+    saved = outer.state_dict()
+    again.load_state_dict(parameters(model))
+    StreamingDiLoCo(again, None, replace(chosen, sync_every=12)).load_state_dict(saved)
+    facts, mixed, trained = saved["facts"], parameters(again), parameters(model)
+    names = {part[0] for index in facts["in_flight"] for part in facts["layout"][index]}
+    assert names
+    for name, value in mixed.items():
+        kept = saved["shared"][shared_parameter_name(name)] if name in names else trained[name]
+        assert_same(value, kept)
+
+
 def _through_a_template() -> tuple[State, State]:
     world = join(1, ranks=2)
     model = sharded(world)
