@@ -121,7 +121,7 @@ class Loop(NamedTuple):
     sizes: list[int]
     """Values in each fragment."""
     step: Callable[[], object]
-    """What follows an inner step."""
+    """Outer loop or all-reduce: the work after an inner step."""
     sent: Callable[[], int]
     """Returns the bytes sent since the last call."""
     close: Callable[[], None]

@@ -27,7 +27,7 @@ class Restarts:
         self.pause_seconds = 0.0
         """Seconds before the next start: a machine that has failed may need some time."""
         self.announcement = self.summary = ""
-        """What comes next, and how often and why the run was started again so far."""
+        """Line on what comes next, and on how often and why the run was started again so far."""
         self._reasons: list[str] = []
 
     def after_crash(self, reason: str) -> list[str]:

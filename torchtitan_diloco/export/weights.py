@@ -20,7 +20,7 @@ INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 """Only folders of transformers have it."""
 PARTS, PART_BYTES = 4, 1 << 20
-"""What is read of each file for its fingerprint."""
+"""Bytes that are read of each file for its fingerprint."""
 
 
 @contextmanager

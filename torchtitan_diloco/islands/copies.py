@@ -133,7 +133,9 @@ class Copies:
             self.saves.get()()
             return ""
         if isinstance(job, Collect):
-            self.collected = self._collect(copy)
+            whole = self._collect(copy)
+            if self._ranks.rank == 0:
+                self.collected = whole
             return ""
         if content is None:
             content = torch.empty(self._content_bytes(job), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What an island hears through the server: records of the log, heartbeats, messages."""
+"""Inbox of an island: records of the log, heartbeats and messages from the server."""
 
 import math
 import queue

@@ -34,7 +34,7 @@ HEAR_SECONDS = 3.0
 
 @dataclass
 class Saved:
-    """What a checkpoint knows of the log. Its copies are loaded already."""
+    """Facts of a checkpoint about the log. Its copies are loaded already."""
 
     run: str
     sequence: int

@@ -231,7 +231,8 @@ class Leader:
             self._copies.run(Collect(fragment=fragment))
             copy, head = self._copies.fragments[fragment], self.state.fragments[fragment].head
             snapshot = Snapshot(fragment, copy.newest, head, copy.rounds, ())
-            self._giver.submit(partial(self._give, sender, snapshot, self._copies.collected))
+            whole, self._copies.collected = self._copies.collected, torch.empty(0)
+            self._giver.submit(partial(self._give, sender, snapshot, whole))
 
     def _give(self, to: str, snapshot: Snapshot, content: Tensor) -> None:
         chunks = self._connection.store(as_buffer(content), "snapshots")

@@ -19,7 +19,7 @@ class IslandFailedError(RuntimeError):
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an island tells the others of itself. Nothing valid depends on it."""
+    """Heartbeat of an island, for the others. Nothing valid depends on it."""
 
     incarnation: Name
     step: Count
@@ -31,7 +31,7 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 @dataclass
 class Member:
-    """What another island told last, and when, by this island's clock."""
+    """Last heartbeat of another island, and when it came, by this island's clock."""
 
     hint: Hint
     heard: float
@@ -46,7 +46,7 @@ PATIENCE = 1.5
 
 
 class Habits:
-    """What the parts of a slot usually are, since its owner has it."""
+    """Usual lag and weight of the parts of a slot, since its owner has it."""
 
     def __init__(self, fragments: int) -> None:
         self.lags = deque[float](maxlen=LAGS)
@@ -65,7 +65,7 @@ class Habits:
 
 
 class Members:
-    """What is heard of other islands: hints for waiting, never for what is valid.
+    """Heartbeats of the other islands: hints for waiting, never for what is valid.
 
     After a connection, and after a pause of this process, nobody counts as gone for the first
     `expiry` seconds: an outage takes all keys, and a paused process has heard of nobody.

@@ -1,4 +1,4 @@
-"""What the families share: shapes, rotary positions, blocks, initial weights and counts."""
+"""Parts that the families share: shapes, rotary positions, blocks, initial weights and counts."""
 
 import math
 from collections.abc import Mapping
