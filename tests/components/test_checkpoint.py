@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from tests.components.test_resume import FP4, STEPS, chosen, last, run
+from tests.components.test_resume import STEPS, TOPK, chosen, last, run
 from tests.processes import ProcessPool
 from torchtitan_diloco.components import checkpoint
 from torchtitan_diloco.components.checkpoint import Checkpointer
@@ -122,7 +122,7 @@ def _hangs(wanted: dict[str, str], hanging: int) -> str:
 def test_a_worker_is_saved_although_another_hangs_at_a_stop_request(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
-    wanted = chosen(text, tmp_path, **FP4, **{"checkpoint.every": 0})
+    wanted = chosen(text, tmp_path, **TOPK, **{"checkpoint.every": 0})
     error, _ = processes.run(_hangs, 2, wanted, 1, dying={1})
     assert "worker 1 left or did not answer" in error
     (step,) = saved_steps(tmp_path)

@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.diloco.toy import join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import exchange
-from torchtitan_diloco.diloco.codecs import build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
-from torchtitan_diloco.diloco.transport import HEADER_BYTES, Bytes, Header
+from torchtitan_diloco.diloco.transport import HEADER_BYTES, OUTLIER, Bytes, Header
 from torchtitan_diloco.distributed.world import WORKER
 
 SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
@@ -36,14 +36,12 @@ def _exchange(
     world = join(workers)
     group = world.group(WORKER)
     assert group is not None
-    chosen = Quantization(codec=codec, rounding="stochastic" if codec == "bf16" else "nearest")
-    own, gather = build_codec(chosen), build_gather_codec(chosen)
+    own = build_codec(Quantization(codec=codec))
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
         patch.setattr(exchange, "CHUNK", BLOCK)
         patch.setattr(exchange, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
-        made = Exchange(
-            group, own, gather, largest=max(SIZES), device=torch.device("cpu"), timeout_seconds=600
-        )
+        cpu = torch.device("cpu")
+        made = Exchange(group, own, largest=max(SIZES), device=cpu, timeout_seconds=600)
     found = []
     for number, size in enumerate(SIZES):
         delta = delta_of(world.worker, number, size)
@@ -91,13 +89,13 @@ def test_every_chunk_is_its_own_mean(
             )
 
 
-def _means_by_way_of_the_host(workers: int, chunk: int) -> list[Tensor]:
+def _means_by_way_of_the_host(workers: int, chunk: int, name: CodecName) -> list[Tensor]:
     """Return the means of one delta, in chunks of a CPU and of a GPU; the latter with buffers for
     gloo apart from those of the codec."""
     world = join(workers)
     group, cpu = world.group(WORKER), torch.device("cpu")
     assert group is not None
-    chosen = Quantization(codec="fp4_e3m0", rounding="stochastic", error_feedback=True)
+    codec = build_codec(Quantization(codec=name))
     size, found = chunk + 1029, []
     for staged in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -106,12 +104,11 @@ def _means_by_way_of_the_host(workers: int, chunk: int) -> list[Tensor]:
                 patch.setattr(exchange, "GPU_CHUNK", chunk)
                 patch.setattr(exchange, "chunk_and_window", sizes)
                 patch.setattr(exchange, "room", room_for_both)
-            codecs = build_codec(chosen), build_gather_codec(chosen)
-            made = Exchange(group, *codecs, largest=size, device=cpu, timeout_seconds=60)
-        made.warm_up([size], feedback=True)
+            made = Exchange(group, codec, largest=size, device=cpu, timeout_seconds=60)
+        made.warm_up([size])
         delta, residual = delta_of(world.worker, 0, size), torch.zeros(size)
         header = Header(0, 1, fragment=0, outer_round=0, step=8, weight=1.0, checksum=0)
-        made.average(delta, header, residual, keys=(world.worker, 7))
+        made.average(delta, header, residual if codec.is_sparse else None)
         made.close()
         found += [delta, residual]
     return found
@@ -122,15 +119,40 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
     return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("workers", "codec"), [(2, "topk"), (3, "fp4_e3m0")])
 def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
-    processes: ProcessPool, workers: int
+    processes: ProcessPool, workers: int, codec: CodecName
 ) -> None:
-    results = processes.run(_means_by_way_of_the_host, workers, workers, 2**18)
+    results = processes.run(_means_by_way_of_the_host, workers, workers, 2**18, codec)
     for mean, residual, staged_mean, staged_residual in results:
         assert torch.equal(mean, staged_mean)
         assert torch.equal(residual, staged_residual)
         assert torch.equal(mean, results[0][0])
+
+
+def _with_residuals(flags: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the mean, and what is left of a residual of ones."""
+    world = join(2)
+    group, size = world.group(WORKER), 3000
+    assert group is not None
+    codec, cpu = build_codec(Quantization(codec="topk")), torch.device("cpu")
+    made = Exchange(group, codec, largest=size, device=cpu, timeout_seconds=60)
+    delta, residual = delta_of(world.worker, 0, size), torch.ones(size)
+    header = Header(flags[world.worker], 1, 0, outer_round=1, step=8, weight=1.0, checksum=0)
+    made.average(delta, header, residual)
+    made.close()
+    return delta, residual
+
+
+def test_residuals_are_sent_unless_a_worker_is_left_out(processes: ProcessPool) -> None:
+    """If all are outliers, nobody is left out."""
+    nobody, everybody, second = (
+        processes.run(_with_residuals, 2, flags) for flags in ([0, 0], [OUTLIER] * 2, [0, OUTLIER])
+    )
+    for worker in range(2):
+        assert all(map(torch.equal, nobody[worker], everybody[worker]))
+        assert not torch.equal(nobody[worker][1], torch.ones(3000))
+        assert torch.equal(second[worker][1], torch.ones(3000) if worker else nobody[worker][1])
 
 
 @settings(max_examples=30)
@@ -139,9 +161,10 @@ def test_as_many_chunks_as_the_window_allows_are_in_flight(
     count: int, window: int, owners: int
 ) -> None:
     last = "_average" if owners == 1 else "_collect_means"
-    made = MagicMock(_owners=owners, _window=window)
     chunks: list[Any] = [MagicMock() for _ in range(count)]
-    Exchange._run(made, MagicMock(), chunks, MagicMock(), MagicMock())
+    made = MagicMock(_owners=owners, _window=window, _chunk=1)
+    made._chunk_at.side_effect = chunks
+    Exchange._run(made, MagicMock(), torch.zeros(count), None)
     done = {"_send": 0, "_average" if owners == 1 else "_send_mean": 0, last: 0}
     most = 0
     for name, arguments, _ in made.mock_calls:

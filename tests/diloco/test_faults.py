@@ -57,7 +57,7 @@ def everything(model: Net, outer: StreamingDiLoCo) -> dict[str, Tensor]:
 def _after_a_failure(delay: int) -> list[int]:
     """Return the fragments that worker 0 gives up when worker 1 dies, with some in flight."""
     world, model = join(2), Net()
-    wire = Quantization("int8", error_feedback=True)
+    wire = Quantization("topk")
     chosen = replace(config(2, delay), link=Link(timeout_seconds=PATIENT), quantization=wire)
     outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), chosen), sgd(model)
     with suppress(WorkerLostError):

@@ -41,7 +41,7 @@ def test_blocks_and_the_rest(pattern: str, expected: list[list[int]]) -> None:
 @given(
     layers=st.integers(1, 12),
     per_fragment=st.integers(0, 5),
-    pattern=st.sampled_from(["strided", "sequential", "balanced"]),
+    pattern=st.sampled_from(["strided", "sequential"]),
     vocabulary=st.sampled_from([3, 64, 1000]),
 )
 def test_every_value_is_in_exactly_one_fragment(
@@ -54,39 +54,6 @@ def test_every_value_is_in_exactly_one_fragment(
     )
     assert all(fragment.parts for fragment in fragments)
     assert [fragment.index for fragment in fragments] == list(range(len(fragments)))
-
-
-def test_runs_of_rows_are_the_parameter() -> None:
-    model = nn.Module()
-    model.table = nn.Embedding(1003, 4)
-    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-    fragments = build_fragments(model, Fragments(pattern="balanced", layers_per_fragment=1))
-    runs = sorted(
-        (part.run, part)
-        for fragment in fragments
-        for part in fragment.parts
-        if part.name == "table.weight"
-    )
-    assert len(runs) > 1
-    pieces = [part.local() for _, part in runs]
-    assert torch.equal(torch.cat(pieces), model.table.weight.detach().flatten())
-    assert [piece.numel() * 4 for piece in pieces] == [part.bytes for _, part in runs]
-    pieces[0].fill_(7.0)
-    assert model.table.weight[0, 0].item() == 7.0, "a run shares memory with the parameter"
-
-
-def test_balanced_has_no_peak() -> None:
-    model = decoder(layers=6, vocabulary=4000)  # the embedding is larger than all blocks together
-    peaks = {
-        pattern: max(
-            f.bytes
-            for f in build_fragments(model, Fragments(pattern=pattern, layers_per_fragment=2))
-        )
-        for pattern in ("strided", "balanced")
-    }
-    mean = sum(4 * p.numel() for p in model.parameters()) / 4
-    assert peaks["balanced"] < 1.15 * mean
-    assert peaks["strided"] > 2 * mean
 
 
 def test_explicit_fragments_and_their_mistakes() -> None:

@@ -1,7 +1,6 @@
 """The flat outer step is torch's optimizer and reads the shared parameters only."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,12 @@ from torch import nn
 
 from torchtitan_diloco.diloco.config import Fragments, OuterOptimizer
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, STATE_BUFFERS, outer_lr
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.outer_state import OuterState, checksum
 from torchtitan_diloco.diloco.reference import build_optimizer
 
 
-@pytest.mark.parametrize("name", list(STATE_BUFFERS))
+@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd"])
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
 @pytest.mark.parametrize("measured", [False, True])
 def test_steps_are_torchs(name: str, size: int, measured: bool) -> None:
@@ -46,22 +45,6 @@ def test_steps_are_torchs(name: str, size: int, measured: bool) -> None:
         state.apply(mixing=0.0)
         torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(model["weight"], state.outer)
-
-
-@given(
-    warmup=st.integers(0, 20),
-    span=st.integers(1, 50),
-    decay=st.sampled_from(["constant", "cosine", "linear"]),
-    floor=st.floats(0, 1),
-)
-def test_outer_lr_rises_then_falls(warmup: int, span: int, decay: str, floor: float) -> None:
-    shape: Any = {"decay": decay, "decay_rounds": warmup + span, "floor": floor}
-    config = OuterOptimizer(lr=0.5, warmup_rounds=warmup, **shape)
-    rates = [outer_lr(config, outer_round) for outer_round in range(1, warmup + span + 5)]
-    rising, falling = rates[: max(0, warmup - 1)], rates[max(0, warmup - 1) :]
-    assert rising == sorted(rising)
-    assert falling == sorted(falling, reverse=True)
-    assert rates[-1] == pytest.approx(0.5 if decay == "constant" else 0.5 * floor)
 
 
 @given(st.integers(1, 3000), st.integers(0, 10**6))

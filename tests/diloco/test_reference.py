@@ -17,17 +17,10 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.diloco.codecs import (
-    Codec,
-    Position,
-    build_codec,
-    build_gather_codec,
-    random_key,
-)
-from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Sender, Values
-from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped
+from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Values
+from torchtitan_diloco.diloco.schedule import is_dropped
 from torchtitan_diloco.distributed.world import WORKER
 
 STEPS = 26
@@ -71,29 +64,23 @@ class Wire:
     """Transmits for the reference: codes each rank's rows of a fragment as one flat vector."""
 
     def __init__(self, case: Case) -> None:
-        self.case, wire = case, case.config.quantization
-        self.codec, self.gather_codec = build_codec(wire), build_gather_codec(wire)
+        self.case, self.codec = case, build_codec(case.config.quantization)
 
-    def transmit(self, sender: Sender, delta: Values) -> Values:
-        return delta if self.case.workers == 1 else self._coded(self.codec, sender, delta)
+    def transmit(self, delta: Values) -> Values:
+        return delta if self.case.workers == 1 else self._coded(delta)
 
-    def gather(self, sender: Sender, mean: Values) -> Values:
+    def gather(self, mean: Values) -> Values:
         at_once = self.case.workers <= 2 or self.codec.is_sparse
-        return mean if at_once else self._coded(self.gather_codec, sender, mean)
+        return mean if at_once else self._coded(mean)
 
-    def _coded(self, codec: Codec, sender: Sender, values: Values) -> Values:
-        chosen, arrived = self.case.config, dict[str, list[Tensor]]()
-        count = len(build_fragments(Net(), chosen.fragments))
-        outer_round = build_schedule(chosen, count).outer_round(sender.fragment, sender.t)
+    def _coded(self, values: Values) -> Values:
+        arrived = dict[str, list[Tensor]]()
         for rank in range(self.case.ranks):
             shards = [self._rows(value, rank) for value in values.values()]
             flat = torch.cat([shard.flatten() for shard in shards])
-            payload = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
-            who = "mean" if sender.worker < 0 else sender.worker
-            codec.encode(
-                flat, payload, Position(random_key(3, rank, sender.fragment, outer_round, who))
-            )
-            codec.decode(payload, flat)
+            payload = torch.empty(self.codec.wire_bytes(flat.numel()), dtype=torch.uint8)
+            self.codec.encode(flat, payload)
+            self.codec.decode(payload, flat)
             parts = flat.split([shard.numel() for shard in shards])
             for name, part, shard in zip(values, parts, shards, strict=True):
                 arrived.setdefault(name, []).append(part.view(shard.shape))
@@ -110,12 +97,11 @@ def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
     fragments = build_fragments(models[0], chosen.fragments)
     reference = ReferenceDiLoCo(
         models,
-        [list(dict.fromkeys(part.name for part in fragment.parts)) for fragment in fragments],
+        [[part.name for part in fragment.parts] for fragment in fragments],
         chosen,
         total_steps=STEPS,
         transmit=wire.transmit,
         gather=wire.gather,
-        feedback=chosen.quantization.error_feedback and case.workers > 1,
     )
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
     chance, workers = chosen.link.drop_probability, range(case.workers)
@@ -180,9 +166,9 @@ def test_a_beginning_a_falling_share_and_an_average_at_the_end(
     check(Case(workers, chosen), processes)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam"])
+@pytest.mark.parametrize("name", ["momentum", "sgd"])
 def test_outer_optimizers(processes: ProcessPool, name: str) -> None:
-    check(Case(2, config(2, 3, name=name, lr=0.05 if name == "adam" else 0.7)), processes)
+    check(Case(2, config(2, 3, name=name)), processes)
 
 
 LISTED = (
@@ -196,13 +182,11 @@ LISTED = (
     "fragments",
     [
         Fragments(pattern="sequential", layers_per_fragment=2),
-        Fragments(pattern="balanced", layers_per_fragment=4),
         Fragments(pattern="explicit", modules=LISTED),
     ],
     ids=lambda fragments: fragments.pattern,
 )
 def test_patterns(processes: ProcessPool, fragments: Fragments) -> None:
-    """The reference cannot split a parameter by rows, as `balanced` does with more fragments."""
     check(Case(2, replace(config(2, 3), fragments=fragments)), processes)
 
 
@@ -216,8 +200,7 @@ def test_with_fsdp_inside_and_more_workers(
     check(Case(workers, config(layers, delay, mixing), ranks), processes)
 
 
-STOCHASTIC = Quantization(codec="fp4_e3m0", rounding="stochastic")
-TERNARY = Quantization(codec="ternary", block_size=16, error_feedback=True)
+TOPK = Quantization(codec="topk", top_values=6)
 CODED = [
     Quantization(codec="bf16"),
     Quantization(codec="fp8_e4m3", block_size=16),
@@ -225,16 +208,14 @@ CODED = [
     Quantization(codec="int8", block_size=32),
     Quantization(codec="fp4_e2m1"),
     Quantization(codec="fp4_e3m0", block_size=128),
-    STOCHASTIC,
-    Quantization(codec="fp4_e2m1", error_feedback=True),
-    TERNARY,
-    Quantization(codec="topk", top_values=6, error_feedback=True),
+    Quantization(codec="ternary", block_size=16),
+    TOPK,
 ]
 
 
 @pytest.mark.parametrize(
     ("wire", "workers", "ranks"),
-    [*((wire, 3, 1) for wire in CODED), (STOCHASTIC, 2, 1), (STOCHASTIC, 2, 2), (TERNARY, 2, 2)],
+    [*((wire, 3, 1) for wire in CODED), (CODED[5], 2, 1), (CODED[5], 2, 2), (TOPK, 2, 2)],
     ids=lambda value: value.codec if isinstance(value, Quantization) else str(value),
 )
 def test_codecs(processes: ProcessPool, wire: Quantization, workers: int, ranks: int) -> None:
@@ -242,18 +223,12 @@ def test_codecs(processes: ProcessPool, wire: Quantization, workers: int, ranks:
     check(Case(workers, replace(config(2, delay=5), quantization=wire), ranks), processes)
 
 
-@pytest.mark.parametrize("gather", ["fp32", "bf16", "int8"])
-def test_the_means_have_a_codec_of_their_own(processes: ProcessPool, gather: CodecName) -> None:
-    chosen = Quantization(codec="fp4_e3m0", gather_codec=gather)
-    check(Case(3, replace(config(0, 3, 0.5), quantization=chosen)), processes)
-
-
 WIRES = pytest.mark.parametrize(
     "wire",
     [
         Quantization(),
-        Quantization(codec="fp4_e3m0", error_feedback=True),
-        Quantization(codec="int8", gather_codec="bf16"),
+        Quantization(codec="int8"),
+        Quantization(codec="topk"),
     ],
     ids=lambda wire: wire.codec,
 )
@@ -278,8 +253,8 @@ def test_dropped_workers_keep_their_own_parameters(
 
 @pytest.mark.parametrize(
     ("workers", "wire"),
-    [(2, Quantization()), (3, Quantization(codec="fp4_e2m1", error_feedback=True))],
-    ids=["fp32", "fp4"],
+    [(2, Quantization()), (3, Quantization(codec="topk"))],
+    ids=["fp32", "topk"],
 )
 def test_a_worker_that_is_not_finite_is_left_out_and_recovers(
     processes: ProcessPool, workers: int, wire: Quantization

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, Net
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Link, StreamingDiLoCo, startup
-from torchtitan_diloco.diloco.config import OuterOptimizer
+from torchtitan_diloco.diloco import Link, Quantization, StreamingDiLoCo, startup
+from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
 
 GPU = torch.device("cuda", 0)
@@ -27,22 +27,21 @@ class OnGpu:
 
 
 @pytest.mark.parametrize(
-    ("choice", "optimizer", "memory", "expected"),
+    ("choice", "codec", "memory", "expected"),
     [
-        ("auto", "nesterov", 60e6, "cuda"),  # three buffers of 4 MB are a fifth of it
-        ("auto", "nesterov", 59e6, "cpu"),
-        ("auto", "adam", 60e6, "cpu"),
-        ("device", "adam", 1e6, "cuda"),
-        ("cpu", "sgd", 1e9, "cpu"),
+        ("auto", "fp32", 60e6, "cuda"),  # three buffers of 4 MB are a fifth of it
+        ("auto", "fp32", 59e6, "cpu"),
+        ("auto", "topk", 60e6, "cpu"),
+        ("device", "topk", 1e6, "cuda"),
+        ("cpu", "fp32", 1e9, "cpu"),
     ],
 )
 def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
-    monkeypatch: pytest.MonkeyPatch, choice: Any, optimizer: Any, memory: float, expected: str
+    monkeypatch: pytest.MonkeyPatch, choice: Any, codec: CodecName, memory: float, expected: str
 ) -> None:
     known = SimpleNamespace(total_memory=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
-    outer = OuterOptimizer(name=optimizer)
-    chosen = replace(AVERAGE_EVERY_STEP, outer_optimizer=outer, link=Link(outer_state=choice))
+    chosen = replace(config(), quantization=Quantization(codec), link=Link(outer_state=choice))
     fragments: Any = [OnGpu()]
     assert startup.pick_state_device(fragments, chosen).type == expected
     on_cpu = build_fragments(Net(), chosen.fragments)

@@ -19,26 +19,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Position, blocks, build_codec
+from torchtitan_diloco.diloco.codecs import CODECS, UNIT, blocks, build_codec
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
 BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
-POSITION = Position(key=0x9234567812345678, start=7 * UNIT)
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 every_format = pytest.mark.parametrize("name", BLOCK_CODECS)
-every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
 # --- what is compared -----------------------------------------------------------------------------
 
 
-def build(name: str, rounding: str, block: int, *, kernels: bool) -> BlockCodec:
-    codec = build_codec(Quantization(codec=name, rounding=rounding, block_size=block))  # type: ignore[arg-type]
+def build(name: str, block: int, *, kernels: bool) -> BlockCodec:
+    codec = build_codec(Quantization(codec=name, block_size=block))  # type: ignore[arg-type]
     assert isinstance(codec, BlockCodec)
     codec.use_kernels = kernels
     return codec
@@ -88,24 +86,16 @@ def inputs(length: int, block: int, first_kind: int) -> Tensor:
     return torch.cat(parts) if length else normal
 
 
-def compare(name: str, rounding: str, block: int, values: Tensor, device: str) -> None:
+def compare(name: str, block: int, values: Tensor, device: str) -> None:
     """Compare the kernels on `device` with plain torch on the CPU."""
-    plain, kernels = (build(name, rounding, block, kernels=chosen) for chosen in (False, True))
+    plain, kernels = (build(name, block, kernels=chosen) for chosen in (False, True))
     assert kernels._kernels(values.to(device)), "this would compare torch with torch"
-    size, residual = plain.wire_bytes(len(values)), 1e-2 * values.flip(0).nan_to_num(1.0, 0.0, 0.0)
-    for feedback in (False, True):
-        expected, expected_lost = torch.zeros(size, dtype=torch.uint8), residual.clone()
-        payload, lost = Guarded(torch.zeros_like(expected), device), Guarded(residual, device)
-        given = Guarded(values, device)
-        if feedback:
-            plain.encode_with_feedback(values.clone(), expected_lost, expected, POSITION)
-            kernels.encode_with_feedback(given.inside, lost.inside, payload.inside, POSITION)
-        else:
-            plain.encode(values.clone(), expected, POSITION)
-            kernels.encode(given.inside, payload.inside, POSITION)
-        assert same_bits(given.read(), values)
-        assert same_bits(lost.read(), expected_lost)
-        assert torch.equal(payload.read(), expected)
+    expected = torch.zeros(plain.wire_bytes(len(values)), dtype=torch.uint8)
+    payload, given = Guarded(torch.zeros_like(expected), device), Guarded(values, device)
+    plain.encode(values.clone(), expected)
+    kernels.encode(given.inside, payload.inside)
+    assert same_bits(given.read(), values)
+    assert torch.equal(payload.read(), expected)
     compare_decoded(plain, kernels, expected, len(values), device)
 
 
@@ -119,7 +109,7 @@ def compare_decoded(
 
 
 def compare_means(name: str, block: int, length: int, device: str) -> None:
-    plain, kernels = (build(name, "nearest", block, kernels=chosen) for chosen in (False, True))
+    plain, kernels = (build(name, block, kernels=chosen) for chosen in (False, True))
     payloads = [torch.zeros(plain.wire_bytes(length), dtype=torch.uint8) for _ in WEIGHTS]
     for seed, payload in enumerate(payloads):
         plain.encode(torch.randn(length, generator=torch.Generator().manual_seed(seed)), payload)
@@ -134,7 +124,7 @@ def compare_means(name: str, block: int, length: int, device: str) -> None:
 
 def compare_any_bytes(name: str, block: int, device: str) -> None:
     """Decode every code under every scale, also those that no encoder writes."""
-    plain, kernels = (build(name, "nearest", block, kernels=chosen) for chosen in (False, True))
+    plain, kernels = (build(name, block, kernels=chosen) for chosen in (False, True))
     length, generator = 2 * UNIT + 77, torch.Generator().manual_seed(block)
     payload = torch.randint(256, (plain.wire_bytes(length),), generator=generator)
     compare_decoded(plain, kernels, payload.to(torch.uint8), length, device)
@@ -167,27 +157,24 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
-def _compare_all(name: str, rounding: str) -> None:
-    # The interpreter is slow: a block size for each length, and values that are not finite or at
-    # the ends of the range, for which the rounding does not matter, with one rounding.
-    nearest = rounding == "nearest"
-    number = BLOCK_CODECS.index(name) + nearest
-    lengths = [0, 1, 1023, 1025] if nearest else [15, UNIT + BLOCK_SIZES[0] + 1]
-    for kind, length in enumerate(lengths):
+def _compare_all(name: str) -> None:
+    # The interpreter is slow: a block size for each length.
+    number = BLOCK_CODECS.index(name)
+    for kind, length in enumerate([0, 1, 15, 1023, 1025, UNIT + BLOCK_SIZES[0] + 1]):
         block = BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]
-        compare(name, rounding, block, inputs(length, block, kind), "cpu")
-    compare(name, rounding, UNIT, inputs((len(KINDS) if nearest else 3) * UNIT, UNIT, 0), "cpu")
-    compare_means(name, 16 if nearest else 1024, UNIT + 1, "cpu")
-    compare_any_bytes(name, 16 if nearest else 1024, "cpu")
+        compare(name, block, inputs(length, block, kind), "cpu")
+    compare(name, UNIT, inputs(len(KINDS) * UNIT, UNIT, 0), "cpu")
+    for block in (16, 1024):
+        compare_means(name, block, UNIT + 1, "cpu")
+        compare_any_bytes(name, block, "cpu")
 
 
 @needs_triton
-@every_rounding
 @every_format
 def test_interpreted_kernels_make_the_bits_of_torch(
-    interpreter: Callable[..., Any], name: str, rounding: str
+    interpreter: Callable[..., Any], name: str
 ) -> None:
-    interpreter(_compare_all, name, rounding)
+    interpreter(_compare_all, name)
 
 
 @needs_triton
@@ -245,12 +232,11 @@ def _compile_all(cache: Path) -> None:
     room = torch.zeros(64 * UNIT, dtype=torch.uint8)
     kernels.encode_largest(torch.zeros(64 * UNIT + 1), room, 10)
     for index, name in enumerate(BLOCK_CODECS):
-        rounding, length = ("nearest", 64 * UNIT) if index % 2 else ("stochastic", 64 * UNIT + 1)
-        codec = build(name, rounding, BLOCK_SIZES[index], kernels=True)
+        length = 64 * UNIT + index % 2
+        codec = build(name, BLOCK_SIZES[index], kernels=True)
         payload = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
         values = torch.zeros(length)
-        residual = values if rounding == "stochastic" else None
-        kernels.encode(values, residual, payload, codec.format, POSITION)
+        kernels.encode(values, payload, codec.format)
         kernels.average([payload] * 3, WEIGHTS[:3], values, codec.format)
     assert "fma" not in encoder.ptx + largest.ptx, (
         "a merged product and sum is rounded otherwise than torch's"
@@ -270,13 +256,12 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 
 @needs_triton
 @needs_gpu
-@every_rounding
 @every_format
-def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str, rounding: str) -> None:
+def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str) -> None:
     for block in BLOCK_SIZES:
         lengths = [0, 1, 15, 1023, 1025, 2 * UNIT + block + 1, 512 * UNIT, 700 * UNIT + 333]
         for kind, length in enumerate(lengths):
-            compare(name, rounding, block, inputs(length, block, kind), "cuda")
+            compare(name, block, inputs(length, block, kind), "cuda")
         compare_any_bytes(name, block, "cuda")
         compare_means(name, block, 300 * UNIT + 1, "cuda")
 

@@ -14,7 +14,6 @@ from torchtitan_diloco.diloco.config import (
     Overlap,
     Quantization,
     diloco_mistakes,
-    quantization_mistakes,
 )
 from torchtitan_diloco.planner.prediction import CODEC_TRAITS, Workload
 from torchtitan_diloco.planner.search import Plan, candidates, choose, risks_of
@@ -38,15 +37,13 @@ def plan(
     return choose(workload(workers), conditions, present, wanted)
 
 
-@pytest.mark.parametrize("workers", [2, 5])
-def test_candidates_are_settings_that_a_run_would_take(workers: int) -> None:
+def test_candidates_are_settings_that_a_run_would_take() -> None:
     for present in (PRESENT, load_config("150m").diloco, load_config("35m-data-parallel").diloco):
         found = list(candidates(present, total_steps=5000))
         assert len(set(found)) > 100
         for one in found:
             assert one.method == "streaming"
             assert not list(diloco_mistakes(one))
-            assert not list(quantization_mistakes(one.quantization, workers))
 
 
 def test_explicit_fragments_are_kept() -> None:

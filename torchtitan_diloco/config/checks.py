@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
-from torchtitan_diloco.diloco.config import advice, diloco_mistakes, quantization_mistakes
+from torchtitan_diloco.diloco.config import advice, diloco_mistakes
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
 
 
-PARTS = ("strided", "sequential", "balanced")
-MOMENTUM = ("nesterov", "momentum", "adam")
+PARTS = ("strided", "sequential")
+MOMENTUM = ("nesterov", "momentum")
 READ_WITH = {
     "optimizer.matrix_lr": ("optimizer.name", ("muon",)),
     "optimizer.momentum": ("optimizer.name", ("muon",)),
@@ -29,10 +29,6 @@ READ_WITH = {
     "diloco.fragments.layers_per_fragment": ("diloco.fragments.pattern", PARTS),
     "diloco.fragments.blocks": ("diloco.fragments.pattern", PARTS),
     "diloco.outer_optimizer.momentum": ("diloco.outer_optimizer.name", MOMENTUM),
-    "diloco.outer_optimizer.beta2": ("diloco.outer_optimizer.name", ("adam",)),
-    "diloco.outer_optimizer.epsilon": ("diloco.outer_optimizer.name", ("adam",)),
-    "diloco.outer_optimizer.decay_rounds": ("diloco.outer_optimizer.decay", ("cosine", "linear")),
-    "diloco.outer_optimizer.floor": ("diloco.outer_optimizer.decay", ("cosine", "linear")),
 }
 """Setting -> the setting that decides whether it is read, and the values with which it is read."""
 
@@ -42,7 +38,6 @@ def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
     yield from _training_mistakes(config)
     if config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco)
-        yield from quantization_mistakes(config.diloco.quantization, config.diloco.workers)
     if config.islands.join or config.islands.local:
         yield from _islands_mistakes(config)
     else:

@@ -27,7 +27,7 @@ class Run:
     description: str = ""
     """One line about the run for people who read it later."""
     seed: NotNegative = 0
-    """Seed of the initial weights, data order, dropped rounds and stochastic rounding."""
+    """Seed of the initial weights, data order and dropped rounds."""
     deterministic: bool = False
     """Use deterministic kernels only, so that the same run gives the same bits. Slower on CUDA."""
     restarts: NotNegative = 3

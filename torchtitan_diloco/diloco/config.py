@@ -17,10 +17,9 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 class Fragments(Section):
     """Partition of the model into fragments, which synchronise in turn."""
 
-    pattern: Literal["strided", "sequential", "balanced", "explicit"] = "strided"
+    pattern: Literal["strided", "sequential", "explicit"] = "strided"
     """Blocks of each of P fragments. `strided`: fragment p holds blocks p, p + P, p + 2P, ...
-    `sequential`: consecutive blocks. `balanced`: blocks, and rows of large matrices, such that all
-    fragments have about the same size. `explicit`: as listed in `modules`."""
+    `sequential`: consecutive blocks. `explicit`: as listed in `modules`."""
     layers_per_fragment: NotNegative = 3
     """Blocks per fragment. Parameters outside the blocks (embedding, head, final norm) form a
     fragment of their own. 0: the whole model is one fragment (DiLoCo without streaming)."""
@@ -34,24 +33,12 @@ class Fragments(Section):
 class OuterOptimizer(Section):
     """Outer optimizer, which applies the mean change of the workers to the shared parameters."""
 
-    name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    name: Literal["nesterov", "momentum", "sgd"] = "nesterov"
     """Update rule. `sgd` with lr 1 is plain averaging (FedAvg, Local SGD)."""
     lr: Annotated[float, Meta(gt=0, le=100)] = 0.4
-    """Peak outer learning rate."""
+    """Outer learning rate."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    """Decay rate of the momentum, or of the first moment with `adam`."""
-    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
-    """Decay rate of the second moment. Only for `adam`."""
-    epsilon: Annotated[float, Meta(gt=0)] = 1e-8
-    """Term added to the square root of the second moment. Only for `adam`."""
-    warmup_rounds: NotNegative = 0
-    """Outer rounds of linear warm-up."""
-    decay: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape of the outer learning rate after the warm-up."""
-    decay_rounds: NotNegative = 0
-    """Outer rounds, warm-up included, until `cosine` and `linear` reach the floor."""
-    floor: Fraction = 0.0
-    """Outer learning rate at the end of the decay, as a fraction of the peak."""
+    """Decay rate of the momentum. Not for `sgd`."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +81,14 @@ class Quantization(Section):
     """Format of the fragments on the wire. Sums are always computed in fp32."""
 
     codec: CodecName = "fp32"
-    """Format of the deltas that workers send (docs/wire-formats.md). The paper uses `fp4_e3m0`.
-    `topk` sends the largest values only."""
-    gather_codec: Literal["same", CodecName] = "same"
-    """Format of the means that come back. Only for more than two workers. `same`: as `codec`."""
+    """Format of the deltas that workers send, and of the means that come back
+    (docs/wire-formats.md). The paper uses `fp4_e3m0`. `topk` sends the largest values only, and
+    adds what it has not sent to the next delta, which takes 4 bytes per parameter."""
     block_size: Positive = 64
     """Values that share one 8-bit scale: 16, 32, 64, 128, 256, 512 or 1024. Only for formats of 8
     bits or fewer."""
     top_values: Positive = 16
     """Values of every 1,024 that `topk` sends, an even number up to 256."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`stochastic` rounds up or down at random, without bias. The random numbers depend on
-    `run.seed`."""
-    error_feedback: bool = False
-    """Add the encoding error of a fragment to the delta that is sent next. Takes 4 bytes per
-    parameter."""
     threads: Positive = 1
     """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
     GPU is encoded on the GPU."""
@@ -174,7 +154,7 @@ Mistakes = Iterator[tuple[str, str]]
 
 def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     """Check settings of the outer loop that depend on each other."""
-    outer, every, first = diloco.outer_optimizer, diloco.sync_every, diloco.beginning
+    every, first = diloco.sync_every, diloco.beginning
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
         yield "diloco.fragments.modules", reason
@@ -189,40 +169,23 @@ def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
         yield "diloco.beginning.sync_every", "is only read with diloco.beginning.steps: set both"
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
-    if outer.decay != "constant" and outer.decay_rounds <= outer.warmup_rounds:
-        limit = f"diloco.outer_optimizer.warmup_rounds = {outer.warmup_rounds}"
-        reason = f'must be larger than {limit} with decay = "{outer.decay}"'
-        yield "diloco.outer_optimizer.decay_rounds", reason
+    yield from _quantization_mistakes(diloco.quantization)
 
 
-def quantization_mistakes(chosen: Quantization, workers: int) -> Mistakes:
-    """Check for formats that would have no effect. `workers`: how many there really are."""
-    codecs, size = {chosen.codec, chosen.gather_codec} - {"same"}, chosen.block_size
+def _quantization_mistakes(chosen: Quantization) -> Mistakes:
+    size = chosen.block_size
     if size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda one: abs(one - size))
         reason = f"is {size}, and must be one of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}"
         yield "diloco.quantization.block_size", reason
-    elif size != Quantization.block_size and codecs <= {"fp32", "bf16", "topk"}:
+    elif size != Quantization.block_size and chosen.codec in ("fp32", "bf16", "topk"):
         reason = f"is {size}, and {chosen.codec} has no blocks: leave it out"
         yield "diloco.quantization.block_size", reason
-    sparse = chosen.codec == "topk"
     if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
         reason = f"is {chosen.top_values}, and must be even and at most {MOST_TOP_VALUES}"
         yield "diloco.quantization.top_values", reason
-    elif chosen.top_values != Quantization.top_values and not sparse:
+    elif chosen.top_values != Quantization.top_values and chosen.codec != "topk":
         yield "diloco.quantization.top_values", 'is only read with codec = "topk": leave it out'
-    if chosen.gather_codec == "topk" or (sparse and chosen.gather_codec != "same"):
-        reason = "does not go with topk, as the mean of sparse deltas is not sent: leave it out"
-        yield "diloco.quantization.gather_codec", reason
-    elif chosen.gather_codec != "same" and workers <= 2:
-        reason = f"is only for more than two workers, and there are {workers}: leave it out"
-        yield "diloco.quantization.gather_codec", reason
-    if chosen.rounding == "stochastic" and codecs <= {"fp32", "topk"}:
-        reason = f'is "stochastic", and {chosen.codec} is not rounded at random: leave it out'
-        yield "diloco.quantization.rounding", reason
-    if chosen.error_feedback and chosen.codec == "fp32":
-        reason = "has no effect, as fp32 loses nothing: leave it out"
-        yield "diloco.quantization.error_feedback", reason
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
@@ -247,23 +210,17 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             f"; with fewer than about {FEW_ROUNDS} the loss stays behind data parallelism: lower "
             "diloco.sync_every or train longer"
         )
-    step_size = outer.lr / (1 - outer.momentum * (outer.name in ("nesterov", "momentum")))
+    step_size = outer.lr / (1 - outer.momentum * (outer.name != "sgd"))
     if every <= 10 and config.overlap.mixing < 0.25 and step_size > 5:
         found.append(
             f"diloco.outer_optimizer.lr = {outer.lr:g} with momentum {outer.momentum:g}, "
             f"diloco.sync_every = {every} and diloco.overlap.mixing = {config.overlap.mixing:g} "
             "is known to be unstable: set mixing to 0.5, or lower the outer lr"
         )
-    wire = config.quantization
-    if wire.codec == "topk" and not (wire.error_feedback and outer.name == "sgd"):
+    if config.quantization.codec == "topk" and outer.name != "sgd":
         found.append(
-            'diloco.quantization.codec = "topk" needs error feedback in place of outer momentum: '
-            "set diloco.quantization.error_feedback = true and "
-            'diloco.outer_optimizer.name = "sgd" with lr = 1 (docs/measurements.md)'
-        )
-    if wire.codec != "topk" and wire.error_feedback:
-        found.append(
-            "diloco.quantization.error_feedback cost more than it gave where it was measured "
-            "(docs/measurements.md): leave it off unless a run of your own shows a gain"
+            'diloco.quantization.codec = "topk" sends later what it has not sent, and does not go '
+            'with outer momentum: set diloco.outer_optimizer.name = "sgd" with lr = 1 '
+            "(docs/measurements.md)"
         )
     return found

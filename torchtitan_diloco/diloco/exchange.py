@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import UNIT, Codec, Position
+from torchtitan_diloco.diloco.codecs import UNIT, Codec
 from torchtitan_diloco.diloco.healing import settle_weights
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.round import Traffic
@@ -81,7 +81,6 @@ def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
 class Chunk:
     """A part of the delta on its way. Lists are by worker: of the slice that a worker averages."""
 
-    start: int
     values: Tensor
     residual: Tensor | None
     payload: Bytes  # this worker's encoded values
@@ -108,20 +107,18 @@ class Exchange:
         self,
         group: dist.ProcessGroup,
         codec: Codec,
-        gather_codec: Codec,
         *,
         largest: int,
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
-        """`gather_codec` encodes the means of the second hop; `largest`: values of a fragment."""
+        """`largest`: values of the largest fragment."""
         self._transport = Transport(group, timeout_seconds)
         self.workers, self.me = self._transport.workers, self._transport.me
         self._others = self._transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
-        self._codec, self._gather_codec = codec, gather_codec
-        self._device, on_gpu = device, device.type != "cpu"
+        self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
         self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
         self._owners = slice_owners(self.workers, codec)
@@ -134,7 +131,7 @@ class Exchange:
         window, whole = range(self._window), codec.wire_bytes(self._chunk)
         self._headers = [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in range(self.workers)]
         self._incoming = [buffers(self._others, codec.wire_bytes(part)) for _ in window]
-        self._means = [buffers(averaging, gather_codec.wire_bytes(part)) for _ in window]
+        self._means = [buffers(averaging, codec.wire_bytes(part)) for _ in window]
         self._outgoing = [room(whole, device, is_read_in_place=codec.is_fp32) for _ in window]
         self._mean = torch.zeros(part if averaging else 0, dtype=torch.float32, device=device)
         self._before = torch.zeros(self._piece, dtype=torch.float32, device=device)
@@ -146,7 +143,6 @@ class Exchange:
         delta: Tensor,
         header: Header,
         residual: Tensor | None = None,
-        keys: tuple[int, int] = (0, 0),
         *,
         measured: bool = False,
     ) -> tuple[list[Header], Traffic]:
@@ -156,9 +152,8 @@ class Exchange:
         group: messages of the failed one may still be in flight.
 
         Args:
-            residual: what encoding has lost of this fragment so far; it is sent along, and becomes
-                what is lost now. A worker with a flag or of weight 0 sends nothing of it.
-            keys: of the random numbers of stochastic rounding, for this delta and for the mean.
+            residual: what a sparse codec has not sent of this fragment so far; it is sent along,
+                and becomes what is not sent now. A worker that is left out keeps it as it is.
             measured: compute the scalar product of the delta and the mean.
         """
         if self._failure is not None:
@@ -166,11 +161,8 @@ class Exchange:
         self._traffic = self._transport.traffic = Traffic()
         self._is_measured = measured
         self._dot.zero_()
-        residual = None if header.flags or not header.weight else residual
-        starts = range(0, max(1, delta.numel()), self._chunk)
-        chunks = [self._chunk_at(start, delta, residual) for start in starts]
         try:
-            headers = self._run(header, chunks, Position(keys[0]), Position(keys[1]))
+            headers = self._run(header, delta, residual)
         except Exception as error:
             self._failure = error
             raise
@@ -178,21 +170,25 @@ class Exchange:
             self._traffic.dot = self._dot.item()
         return headers, self._traffic
 
-    def _run(
-        self, header: Header, chunks: list[Chunk], mine: Position, mean: Position
-    ) -> list[Header]:
+    def _run(self, header: Header, delta: Tensor, residual: Tensor | None) -> list[Header]:
         """Process the chunks in the same order on every worker, so that every message meets its
         receiver. At most `window` chunks are in flight, in both hops together."""
-        greeting = self._send_header(header)
+        greeting, headers = self._send_header(header), list[Header]()
+        if residual is not None:
+            if header.flags:  # whether this worker is left out depends on the others
+                headers = self._read_headers(greeting)
+            weight = headers[self.me].weight if headers else header.weight
+            residual = residual if weight else None
+        starts = range(0, max(1, delta.numel()), self._chunk)
+        chunks = [self._chunk_at(start, delta, residual) for start in starts]
         for chunk in chunks[: self._window]:
             self._receive(chunk)
             self._receive_means(chunk)
-        headers: list[Header] = []
         last, count = self._window - 1, len(chunks)
         lead = last if self._owners == 1 else self._window // 2
         for step in range(count + last):
             if step < count:
-                self._send(chunks[step], mine.after(chunks[step].start))
+                self._send(chunks[step])
             if 0 <= (number := step - lead) < count:
                 chunk = chunks[number]
                 headers = headers or self._read_headers(greeting)
@@ -202,7 +198,7 @@ class Exchange:
                 if self._owners == 1:
                     self._average(chunk, headers, out=chunk.values)
                 else:
-                    self._send_mean(chunk, headers, mean.after(chunk.start))
+                    self._send_mean(chunk, headers)
                 for following in chunks[number + self._window :][:1]:  # in the same buffers
                     self._receive(following)
             if self._owners > 1 and 0 <= (number := step - last) < count:
@@ -212,7 +208,7 @@ class Exchange:
                     self._receive_means(following)
         return headers
 
-    def warm_up(self, sizes: Iterable[int], *, feedback: bool) -> None:
+    def warm_up(self, sizes: Iterable[int]) -> None:
         """Compile the GPU's kernels for the full and the last chunk of deltas of these sizes.
 
         The first exchange would do it while training keeps the GPU busy.
@@ -222,12 +218,12 @@ class Exchange:
         everybody = [Header(0, 0, 0, 0, 0, weight=1.0, checksum=0)] * self.workers
         for size in starts - {0}:
             values = torch.zeros(size, device=self._device)
-            chunk = self._chunk_at(0, values, torch.zeros_like(values) if feedback else None)
-            self._encode(chunk, Position())
+            chunk = self._chunk_at(0, values, None)
+            self._encode(chunk)
             if self._owners == 1:
                 self._average(chunk, everybody, out=values)
             else:
-                self._encode_mean(chunk, everybody, Position())
+                self._encode_mean(chunk, everybody)
                 self._collect_means(chunk)
 
     def close(self) -> None:
@@ -264,9 +260,8 @@ class Exchange:
             payload.local = values.view(torch.uint8)
         bounds = [slice_bounds(values.numel(), self._owners, worker) for worker in workers]
         slices = [values[first:last] for first, last in bounds]
-        own, mean_size = size(slices[self.me].numel()), self._gather_codec.wire_bytes
+        own = size(slices[self.me].numel())
         return Chunk(
-            start,
             values,
             None if residual is None else residual[start : start + self._chunk],
             payload,
@@ -274,14 +269,14 @@ class Exchange:
             [payload.part(size(first), size(last)) for first, last in bounds],
             {worker: buffer.part(0, own) for worker, buffer in self._incoming[slot].items()},
             [
-                buffer.part(0, mean_size(slices[one].numel()))
+                buffer.part(0, size(slices[one].numel()))
                 for one, buffer in self._means[slot].items()
             ],
         )
 
-    def _pieces(self, codec: Codec, values: Tensor, *payloads: Bytes) -> Iterator[list[Tensor]]:
+    def _pieces(self, values: Tensor, *payloads: Bytes) -> Iterator[list[Tensor]]:
         """Yield values and their bytes in pieces that fit the cache."""
-        size = codec.wire_bytes(self._piece)
+        size = self._codec.wire_bytes(self._piece)
         cut = [payload.local.split(size) for payload in payloads]
         if values.numel():
             yield from map(list, zip(values.split(self._piece), *cut, strict=True))
@@ -303,22 +298,21 @@ class Exchange:
         rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
         chunk.first_hop = self._transport.receive(rooms)
 
-    def _send(self, chunk: Chunk, place: Position) -> None:
-        self._encode(chunk, place)
+    def _send(self, chunk: Chunk) -> None:
+        self._encode(chunk)
         parts = [(worker, chunk.outgoing[worker].host) for worker in self._others]
         self._transport.send(chunk.first_hop, parts)
 
-    def _encode(self, chunk: Chunk, place: Position) -> None:
+    def _encode(self, chunk: Chunk) -> None:
         started = time.perf_counter()
         if not self._codec.is_fp32:
-            pieces = self._pieces(self._codec, chunk.values, chunk.payload)
+            pieces = self._pieces(chunk.values, chunk.payload)
             for number, (values, encoded) in enumerate(pieces):
-                start = number * self._piece
                 if chunk.residual is None:
-                    self._codec.encode(values, encoded, place.after(start))
+                    self._codec.encode(values, encoded)
                 else:
-                    residual = chunk.residual[start : start + self._piece]
-                    self._codec.encode_with_feedback(values, residual, encoded, place.after(start))
+                    residual = chunk.residual[number * self._piece :][: self._piece]
+                    self._codec.encode_with_residual(values, residual, encoded)
         chunk.payload.download()
         self._synchronize()
         self._traffic.encoded = time.perf_counter()
@@ -338,7 +332,7 @@ class Exchange:
         if heard:
             scope = self._replacing if self._owners == 1 else nullcontext
             encoded = [payloads[worker] for worker in heard]
-            for values, *pieces in self._pieces(self._codec, out, *encoded):
+            for values, *pieces in self._pieces(out, *encoded):
                 with scope(values):
                     self._codec.average(pieces, list(heard.values()), values)
         else:
@@ -353,19 +347,18 @@ class Exchange:
             rooms = [(worker, chunk.means[worker].host) for worker in self._others]
             chunk.second_hop = self._transport.receive(rooms, MEANS)
 
-    def _send_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
-        self._encode_mean(chunk, headers, place)
+    def _send_mean(self, chunk: Chunk, headers: list[Header]) -> None:
+        self._encode_mean(chunk, headers)
         parts = [(worker, chunk.means[self.me].host) for worker in self._others]
         self._transport.send(chunk.second_hop, parts, MEANS)
 
-    def _encode_mean(self, chunk: Chunk, headers: list[Header], place: Position) -> None:
+    def _encode_mean(self, chunk: Chunk, headers: list[Header]) -> None:
         start, end = slice_bounds(chunk.values.numel(), self._owners, self.me)
         mean, encoded = self._mean[: end - start], chunk.means[self.me]
         self._average(chunk, headers, out=mean)
         started = time.perf_counter()
-        pieces = self._pieces(self._gather_codec, mean, encoded)
-        for number, (values, payload) in enumerate(pieces):
-            self._gather_codec.encode(values, payload, place.after(start + number * self._piece))
+        for values, payload in self._pieces(mean, encoded):
+            self._codec.encode(values, payload)
         encoded.download()
         self._synchronize()
         self._traffic.encoding_seconds += time.perf_counter() - started
@@ -375,8 +368,8 @@ class Exchange:
         for worker, (values, payload) in enumerate(zip(chunk.slices, chunk.means, strict=True)):
             if worker != self.me:
                 payload.upload()
-            for piece, encoded in self._pieces(self._gather_codec, values, payload):
+            for piece, encoded in self._pieces(values, payload):
                 with self._replacing(piece):
-                    self._gather_codec.decode(encoded, piece)
+                    self._codec.decode(encoded, piece)
         self._synchronize()
         self._traffic.decoding_seconds += time.perf_counter() - started

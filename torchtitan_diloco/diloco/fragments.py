@@ -16,45 +16,28 @@ REST = "embedding, head and norms"
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter, or one of several equal runs of its rows."""
+    """A parameter of a fragment."""
 
     name: str
     parameter: nn.Parameter
-    run: int = 0
-    runs: int = 1
 
     def local(self) -> Tensor:
         """Return the rows on this rank, flat, sharing memory with the parameter."""
-        return local_rows(self.name, self.parameter.detach(), self.run, self.runs)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole parameter."""
-        return self.parameter.shape[0] if self.parameter.dim() else 1
-
-    @property
-    def bytes(self) -> int:
-        """Size in fp32 over all ranks of the worker."""
-        size, longer_runs = divmod(self.rows, self.runs)  # as tensor_split cuts
-        size += self.run < longer_runs
-        return 4 * (self.parameter.numel() // max(1, self.rows)) * size
+        return local_rows(self.name, self.parameter.detach())
 
     def is_in(self, module: str) -> bool:
         return self.name == module or self.name.startswith(f"{module}.")
 
-    def __str__(self) -> str:
-        return self.name if self.runs == 1 else f"{self.name} (rows {self.run + 1}/{self.runs})"
 
-
-def local_rows(name: str, value: Tensor, run: int = 0, runs: int = 1) -> Tensor:
-    """Return one of `runs` equal runs of the rows on this rank, flat, sharing memory."""
+def local_rows(name: str, value: Tensor) -> Tensor:
+    """Return the rows of a parameter on this rank, flat, sharing memory."""
     shard = value.to_local() if isinstance(value, DTensor) else value
     if not shard.is_contiguous():
         raise ValueError(
             f"parameter {name} is not contiguous in memory, so it cannot be exchanged in place: "
             "make it contiguous before StreamingDiLoCo is built"
         )
-    return (shard.tensor_split(runs)[run] if runs > 1 else shard).view(-1)
+    return shard.view(-1)
 
 
 def drop_gathered(model: nn.Module) -> None:
@@ -75,12 +58,13 @@ class Fragment:
 
     @property
     def parameters(self) -> int:
-        return self.bytes // 4
+        """Values over all ranks of the worker."""
+        return sum(part.parameter.numel() for part in self.parts)
 
     @property
     def bytes(self) -> int:
         """Size in fp32 over all ranks of the worker."""
-        return _bytes(self.parts)
+        return 4 * self.parameters
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
@@ -95,14 +79,9 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
     else:
         blocks, rest = _split_blocks(model, trained, config.blocks)
         count = -(-len(blocks) // config.layers_per_fragment)
-        if config.pattern == "balanced":
-            groups = _balanced(blocks, rest, count + bool(rest))
-        else:
-            size, strided = -(-len(blocks) // count), config.pattern == "strided"
-            chosen = [
-                blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)
-            ]
-            groups = [*map(_merge, filter(None, chosen)), *([(REST, rest)] if rest else [])]
+        size, strided = -(-len(blocks) // count), config.pattern == "strided"
+        chosen = [blocks[p::count] if strided else blocks[p * size :][:size] for p in range(count)]
+        groups = [_merge(one) for one in chosen if one] + ([(REST, rest)] if rest else [])
     return tuple(Fragment(index, name, tuple(parts)) for index, (name, parts) in enumerate(groups))
 
 
@@ -128,11 +107,7 @@ def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
 
 
 Group = tuple[str, list[Part]]
-"""Name and parts of a fragment, or of a piece of one."""
-
-
-def _bytes(parts: Iterable[Part]) -> int:
-    return sum(part.bytes for part in parts)
+"""Name and parts of a fragment, or of a block of one."""
 
 
 def _merge(groups: list[Group]) -> Group:
@@ -182,28 +157,6 @@ def _longest_module_list(model: nn.Module) -> str:
         )
     longest: str = max(outermost, key=lists.__getitem__)
     return longest
-
-
-def _balanced(blocks: list[Group], rest: list[Part], count: int) -> list[Group]:
-    """Pack pieces into `count` fragments of nearly equal bytes, the largest piece first.
-
-    What is larger than the share of a fragment is split by rows.
-    """
-    units = [*blocks, *((part.name, [part]) for part in rest)]
-    share = max(1, sum(_bytes(parts) for _, parts in units) // count)
-    pieces: list[Group] = []
-    for name, parts in units:
-        if _bytes(parts) <= share:
-            pieces.append((name, parts))
-            continue
-        for part in parts:
-            runs = max(1, min(part.rows, -(-part.bytes // share)))
-            split = [Part(part.name, part.parameter, run, runs) for run in range(runs)]
-            pieces += [(str(one), [one]) for one in split]
-    bins: list[list[Group]] = [[] for _ in range(count)]
-    for piece in sorted(pieces, key=lambda group: -_bytes(group[1])):
-        min(bins, key=lambda one: sum(_bytes(parts) for _, parts in one)).append(piece)
-    return [_merge(one) for one in bins if one]
 
 
 def _explicit(

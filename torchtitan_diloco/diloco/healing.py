@@ -86,8 +86,7 @@ def find_broken(
         state = {} if optimizer is None else optimizer.state.get(part.parameter, {})
         for value in state.values():
             if isinstance(value, Tensor) and value.is_floating_point():
-                rows = (part.run, part.runs) if value.shape == part.parameter.shape else ()
-                yield local_rows(part.name, value, *rows)
+                yield local_rows(part.name, value)
 
     finite = [
         is_finite(one for part in each.parts for one in values_of(part)) for each in fragments
@@ -137,7 +136,7 @@ class InnerSteps:
 
 
 def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:
-    """Let the inner optimizer start from zero for the parameters that have rows in the fragment."""
+    """Let the inner optimizer start from zero for the parameters of the fragment."""
     if optimizer is not None:
         for part in fragment.parts:
             optimizer.state.pop(part.parameter, None)

@@ -5,10 +5,6 @@ over the delta: the present shared parameters stay whole until the fragment is a
 further buffer is needed.
 """
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,62 +12,20 @@ from torchtitan_diloco.diloco.config import OuterOptimizer
 
 BLOCK = 65_536
 """Values processed at once on a CPU, so that the operations of a step find them in cache."""
-
-STATE_BUFFERS = {"nesterov": 1, "momentum": 1, "sgd": 0, "adam": 2}
-"""fp32 values of optimizer state per parameter."""
-
-
-def outer_lr(config: OuterOptimizer, outer_round: int) -> float:
-    """Return the learning rate of an outer round, counted from 1."""
-    if outer_round < config.warmup_rounds:
-        return config.lr * outer_round / config.warmup_rounds
-    if config.decay == "constant":
-        return config.lr
-    span = max(1, config.decay_rounds - config.warmup_rounds)
-    progress = min(1.0, (outer_round - config.warmup_rounds) / span)
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1 - progress
-    return config.lr * (config.floor + (1 - config.floor) * shape)
+AVERAGE = OuterOptimizer(name="sgd", lr=1.0)
+"""Takes the mean of the workers as it is."""
 
 
-class OuterStep(NamedTuple):
-    config: OuterOptimizer
-    outer_round: int  # updates of this fragment, this one included
-    lr: float
+def slot_count(config: OuterOptimizer) -> int:
+    """Return how many fp32 values of optimizer state a parameter has: its momentum, or none."""
+    return 0 if config.name == "sgd" else 1
 
 
-Update = Callable[[Tensor, Tensor, list[Tensor], OuterStep], None]
-"""(shared parameters, delta to be replaced by the next ones, optimizer state, step)."""
-
-
-def _sgd(theta: Tensor, delta: Tensor, _: list[Tensor], step: OuterStep) -> None:
-    torch.add(theta, delta, alpha=-step.lr, out=delta)
-
-
-def _momentum(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = torch.add(delta, state[0], alpha=step.config.momentum, out=state[0])
-    torch.add(theta, buffer, alpha=-step.lr, out=delta)
-
-
-def _nesterov(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    buffer = torch.add(delta, state[0], alpha=step.config.momentum, out=state[0])
-    delta.add_(buffer, alpha=step.config.momentum)
-    torch.add(theta, delta, alpha=-step.lr, out=delta)
-
-
-def _adam(theta: Tensor, delta: Tensor, state: list[Tensor], step: OuterStep) -> None:
-    first, second = state
-    first.mul_(step.config.momentum).add_(delta, alpha=1 - step.config.momentum)
-    second.mul_(step.config.beta2).addcmul_(delta, delta, value=1 - step.config.beta2)
-    torch.sqrt(second, out=delta)
-    delta.mul_(1 / math.sqrt(1 - step.config.beta2**step.outer_round)).add_(step.config.epsilon)
-    torch.div(first, delta, out=delta)
-    correction = 1 - step.config.momentum**step.outer_round
-    torch.add(theta, delta, alpha=-step.lr / correction, out=delta)
-
-
-UPDATES: dict[str, Update] = {
-    "nesterov": _nesterov,
-    "momentum": _momentum,
-    "sgd": _sgd,
-    "adam": _adam,
-}
+def outer_step(config: OuterOptimizer, theta: Tensor, delta: Tensor, slots: list[Tensor]) -> None:
+    """Replace the mean delta by the next shared parameters, and update the momentum."""
+    change = delta
+    if config.name != "sgd":
+        change = torch.add(delta, slots[0], alpha=config.momentum, out=slots[0])
+    if config.name == "nesterov":
+        change = delta.add_(change, alpha=config.momentum)
+    torch.add(theta, change, alpha=-config.lr, out=delta)

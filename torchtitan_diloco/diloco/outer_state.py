@@ -11,13 +11,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.config import OuterOptimizer
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.healing import DeltaNorms
-from torchtitan_diloco.diloco.outer_optimizer import (
-    BLOCK,
-    STATE_BUFFERS,
-    UPDATES,
-    OuterStep,
-    outer_lr,
-)
+from torchtitan_diloco.diloco.outer_optimizer import AVERAGE, BLOCK, outer_step, slot_count
 
 
 @cache
@@ -43,8 +37,10 @@ class OuterState:
         fragment: Fragment,
         config: OuterOptimizer,
         device: torch.device,
-        error_feedback: bool = False,
+        *,
+        is_sparse: bool = False,
     ) -> None:
+        """`is_sparse`: the codec sends a part of a delta only, and the rest is kept."""
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
@@ -52,15 +48,14 @@ class OuterState:
         self._model_device = self._locals()[0].device
         self._on_host = device != self._model_device
         self._block = BLOCK if device.type == "cpu" else max(1, self.values)
-        count = 2 + STATE_BUFFERS[config.name] + error_feedback
+        count = 2 + slot_count(config) + is_sparse
         self._buffers = [
             torch.zeros(self.values, dtype=torch.float32, device=device, pin_memory=self._on_host)
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
-        # Encoding error of this worker's deltas that was not sent yet.
-        self.residual = self.slots.pop() if error_feedback else None
-        self.rounds = 0  # steps of the outer optimizer; rounds without a participant do not count
+        # What this worker has not sent of its deltas.
+        self.residual = self.slots.pop() if is_sparse else None
         self.norms = DeltaNorms()
         self.checksum = 0
         self._block_norms: list[Tensor] = []
@@ -102,12 +97,12 @@ class OuterState:
         """Start over from the model, with optimizer state and residual zero."""
         for buffer in self._buffers:
             buffer.zero_()
-        self.rounds, self.norms, self._staging = 0, DeltaNorms(), None
+        self.norms, self._staging = DeltaNorms(), None
         self.read_model()
 
-    def resume(self, rounds: int, delta_norms: list[float], *, in_flight: bool) -> None:
+    def resume(self, delta_norms: list[float], *, in_flight: bool) -> None:
         """Continue with loaded buffers. `in_flight`: `delta` holds the next shared copy."""
-        self.rounds, self.norms = rounds, DeltaNorms(delta_norms)
+        self.norms = DeltaNorms(delta_norms)
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
 
@@ -206,17 +201,14 @@ class OuterState:
         `average`: by plain averaging, which is no round of the outer optimizer. If measured, return
         the squared norms of the mean and of the change, otherwise NaN.
         """
-        self.rounds += not average
-        lr = 1.0 if average else outer_lr(self._config, self.rounds)
-        update = UPDATES["sgd" if average else self._config.name]
-        step = OuterStep(self._config, self.rounds, lr)
+        config = AVERAGE if average else self._config
         sums, mean_square, change_square = RowSums(self.delta), 0.0, 0.0
         room = torch.empty(min(self._block, 2**24) if measured else 0, device=self.delta.device)
         buffers = (self.outer, self.delta, *self.slots)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
                 mean_square += square(delta)
-            update(theta, delta, slots, step)
+            outer_step(config, theta, delta, slots)
             sums.add(delta)
             if measured:
                 pieces = zip(delta.split(room.numel()), theta.split(room.numel()), strict=True)

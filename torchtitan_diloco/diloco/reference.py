@@ -15,15 +15,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 Values = dict[str, Tensor]
 
 
-class Sender(NamedTuple):
-    """Sender of a fragment at step t; worker -1 stands for the mean that goes back to all."""
-
-    worker: int
-    fragment: int
-    t: int
-
-
-Transmit = Callable[[Sender, Values], Values]
+Transmit = Callable[[Values], Values]
 """Returns values as they are after being encoded, sent and decoded."""
 
 
@@ -41,15 +33,13 @@ class ReferenceDiLoCo:
         config: DiLoCoConfig,
         *,
         total_steps: int = 1,
-        transmit: Transmit = lambda _, delta: delta,
-        gather: Transmit = lambda _, mean: mean,
-        feedback: bool = False,
+        transmit: Transmit = lambda delta: delta,
+        gather: Transmit = lambda mean: mean,
     ) -> None:
-        """`fragments`: names of parameters; `gather`: transmits the mean that goes back to all;
-        `feedback`: what was lost of a delta is added to the next one."""
+        """`fragments`: names of parameters; `gather`: transmits the mean that goes back to all."""
         self.config, self.T = config, total_steps
         self.fragments, self.transmit, self.gather = fragments, transmit, gather
-        self.feedback, self.lost = feedback, [dict[str, Tensor]() for _ in workers]
+        self.residuals = [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
         self.in_flight: list[MeanInFlight] = []
@@ -114,17 +104,17 @@ class ReferenceDiLoCo:
                 total += weight
                 delta, share = self._transmitted_delta(m, p), weight / total
                 mean = {name: torch.lerp(mean[name], delta[name], share) for name in mean}
-        return self.gather(Sender(-1, p, self.t), mean)
+        return self.gather(mean)
 
     def _transmitted_delta(self, m: int, p: int) -> Values:
-        theta, lost, delta = self.theta[m], self.lost[m], {}
+        theta, residual, delta = self.theta[m], self.residuals[m], {}
         for name in self.fragments[p]:
             rounded = self.Theta[name].to(theta[name].dtype).float()  # of models below fp32
             delta[name] = rounded - theta[name].float()
-            if self.feedback:
-                delta[name] = delta[name] + lost.get(name, torch.zeros_like(delta[name]))
-        arrived = self.transmit(Sender(m, p, self.t), delta)
-        lost.update({name: delta[name] - arrived[name] for name in delta})
+            delta[name] += residual.get(name, 0.0)
+        arrived = self.transmit(delta)
+        if self.config.quantization.codec == "topk":
+            residual.update({name: delta[name] - arrived[name] for name in delta})
         return arrived
 
     def _mix(self, theta: dict[str, nn.Parameter], names: list[str], alpha: float) -> None:
@@ -134,9 +124,6 @@ class ReferenceDiLoCo:
 
 def build_optimizer(outer: OuterOptimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:
     """Return torch's optimizer for the settings of the outer one."""
-    if outer.name == "adam":
-        betas = (outer.momentum, outer.beta2)
-        return torch.optim.Adam(parameters, lr=outer.lr, betas=betas, eps=outer.epsilon)
     momentum = 0.0 if outer.name == "sgd" else outer.momentum
     nesterov = outer.name == "nesterov" and momentum > 0
     return torch.optim.SGD(parameters, lr=outer.lr, momentum=momentum, nesterov=nesterov)

@@ -14,24 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.codecs import (
-    build_codec,
-    build_gather_codec,
-    describe,
-    kernels_name,
-)
-from torchtitan_diloco.diloco.config import (
-    DiLoCoConfig,
-    diloco_mistakes,
-    quantization_mistakes,
-)
+from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
+from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.mistakes import check_group, check_model
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
-from torchtitan_diloco.diloco.outer_optimizer import STATE_BUFFERS
+from torchtitan_diloco.diloco.outer_optimizer import slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
 
@@ -48,7 +39,6 @@ def check_settings(
     check_group(group)
     workers = 1 if group is None else group.size()
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
-    mistakes += quantization_mistakes(config.quantization, workers)
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
     needs_length = {
@@ -84,7 +74,7 @@ def agree_on_run(
     `device`: of the outer state, on which the size of messages depends.
     """
     layout = [
-        f"{fragment.index} {part} {tuple(part.parameter.shape)} {part.local().numel()} "
+        f"{fragment.index} {part.name} {tuple(part.parameter.shape)} {part.local().numel()} "
         f"{part.parameter.dtype}"
         for fragment in fragments
         for part in fragment.parts
@@ -127,8 +117,8 @@ def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
 
 def state_bytes(config: DiLoCoConfig) -> int:
     """Return the bytes of a parameter in the buffers of its fragment."""
-    slots = STATE_BUFFERS[config.outer_optimizer.name]
-    return 4 * (2 + slots + config.quantization.error_feedback)
+    is_sparse = config.quantization.codec == "topk"
+    return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
 
 
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
@@ -151,17 +141,16 @@ def build_exchange(
     """Return the exchange between the workers of `group`, ready to be used; None for one worker."""
     if group is None or group.size() == 1:
         return None
-    wire, sizes = config.quantization, [state.values for state in states]
+    sizes = [state.values for state in states]
     exchange = Exchange(
         group,
-        build_codec(wire),
-        build_gather_codec(wire),
+        build_codec(config.quantization),
         largest=max(sizes),
         device=device,
         timeout_seconds=config.link.timeout_seconds,
     )
     if device.type == "cuda":
-        exchange.warm_up(sizes, feedback=wire.error_feedback)
+        exchange.warm_up(sizes)
     return exchange
 
 
@@ -187,16 +176,14 @@ def close(
         liveness.close()
 
 
-def describe_settings(
-    config: DiLoCoConfig, workers: int, states: Sequence[OuterState]
-) -> list[str]:
+def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> list[str]:
     """Return lines for the start of a run: outer settings, wire format, memory."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
     memory = sum(state.bytes for state in states)
     place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
-    momentum = f" momentum {outer.momentum:g}" if STATE_BUFFERS[outer.name] else ""
-    residual = " and what encoding lost" * wire.error_feedback
+    momentum = f" momentum {outer.momentum:g}" * slot_count(outer)
+    residual = " and what was not sent yet" * (wire.codec == "topk")
     falling = "" if end is None else f", at the end {end:g}"
     beginning = (
         f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "
@@ -208,7 +195,7 @@ def describe_settings(
         f"{momentum}",
         *([beginning] if first.steps else []),
         *([f"{'':<10} at the end the average of the workers"] if config.average_at_end else []),
-        f"{'wire':<10} {describe(wire, workers)}; summed in fp32",
+        f"{'wire':<10} {describe(wire)}; summed in fp32",
         f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
         f"optimizer, one delta{residual}",
     ]

@@ -5,7 +5,7 @@ fragment in flight is saved with the shared copy that its exchange ends with, to
 its turn comes.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.diloco.fragments import Part, check_identity, drop_gathered, local_rows
+from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, total
 
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
 
-KINDS = SHARED, NEXT, SLOT, RESIDUAL = "outer", "next", "slot-", "residual"
+KINDS = SHARED, NEXT, MOMENTUM, RESIDUAL = "outer", "next", "momentum", "residual"
 """Kinds of tensors; their names are KIND/PARAMETER."""
 OPTIMIZER = "diloco.outer_optimizer.name"
 
@@ -70,11 +70,11 @@ class SavedState:
 
     facts: Facts
     """This worker's, fit for JSON: `step`, `progress`, `settings`, `layout` (for each fragment its
-    parts), `in_flight` (fragments in the order they were sent), `healed` (fragments so far), and
-    `fragments`: for each its `rounds`, the `weight` of steps not sent yet, its `delta_norms`, and
-    if in flight `sent_step`, `participants`, `flags`."""
+    parameters), `in_flight` (fragments in the order they were sent), `healed` (fragments so far),
+    and `fragments`: for each the `weight` of steps not sent yet, its `delta_norms`, and if in
+    flight `sent_step`, `participants`, `flags`."""
     shared: Named
-    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), slot-0/NAME ..."""
+    """Equal on all workers: outer/NAME, next/NAME (fragments in flight), momentum/NAME."""
     own: Named = field(default_factory=dict)
     """This worker's: residual/NAME."""
     exchanged: dict[str, float] = field(default_factory=dict)
@@ -93,10 +93,12 @@ class SavedState:
 
         def zeros(names: Iterable[str]) -> Named:
             found = {}
-            for name in filter(lambda name: name.startswith(KINDS), names):
-                parameter = parameters[name.partition("/")[2]]
-                size = local_rows(name, parameter.detach()).numel()
-                found[name] = shaped_like(parameter, torch.zeros(size, dtype=torch.float32), mesh)
+            for key in names:
+                kind, _, name = key.partition("/")
+                if kind in KINDS:
+                    size = local_rows(name, parameters[name].detach()).numel()
+                    room = torch.zeros(size, dtype=torch.float32)
+                    found[key] = shaped_like(parameters[name], room, mesh)
             return found
 
         return SavedState(facts, zeros(shared_names), zeros(own_names))
@@ -125,9 +127,10 @@ def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Ten
 def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
     """Return the model's state dict with the shared parameters in fp32 in the place of its own."""
     drop_gathered(model)
+    shared: Named = {}
     for state in states:
         check_identity(model, state.fragment)
-    shared = named(SHARED, states, [state.outer for state in states])
+        shared |= named(SHARED, state, state.outer.clone())
     first = {one: shared_parameter_name(name) for name, one in model.named_parameters()}
     keys = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
     return {
@@ -162,7 +165,7 @@ class Snapshot:
     They keep their content until the next exchange of the fragment, which is queued behind the
     copy. Only the shared copy of a fragment in flight is copied at once: its apply may come first.
     A fragment that is given up has an exchange that never ends: what it was to send is part of the
-    next delta, and its encoding error is forgotten.
+    next delta, and its residual is forgotten.
     """
 
     def __init__(
@@ -175,78 +178,49 @@ class Snapshot:
         shared: bool,
     ) -> None:
         """`shared`: copy also what all workers share, not only this worker's own."""
-        self.state, self._weight = state, weight
-        self._in_flight, self._given_up = in_flight, given_up
-        self.residual = state.residual
-        self.outer: Tensor | None = None
-        self.next: Tensor | None = None
-        self.slots = state.slots if shared else []
+        self._state, self._in_flight = state, in_flight
+        self._facts: Facts = {"weight": weight}
+        self._buffers: Named = {}
+        if state.residual is not None:
+            residual = torch.zeros_like(state.residual) if given_up else state.residual
+            self._buffers[RESIDUAL] = residual
         if shared:
-            self.outer = state.outer if in_flight is None else state.outer.clone()
-            self.next = None if in_flight is None else state.delta
+            self._buffers[SHARED] = state.outer if in_flight is None else state.outer.clone()
+            if state.slots:
+                self._buffers[MOMENTUM] = state.slots[0]
+            if in_flight is not None:
+                self._buffers[NEXT] = state.delta
         self._moment = state.moment()
 
-    def copy_out(self) -> tuple[Facts, dict[str, float]]:
-        """Copy to host memory; return the fragment's facts and what its exchange adds to totals."""
-        buffers = self.outer, self.next, self.residual, *self.slots
-        with torch.no_grad(), self.state.background(self._moment):
-            copies: list[Any] = [one if one is None else copy_to_host(one) for one in buffers]
-        self.outer, self.next, self.residual, *self.slots = copies  # only now others may be freed
-        if self._given_up and self.residual is not None:
-            self.residual.zero_()
-        facts: Facts = {"weight": self._weight, "rounds": self.state.rounds}
-        facts["delta_norms"] = list(self.state.norms.latest)
-        if self._in_flight is None:
-            return facts, {}
-        round_, exchanged = self._in_flight
-        exchanged.result()
-        facts |= {name: getattr(round_, name) for name in ("sent_step", "participants", "flags")}
-        return facts, round_.exchange_sums()
+    def copy_to(self, saved: SavedState, mesh: DeviceMesh | None) -> None:
+        """Add facts and copies in host memory to a saved state."""
+        with torch.no_grad(), self._state.background(self._moment):
+            copies = {kind: copy_to_host(buffer) for kind, buffer in self._buffers.items()}
+        self._buffers = {}  # only now they may be freed
+        for kind, copy in copies.items():
+            values = saved.own if kind == RESIDUAL else saved.shared
+            values |= named(kind, self._state, copy, mesh)
+        facts = self._facts | {"delta_norms": list(self._state.norms.latest)}
+        if self._in_flight is not None:
+            round_, exchanged = self._in_flight
+            exchanged.result()
+            facts |= {one: getattr(round_, one) for one in ("sent_step", "participants", "flags")}
+            saved.exchanged = total([saved.exchanged, round_.exchange_sums()])
+        saved.facts["fragments"].append(facts)
 
 
 def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:
     """Complete a save in the background thread, behind the exchanges that were in flight."""
-    copied = [snapshot.copy_out() for snapshot in snapshots]
-    states = [snapshot.state for snapshot in snapshots]
-    shared: Named = {}
-    if outer := [one.outer for one in snapshots if one.outer is not None]:
-        pairs = zip(outer, (one.next for one in snapshots), strict=True)
-        following = [now if new is None else new for now, new in pairs]
-        in_flight = [one.state.fragment for one in snapshots if one.next is not None]
-        names = {part.name for fragment in in_flight for part in fragment.parts}
-        shared = named(SHARED, states, outer, mesh) | named(NEXT, states, following, mesh, names)
-    for number, slots in enumerate(zip(*(one.slots for one in snapshots), strict=True)):
-        shared |= named(f"{SLOT}{number}", states, slots, mesh)
-    residuals = [one.residual for one in snapshots if one.residual is not None]
-    own = named(RESIDUAL, states, residuals, mesh) if residuals else {}
-    facts = facts | {"fragments": [fragment for fragment, _ in copied]}
-    return SavedState(facts, shared, own, total(sums for _, sums in copied))
+    saved = SavedState(facts | {"fragments": []}, {})
+    for snapshot in snapshots:
+        snapshot.copy_to(saved, mesh)
+    return saved
 
 
-def named(
-    kind: str,
-    states: Sequence[OuterState],
-    buffers: Sequence[Tensor],
-    mesh: DeviceMesh | None = None,
-    names: Container[str] | None = None,
-) -> Named:
-    """Return copies of flat buffers, one for each fragment, as tensors of a saved state.
-
-    The rows of a parameter may be in several fragments. `names`: only of these parameters.
-    """
-    rows: dict[str, dict[int, Tensor]] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    for state, buffer in zip(states, buffers, strict=True):
-        for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
-            if names is None or part.name in names:
-                rows.setdefault(part.name, {})[part.run] = view
-                parameters[part.name] = part.parameter
-    return {
-        f"{kind}/{name}": shaped_like(
-            parameters[name], torch.cat([runs[run] for run in sorted(runs)]), mesh
-        )
-        for name, runs in rows.items()
-    }
+def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
+    """Return views of a flat buffer of a fragment as tensors of a saved state."""
+    parts = zip(state.fragment.parts, state.views(buffer), strict=True)
+    return {f"{kind}/{part.name}": shaped_like(part.parameter, view, mesh) for part, view in parts}
 
 
 # --- load -----------------------------------------------------------------------------------------
@@ -266,62 +240,47 @@ def load(
     settings, before = resume_settings(config), facts["settings"]
     in_flight, fragments = list(facts["in_flight"]), list(facts["fragments"])
     changed = {key for key in settings if settings[key] != before.get(key)}
-    is_split_anew = facts["layout"] != layout_of(states)
+    layout = layout_of(states)
+    is_split_anew = facts["layout"] != layout
     if is_split_anew:  # each takes the facts of the one that had its first parameter, but no norms
-        holders: dict[str, Facts] = {}
-        for parts, record in zip(facts["layout"], fragments, strict=True):
-            for name, *_ in parts:
-                holders.setdefault(name, record | {"delta_norms": []})
-        fragments = [holders[state.fragment.parts[0].name] for state in states]
+        records = zip(facts["layout"], fragments, strict=True)
+        holders = {name: record for names, record in records for name in names}
+        fragments = [holders[names[0]] | {"delta_norms": []} for names in layout]
     if in_flight and (is_split_anew or changed - {OPTIMIZER}):
         notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")
         apply_early(states, saved, mixing)
         in_flight = []
-    fill(states, [state.outer for state in states], saved.kind(SHARED))
+    values = {kind: saved.kind(kind) for kind in KINDS}
     if OPTIMIZER in changed:
         old, new = before[OPTIMIZER], settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
-    else:
-        for number in range(len(states[0].slots)):
-            slots = [state.slots[number] for state in states]
-            fill(states, slots, saved.kind(f"{SLOT}{number}"))
-    residuals = [state.residual for state in states if state.residual is not None]
-    lost = saved.kind(RESIDUAL)
-    if residuals and lost:
-        fill(states, residuals, lost)
-    elif residuals or lost:
-        end = "is given up" if lost else "starts from zero"
-        notes.append(f"diloco.quantization.error_feedback has changed: what encoding lost {end}")
+    is_sparse = states[0].residual is not None
+    if values[RESIDUAL] and not is_sparse:
+        notes.append("diloco.quantization.codec was topk: what it has not sent is given up")
+    elif is_sparse and not values[RESIDUAL]:
+        notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
+        fill(state, state.outer, values[SHARED])
+        for slot in [] if OPTIMIZER in changed else state.slots:
+            fill(state, slot, values[MOMENTUM])
+        if state.residual is not None and values[RESIDUAL]:
+            fill(state, state.residual, values[RESIDUAL])
         if index in in_flight:
-            fill([state], [state.delta], saved.kind(NEXT))
-        state.resume(record["rounds"], record["delta_norms"], in_flight=index in in_flight)
+            fill(state, state.delta, values[NEXT])
+        state.resume(record["delta_norms"], in_flight=index in in_flight)
     return fragments, in_flight, notes
 
 
-def fill(states: Sequence[OuterState], buffers: Sequence[Tensor], values: Named) -> None:
-    """Copy values by name into flat buffers, one for each fragment."""
-    with torch.no_grad():
-        for state, buffer in zip(states, buffers, strict=True):
-            for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
-                view.copy_(local_rows(part.name, values[part.name], part.run, part.runs))
+@torch.no_grad()
+def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
+    """Copy values by name into a flat buffer of a fragment."""
+    for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
+        view.copy_(local_rows(part.name, values[part.name]))
 
 
-def layout_of(states: Sequence[OuterState]) -> list[list[list[Any]]]:
-    """Return name, run, runs and ranks of each part of each fragment.
-
-    A run is one of the rows on each rank, so with other ranks it has other rows.
-    """
-
-    def ranks(part: Part) -> int:
-        if part.runs == 1:
-            return 0
-        return part.parameter.device_mesh.size(-1) if isinstance(part.parameter, DTensor) else 1
-
-    return [
-        [[part.name, part.run, part.runs, ranks(part)] for part in state.fragment.parts]
-        for state in states
-    ]
+def layout_of(states: Sequence[OuterState]) -> list[list[str]]:
+    """Return the parameters of each fragment."""
+    return [[part.name for part in state.fragment.parts] for state in states]
 
 
 def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
@@ -345,20 +304,14 @@ def apply_early(
     states: Sequence[OuterState], saved: SavedState, mixing: Callable[[int, int], float]
 ) -> None:
     """Apply saved fragments in flight to the model and to the tensors of the saved state."""
-    facts, outer = saved.facts, saved.kind(SHARED)
-    alphas, whole = {}, set()
+    facts, shared, arrived = saved.facts, saved.kind(SHARED), saved.kind(NEXT)
+    parts = [part for state in states for part in state.fragment.parts]
+    locals_ = {part.name: part.local() for part in parts}
     for index in facts["in_flight"]:
         record = facts["fragments"][index]
-        for name, _, runs, _ in facts["layout"][index]:
-            alphas[name] = mixing(record["flags"], record["participants"])
-            whole |= {name} if runs == 1 else set()
-    parts = [part for state in states for part in state.fragment.parts]
-    parameters = {part.name: part.parameter.detach() for part in parts}
-    for name, arrived in saved.kind(NEXT).items():
-        alpha, tensors = alphas[name], (parameters[name], outer[name], arrived)
-        local, shared, following = (local_rows(name, tensor) for tensor in tensors)
-        mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
-        if name not in whole:  # rows of other fragments are not in flight: they are the same
-            mixed = torch.where((shared != following).to(local.device), mixed, local.float())
-        local.copy_(mixed)
-        shared.copy_(following)
+        alpha = mixing(record["flags"], record["participants"])
+        for name in facts["layout"][index]:
+            local, following = locals_[name], local_rows(name, arrived[name])
+            mixed = alpha * local.float() + (1 - alpha) * following.to(local.device)
+            local.copy_(mixed)
+            local_rows(name, shared[name]).copy_(following)

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, mistakes, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
-from torchtitan_diloco.diloco.codecs import random_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
@@ -73,7 +72,7 @@ class StreamingDiLoCo:
                 nothing else uses, in which they agree on the norm of a delta.
             liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
             total_steps: length of the run, for `overlap.mixing_end` and `average_at_end`.
-            seed: draws the rounds that `link.drop_probability` drops, and stochastic rounding.
+            seed: draws the rounds that `link.drop_probability` drops.
         """
         startup.check_settings(model, group, config, total_steps)
         drop_gathered(model)
@@ -94,8 +93,9 @@ class StreamingDiLoCo:
         if group is not None and self.workers > 1:
             startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
+        is_sparse = config.quantization.codec == "topk"
         self._states = [
-            OuterState(fragment, config.outer_optimizer, device, config.quantization.error_feedback)
+            OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
             for fragment in self.fragments
         ]
         self._exchanger = startup.build_exchange(group, config, self._states, device)
@@ -243,10 +243,7 @@ class StreamingDiLoCo:
             if self._exchanger is None:
                 headers = healing.settle_weights([header])
             else:
-                shard = 0 if self._shard_group is None else self._shard_group.rank()
-                where = self._seed, shard, *turn
-                keys = random_key(*where, self.worker), random_key(*where, "mean")
-                mine = state.delta, header, state.residual, keys
+                mine = state.delta, header, state.residual
                 headers, round_.traffic = self._exchanger.average(*mine, measured=measured)
         own = headers[self.worker]
         round_.weight, round_.flags = own.weight, own.flags
@@ -395,4 +392,4 @@ class StreamingDiLoCo:
 
     def describe(self) -> list[str]:
         """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
-        return [*startup.describe_settings(self.config, self.workers, self._states), self.table()]
+        return [*startup.describe_settings(self.config, self._states), self.table()]

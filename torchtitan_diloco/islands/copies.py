@@ -7,6 +7,7 @@ All ranks do the same jobs in the same order, each on its own shard. The first r
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -15,17 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import UNIT, Codec, Position, build_codec, random_key
+from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
-from torchtitan_diloco.diloco.outer_optimizer import (
-    BLOCK,
-    STATE_BUFFERS,
-    UPDATES,
-    OuterStep,
-    outer_lr,
-)
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect, share, sum_modulo
 from torchtitan_diloco.utils import code_fingerprint
@@ -53,7 +48,6 @@ class Advance(Job, frozen=True):
 class Declare(Job, frozen=True):
     """Let what the outer state holds be this version, and return its checksum."""
 
-    rounds: int = 0
     fresh: bool = False
     """The optimizer state is zero: what was loaded of it is of another run."""
 
@@ -82,14 +76,13 @@ class SharedCopy:
 
     def __init__(self, state: OuterState, layout: Layout) -> None:
         self.state, self.layout = state, layout
-        self.declare(0, 0)
+        self.declare(0)
 
-    def declare(self, version: int, rounds: int) -> None:
+    def declare(self, version: int) -> None:
         """Let what the outer state holds be this version."""
         self.versions = {version: self.state.outer}
         """Those that are not applied yet, and the last one that is."""
-        self.newest, self.rounds = version, rounds
-        """`rounds`: outer steps taken. An entry without weight takes none."""
+        self.newest = version
 
     def buffers(self) -> list[Tensor]:
         """Return the newest version and the optimizer state."""
@@ -103,7 +96,7 @@ class SharedCopy:
 class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
         self._ranks, self._optimizer = ranks, config.outer_optimizer
-        self._quantization = config.quantization
+        self._quantization, self.outer_lr = config.quantization, config.outer_optimizer.lr
         self.threads = config.quantization.threads
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
@@ -151,7 +144,7 @@ class Copies:
                         copy.layout.scatter(values, buffer)
                 for slot in copy.state.slots if job.fresh else []:
                     slot.zero_()
-                copy.declare(job.version, job.rounds)
+                copy.declare(job.version)
             mine = copy.layout.checksum(copy.versions[copy.newest])
             return f"{sum_modulo(mine, group):016x}"
 
@@ -177,9 +170,6 @@ class Copies:
         )
         return all(bool(_decode(decoder, *shard).isfinite().all()) for shard in shards)
 
-    def next_lr(self, fragment: int) -> float:
-        return outer_lr(self._optimizer, self.fragments[fragment].rounds + 1)
-
     @torch.no_grad()
     def _advance(self, copy: SharedCopy, job: Advance, content: Tensor) -> None:
         theta, new, total = copy.versions[copy.newest], torch.empty(0), 0
@@ -189,13 +179,11 @@ class Copies:
             decoded = self.decode(job.fragment, payload, ranks)
             new = decoded if total == weight else new.lerp_(decoded, weight / total)
         if total:
-            copy.rounds += 1
-            update = UPDATES[self._optimizer.name]
-            step = OuterStep(self._optimizer, copy.rounds, job.lr)
+            optimizer = replace(self._optimizer, lr=job.lr)
             block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
             buffers = theta, new, *copy.state.slots
             for before, mean, *slots in zip(*(one.split(block) for one in buffers), strict=True):
-                update(before, mean, slots, step)
+                outer_step(optimizer, before, mean, slots)
         else:
             new = theta.clone()
         copy.versions[job.version] = new
@@ -246,19 +234,18 @@ def _decode(decoder: Codec, payload: Tensor, size: int) -> Tensor:
 class Encoder:
     """Encodes this rank's deltas, in a thread of its own."""
 
-    def __init__(self, config: DiLoCoConfig, seed: int, shard: int) -> None:
-        self._codec, self._where = build_codec(config.quantization), (seed, shard)
+    def __init__(self, config: DiLoCoConfig) -> None:
+        self._codec = build_codec(config.quantization)
 
     @torch.no_grad()
-    def encode(self, delta: Tensor, fragment: int, number: int, slot: int) -> Tensor:
-        key = random_key(*self._where, fragment, number, slot)
+    def encode(self, delta: Tensor) -> Tensor:
         payload = torch.empty(
             self._codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device
         )
         size = self._codec.wire_bytes(PIECE)
         pieces = zip(delta.split(PIECE), payload.split(size), strict=True)
-        for index, (values, encoded) in enumerate(pieces):
-            self._codec.encode(values, encoded, Position(key, index * PIECE))
+        for values, encoded in pieces:
+            self._codec.encode(values, encoded)
         return payload.cpu()
 
 
@@ -278,17 +265,15 @@ def add_change(state: OuterState, new: Tensor, old: Tensor) -> None:
 
 
 def fingerprints(
-    config: DiLoCoConfig, states: Sequence[OuterState], ranks: int, facts: Mapping[str, str]
+    config: DiLoCoConfig, states: Sequence[OuterState], facts: Mapping[str, str]
 ) -> dict[str, str]:
     settings = flat_settings(config, "diloco.")
     found = {key: str(value) for key, value in settings.items() if not MAY_DIFFER.match(key)}
     model = [
-        f"{state.fragment.index} {part} {tuple(part.parameter.shape)} {part.parameter.dtype}"
+        f"{state.fragment.index} {part.name} {tuple(part.parameter.shape)} {part.parameter.dtype}"
         for state in states
         for part in state.fragment.parts
     ]
-    if any(Layout(state.fragment).depends_on_ranks for state in states):
-        model.append(f"cut on {ranks} ranks")
     found |= {"code": code_fingerprint(), "model": "\n".join(model)}
     found |= {"arithmetic": arithmetic(config, states[0].outer.device), **facts}
     return {key.replace(" ", "-"): _short(value) for key, value in found.items()}
@@ -320,8 +305,8 @@ def arithmetic(config: DiLoCoConfig, device: torch.device) -> str:
         decoded.append(torch.empty_like(delta))
         codec.decode(payload, decoded[-1])
     mean = decoded[0].lerp_(decoded[1], 3 / 7)
-    slots = [theta.square() * 0.01 for _ in range(STATE_BUFFERS[optimizer.name])]
-    UPDATES[optimizer.name](theta, mean, slots, OuterStep(optimizer, 3, optimizer.lr))
+    slots = [theta.square() * 0.01 for _ in range(slot_count(optimizer))]
+    outer_step(optimizer, theta, mean, slots)
     digest = hashlib.sha256()
     for result in (mean, *slots):
         digest.update(result.cpu().numpy().tobytes())

@@ -59,7 +59,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     version: int
     head: str
     """Hash of the entry that made the version."""
-    rounds: int
     chunks: tuple[Chunk, ...]
 
 

@@ -41,7 +41,6 @@ class Saved:
     digest: str
     heads: list[str]
     versions: list[int]
-    rounds: list[int]
 
 
 class Joining:
@@ -95,9 +94,9 @@ class Joining:
         """
         fits = self._mine.checksums == facts.checksums
         if saved is not None and saved.run == facts.run:
-            places = zip(saved.heads, saved.versions, saved.rounds, strict=True)
-            for fragment, (head, version, rounds) in enumerate(places):
-                job = Declare(fragment=fragment, version=version, rounds=rounds)
+            places = zip(saved.heads, saved.versions, strict=True)
+            for fragment, (head, version) in enumerate(places):
+                job = Declare(fragment=fragment, version=version)
                 self._start_at(fragment, version, head, self._copies.run(job))
             return saved.sequence, saved.digest
         records = self._records()
@@ -159,7 +158,7 @@ class Joining:
         if content.numel() != self._copies.snapshot_bytes(fragment):
             return f"it has {content.numel()} bytes"
         self._loaded = True
-        job = Load(fragment=fragment, version=answer.version, rounds=answer.rounds)
+        job = Load(fragment=fragment, version=answer.version)
         self._start_at(fragment, answer.version, answer.head, self._copies.run(job, content))
         return ""
 

@@ -165,10 +165,10 @@ class Leader:
     def to_save(self) -> Saved:
         """Return what a checkpoint with the newest copies needs to know of the log."""
         assert self.state.facts is not None
-        heads, copies = [one.head for one in self.state.fragments], self._copies.fragments
-        versions, rounds = [one.newest for one in copies], [one.rounds for one in copies]
+        heads = [one.head for one in self.state.fragments]
+        versions = [one.newest for one in self._copies.fragments]
         place = self.state.sequence, self.state.digest
-        return Saved(self.state.facts.run, *place, heads, versions, rounds)
+        return Saved(self.state.facts.run, *place, heads, versions)
 
     def close(self) -> None:
         self._closed.set()
@@ -230,7 +230,7 @@ class Leader:
             fragment = message.fragment
             self._copies.run(Collect(fragment=fragment))
             copy, head = self._copies.fragments[fragment], self.state.fragments[fragment].head
-            snapshot = Snapshot(fragment, copy.newest, head, copy.rounds, ())
+            snapshot = Snapshot(fragment, copy.newest, head, ())
             whole, self._copies.collected = self._copies.collected, torch.empty(0)
             self._giver.submit(partial(self._give, sender, snapshot, whole))
 
@@ -323,7 +323,7 @@ class Leader:
         checked = self._parts.checked()
         for fragment, rounds in enumerate(island.rounds):
             self._attempt(rounds.open())
-            self._attempt(rounds.close(checked, self._copies.next_lr(fragment), now))
+            self._attempt(rounds.close(checked, self._copies.outer_lr, now))
             if fragment in self._parts.stored and rounds.under_way:
                 self._attempt(self._parts.stored[fragment][0])
         self._attempt(island.last_record(now))

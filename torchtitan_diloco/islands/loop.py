@@ -99,7 +99,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         """The slot of this island, and the sample of it that it begins with."""
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, self.config, self._ranks)
-        self._encoder = Encoder(config, seed, self._ranks.rank)
+        self._encoder = Encoder(config)
         self._facts = facts or {}
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
@@ -142,7 +142,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             total_tokens=self.total_tokens,
             checksums=tuple(checksums),
             block=self._samples_per_step,
-            fingerprints=fingerprints(self.config, self._states, self._ranks.size, self._facts),
+            fingerprints=fingerprints(self.config, self._states, self._facts),
         )
         timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds)
         connection = Connection(join, incarnation)
@@ -317,7 +317,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
             turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
             round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
-            payload = self._encoder.encode(delta, part.fragment, part.number, part.slot)
+            payload = self._encoder.encode(delta)
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
         collected = collect(payload, sizes, group)
@@ -351,16 +351,14 @@ class IslandDiLoCo(StreamingDiLoCo):
     def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
         copies = self._copies.fragments
         facts["fragments"] = [
-            {"rounds": one.rounds, "weight": 0.0, "delta_norms": list(one.state.norms.latest)}
-            for one in copies
+            {"weight": 0.0, "delta_norms": list(one.state.norms.latest)} for one in copies
         ]
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
         shared: dict[str, Tensor] = {}
-        for number, buffers in enumerate(zip(*(one.buffers() for one in copies), strict=True)):
-            kind = f"{saving.SLOT}{number - 1}" if number else saving.SHARED
-            host = [buffer.to("cpu", copy=True) for buffer in buffers]
-            shared |= saving.named(kind, self._states, host, mesh)
+        for copy in copies:  # of sgd there is no momentum
+            for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
+                shared |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
         return SavedState(facts, shared)
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:

@@ -92,24 +92,23 @@ class Layout:
 
     def __init__(self, fragment: Fragment, ranks: int = 1, rank: int = 0) -> None:
         self._parts = [
-            (part.rows, part.parameter.numel() // max(1, part.rows), part.run, part.runs)
+            (
+                rows := part.parameter.shape[0] if part.parameter.dim() else 1,
+                part.parameter.numel() // max(1, rows),
+            )
             for part in fragment.parts
         ]
-        self.values = sum(rows * width for rows, width, _, _ in self._parts)
-        self.depends_on_ranks = any(runs > 1 for *_, runs in self._parts)
-        """A run of rows is cut from those on each rank, so with other ranks it has other rows."""
+        self.values = sum(rows * width for rows, width in self._parts)
         self.ranks, self.rank, self.mine = ranks, rank, self.spans(ranks, rank)
 
     def spans(self, ranks: int, rank: int) -> list[Span]:
         """Return the spans of a rank. FSDP2 gives each the same number of rows, rounded up."""
         found, local, base = [], 0, 0
-        for rows, width, run, runs in self._parts:
+        for rows, width in self._parts:
             most = -(-rows // ranks)
             first, last = min(rank * most, rows), min((rank + 1) * most, rows)
-            each, larger = divmod(last - first, runs)  # as tensor_split cuts
-            start = first + run * each + min(run, larger)
-            size = (each + (run < larger)) * width
-            found.append(Span(local, base + start * width, size))
+            size = (last - first) * width
+            found.append(Span(local, base + first * width, size))
             local, base = local + size, base + rows * width
         return [span for span in found if span.size]
 

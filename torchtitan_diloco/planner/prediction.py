@@ -24,7 +24,7 @@ from torchtitan_diloco.components.records import Conditions, RoundRecord, Summar
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.diloco.codecs import Codec, build_codec, build_gather_codec
+from torchtitan_diloco.diloco.codecs import Codec, build_codec
 from torchtitan_diloco.diloco.config import (
     Beginning,
     DiLoCoConfig,
@@ -198,12 +198,12 @@ def predict_exchange(
     outer = 4 * values / conditions.outer_bytes_per_second
     if not others:
         return 0, outer
-    codec, gather = _codecs(quantization)
+    codec = _codec(quantization)
     chunk, window = chunk_and_window(-(-largest // ranks), codec)
     hops, sent = 1, others * codec.wire_bytes(values)
     if slice_owners(conditions.workers, codec) > 1:
         # The others' slices of the delta, and the mean of the own slice to each other.
-        hops, sent = 2, (sent + others * gather.wire_bytes(values)) // (others + 1)
+        hops, sent = 2, (sent + others * codec.wire_bytes(values)) // (others + 1)
     sent += others * ranks * HEADER_BYTES
     chunks = -(-values // (ranks * chunk))
     idle = chunks / max(1, window // hops) - 1  # a long link idles while the window is in flight
@@ -215,8 +215,8 @@ def predict_exchange(
 
 
 @cache
-def _codecs(quantization: Quantization) -> tuple[Codec, Codec]:
-    return build_codec(quantization), build_gather_codec(quantization)
+def _codec(quantization: Quantization) -> Codec:
+    return build_codec(quantization)
 
 
 # --- data parallelism ----------------------------------------------------------------------------

@@ -28,7 +28,6 @@ CODECS: tuple[CodecName, ...] = ("bf16", "int8", "fp4_e3m0", "ternary")
 FRAGMENTS = (
     Fragments(layers_per_fragment=PAPER_LAYERS),
     Fragments(layers_per_fragment=1),
-    Fragments(pattern="balanced", layers_per_fragment=PAPER_LAYERS),
 )
 MIXING = 0.5
 LOW_MIXING, LOW_MIXING_COST = 0.25, 0.5
@@ -124,8 +123,7 @@ def candidates(present: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig
     for codec in CODECS:  # without what only makes sense with the present codec
         if codec != wire.codec:
             block_size = Quantization.block_size if codec == "bf16" else wire.block_size
-            other = replace(wire, codec=codec, gather_codec="same", error_feedback=False)
-            quantizations.append(replace(other, block_size=block_size))
+            quantizations.append(Quantization(codec, block_size, threads=wire.threads))
     for sync_every, delay, cut, quantization in product(periods, delays, fragments, quantizations):
         if delay < sync_every <= total_steps:
             yield replace(

@@ -4,7 +4,7 @@ one."""
 from collections.abc import Callable
 from functools import partial
 
-from torchtitan_diloco.diloco.codecs.base import UNIT, Codec, Position, random_key
+from torchtitan_diloco.diloco.codecs.base import UNIT, Codec
 from torchtitan_diloco.diloco.codecs.blocks import (
     BlockCodec,
     Int8Codec,
@@ -19,18 +19,13 @@ __all__ = [
     "CODECS",
     "UNIT",
     "Codec",
-    "Position",
     "bits_per_parameter",
     "build_codec",
-    "build_gather_codec",
     "describe",
     "kernels_name",
-    "random_key",
 ]
 
-_DENSE: dict[str, Callable[[str, int, bool], Codec]] = {
-    "fp32": Fp32Codec,
-    "bf16": Bf16Codec,
+_BLOCKS: dict[str, Callable[[str, int], Codec]] = {
     "fp8_e4m3": partial(MiniFloatCodec, exponent=4, mantissa=3, bias=7, top=448.0),
     "fp8_e5m2": partial(MiniFloatCodec, exponent=5, mantissa=2, bias=15, top=57344.0),
     "int8": Int8Codec,
@@ -38,22 +33,21 @@ _DENSE: dict[str, Callable[[str, int, bool], Codec]] = {
     "fp4_e3m0": partial(MiniFloatCodec, exponent=3, mantissa=0, bias=3, top=16.0),
     "ternary": partial(MiniFloatCodec, exponent=1, mantissa=0, bias=1, top=1.0),
 }
-"""Each is called with (name, block size, stochastic rounding)."""
+"""Each is called with (name, block size)."""
 
-CODECS = (*_DENSE, "topk")
-
-
-def build_codec(config: Quantization, name: str = "same") -> Codec:
-    """Build the codec of the deltas that workers send, or the one of this name."""
-    name = config.codec if name == "same" else name
-    if name == "topk":
-        return TopKCodec(name, config.top_values)
-    return _DENSE[name](name, config.block_size, config.rounding == "stochastic")
+CODECS = ("fp32", "bf16", *_BLOCKS, "topk")
 
 
-def build_gather_codec(config: Quantization) -> Codec:
-    """Build the codec of the means that go back to all workers when there are more than two."""
-    return build_codec(config, config.gather_codec)
+def build_codec(config: Quantization) -> Codec:
+    match config.codec:
+        case "fp32":
+            return Fp32Codec("fp32")
+        case "bf16":
+            return Bf16Codec("bf16")
+        case "topk":
+            return TopKCodec("topk", config.top_values)
+        case name:
+            return _BLOCKS[name](name, config.block_size)
 
 
 def bits_per_parameter(codec: Codec) -> float:
@@ -61,16 +55,12 @@ def bits_per_parameter(codec: Codec) -> float:
     return 8 * codec.wire_bytes(2**20) / 2**20
 
 
-def describe(config: Quantization, workers: int) -> str:
+def describe(config: Quantization) -> str:
     """Describe the wire format in one line, for the start of a run."""
-    codec, gather = build_codec(config), build_gather_codec(config)
+    codec = build_codec(config)
     text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if isinstance(codec, BlockCodec):
         text += f", a scale for {config.block_size} values"
     elif isinstance(codec, TopKCodec):
-        text += f", the largest {codec.top_values} of {UNIT} values"
-    if workers > 2 and gather.name != codec.name:
-        text += f"; means in {gather.name}"
-    if config.rounding == "stochastic":
-        text += "; stochastic rounding"
-    return text + "; error feedback" * config.error_feedback
+        text += f", the largest {codec.top_values} of {UNIT} values, the others later"
+    return text

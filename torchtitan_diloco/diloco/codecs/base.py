@@ -1,13 +1,6 @@
-"""The interface of a wire format, and what formats share: means, error feedback, random numbers.
+"""The interface of a wire format, and what formats share."""
 
-Random numbers of stochastic rounding are a hash of a key and of a value's position in the fragment:
-the same on every device, however a buffer is cut, and in a resumed run.
-"""
-
-import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,24 +14,6 @@ LOWEST = BIAS - 100
 number on the way is subnormal: processors are slow with subnormal numbers, or drop them."""
 NOT_FINITE = 255
 """Scale byte of a block with a NaN or an infinity. All its values are decoded as NaN."""
-RANDOM_BITS = 16
-"""Random bits per value: the mean of what rounding adds is off by at most 2**-17 of a step."""
-# The golden ratio and the constants of MurmurHash3's finalizer.
-STRIDE, MIX_1, MIX_2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
-
-
-@dataclass(frozen=True)
-class Position:
-    """Random key of an exchange and position of values in the fragment."""
-
-    key: int = 0
-    start: int = 0  # index of the first value, a multiple of UNIT
-
-    def after(self, values: int) -> "Position":
-        return replace(self, start=self.start + values)
-
-
-START = Position()
 
 
 class Scratch:
@@ -69,31 +44,29 @@ class Codec(ABC):
     """Payloads are the values as they lie in memory, so they need not be copied to be sent or
     read."""
     is_sparse = False
-    """Most values are decoded as zero, but fewer of a mean of many workers."""
+    """Most values are decoded as zero, but fewer of a mean of many workers. What is not sent is a
+    residual, which is added to the next delta."""
 
-    def __init__(self, name: str, block_size: int, stochastic: bool) -> None:
-        self.name, self.block_size, self.stochastic = name, block_size, stochastic
-        self._scratch = Scratch()
+    def __init__(self, name: str) -> None:
+        self.name, self._scratch = name, Scratch()
 
     @abstractmethod
     def wire_bytes(self, values: int) -> int:
         """Return the size of the payload of `values` values."""
 
     @abstractmethod
-    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:
+    def encode(self, values: Tensor, payload: Tensor) -> None:
         """Encode fp32 [n] into uint8 [wire_bytes(n)]."""
 
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor) -> None:
         """Decode uint8 [wire_bytes(n)] into fp32 [n]."""
 
-    def encode_with_feedback(
-        self, values: Tensor, residual: Tensor, payload: Tensor, position: Position = START
-    ) -> None:
-        """Encode values + residual. The residual becomes the rounding error; `values` may be
+    def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        """Encode values + residual. What is not sent becomes the residual; `values` is
         overwritten."""
         values.add_(residual)
-        self.encode(values, payload, position)
+        self.encode(values, payload)
         self.decode(payload, residual)
         torch.sub(values, residual, out=residual)
 
@@ -107,46 +80,3 @@ class Codec(ABC):
             decoded = self._scratch.get("decoded", out.numel(), out.dtype, out.device)
             self.decode(payload, decoded)
             out.lerp_(decoded, weight / total)
-
-
-# --- random numbers -------------------------------------------------------------------------------
-
-
-def random_key(*parts: object) -> int:
-    """Return 64 bits that identify an exchange, from whatever distinguishes it from others."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "little")
-
-
-def hash_start(position: Position) -> tuple[int, int]:
-    """Return the hash's two starting numbers, as int32: its first word and the key's upper half."""
-    assert position.start % 2 == 0
-    return to_int32(position.start // 2 * STRIDE + position.key), to_int32(position.key >> 32)
-
-
-def draw(position: Position, out: Tensor, scratch: Scratch) -> Tensor:
-    """Fill int32 `out` with uniform numbers of 16 bits. Two neighbours share one hash of 32."""
-    start, key = hash_start(position)
-    values, device = out.numel(), out.device
-    pairs = -(-values // 2)
-    word, shifted = scratch.get("hash", pairs, torch.int32, device), out[:pairs]
-    torch.add(_multiples(pairs, device), start, out=word)
-    word.bitwise_xor_(_shift_right(word, 16, shifted)).mul_(to_int32(MIX_1))
-    word.bitwise_xor_(key)
-    word.bitwise_xor_(_shift_right(word, 13, shifted)).mul_(to_int32(MIX_2))
-    word.bitwise_xor_(_shift_right(word, 16, shifted))
-    return out.copy_(word.view(torch.int16)[:values]).bitwise_and_(2**RANDOM_BITS - 1)
-
-
-@lru_cache(maxsize=4)
-def _multiples(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device) * to_int32(STRIDE)
-
-
-def _shift_right(word: Tensor, bits: int, out: Tensor) -> Tensor:
-    """Shift as if `word` had no sign."""
-    return torch.bitwise_right_shift(word, bits, out=out).bitwise_and_(2 ** (32 - bits) - 1)
-
-
-def to_int32(number: int) -> int:
-    """Return the low 32 bits as a signed number."""
-    return (number + 2**31) % 2**32 - 2**31

@@ -18,13 +18,8 @@ from torchtitan_diloco.diloco.codecs.base import (
     BIAS,
     LOWEST,
     NOT_FINITE,
-    RANDOM_BITS,
-    START,
     UNIT,
     Codec,
-    Position,
-    draw,
-    to_int32,
 )
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
 from torchtitan_diloco.utils import logger
@@ -59,7 +54,6 @@ class Format(NamedTuple):
     """Parameters that define the bits of a format. The kernels are compiled for each."""
 
     block: int
-    stochastic: bool
     bits: int
     mantissa: int
     unit_exponent: int
@@ -117,14 +111,14 @@ class BlockCodec(Codec):
     """On GPUs the kernels in triton_kernels.py do the work of the torch code, which defines the
     bits."""
 
-    def __init__(self, name: str, block_size: int, stochastic: bool) -> None:
+    def __init__(self, name: str, block_size: int) -> None:
         assert block_size in BLOCK_SIZES
-        super().__init__(name, block_size, stochastic)
+        super().__init__(name)
+        self.block_size = block_size
         word = int(torch.tensor(self.top).view(torch.int32))
         exponent = (word >> 23) - BIAS
         self.format = Format(
             block=block_size,
-            stochastic=stochastic,
             bits=self.bits,
             mantissa=self.mantissa,
             unit_exponent=self.unit_exponent,
@@ -135,7 +129,7 @@ class BlockCodec(Codec):
         self._unit_sizes = self._sizes(UNIT)
         self._largest = self.top * 2.0 ** (self.format.highest - BIAS)
         self._carry, self._shift, self._inverse = (
-            torch.tensor(to_int32(number), dtype=torch.int32)
+            torch.tensor(number).to(torch.int32)  # modulo 2**32
             for number in (self.format.carry, 23, (2 * BIAS - self.unit_exponent) << 23)
         )
         exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
@@ -149,19 +143,19 @@ class BlockCodec(Codec):
         units, rest = divmod(values, UNIT)
         return units * sum(self._unit_sizes) + sum(self._sizes(rest))
 
-    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:
+    def encode(self, values: Tensor, payload: Tensor) -> None:
         if kernels := self._kernels(values):
-            kernels.encode(values, None, payload, self.format, position)
+            kernels.encode(values, payload, self.format)
             return
         if rest := values.numel() % UNIT:
             whole = values.numel() - rest
             full, unit, sent = self._last_unit(rest, values.device)
             full[:rest].copy_(values[whole:])
-            self._encode_units(full, unit, position.after(whole))
+            self._encode_units(full, unit)
             torch.cat(sent, out=payload[self.wire_bytes(whole) :])
             values, payload = values[:whole], payload[: self.wire_bytes(whole)]
         if values.numel():
-            self._encode_units(values, payload, position)
+            self._encode_units(values, payload)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
         if kernels := self._kernels(values):
@@ -178,14 +172,6 @@ class BlockCodec(Codec):
             values, payload = values[:whole], payload[: self.wire_bytes(whole)]
         if values.numel():
             self._decode_units(payload, values)
-
-    def encode_with_feedback(
-        self, values: Tensor, residual: Tensor, payload: Tensor, position: Position = START
-    ) -> None:
-        if kernels := self._kernels(values):
-            kernels.encode(values, residual, payload, self.format, position)
-        else:
-            super().encode_with_feedback(values, residual, payload, position)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
         if kernels := self._kernels(out):
@@ -223,7 +209,7 @@ class BlockCodec(Codec):
         codes, scales = units.split_with_sizes(self._unit_sizes, dim=1)
         return codes, scales
 
-    def _encode_units(self, values: Tensor, payload: Tensor, position: Position) -> None:
+    def _encode_units(self, values: Tensor, payload: Tensor) -> None:
         room, (codes, scales) = self._workspace(values), self._rows(payload)
         torch.abs(values, out=room.magnitudes)
         torch.amax(room.blocks, dim=1, out=room.largest)
@@ -237,7 +223,7 @@ class BlockCodec(Codec):
             room.scales.masked_fill_(broken, NOT_FINITE)
             room.blocks.masked_fill_(broken[:, None], 0.0)
             room.magnitudes.clamp_(max=self.format.most_steps)
-        self._pack(values, room, codes, position)
+        self._pack(values, room, codes)
         scales.copy_(room.scale_rows)
 
     def _decode_units(self, payload: Tensor, values: Tensor) -> None:
@@ -247,7 +233,7 @@ class BlockCodec(Codec):
         self._unpack(codes, room, values.view(-1, self.block_size))
 
     @abstractmethod
-    def _pack(self, values: Tensor, room: Workspace, codes: Tensor, position: Position) -> None:
+    def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
         """Round `room.magnitudes`, the magnitudes of `values` in steps, and write the codes, uint8
         [units, bytes]. The workspace may be overwritten, but not its scales."""
 
@@ -261,12 +247,8 @@ class Int8Codec(BlockCodec):
 
     bits, unit_exponent, top = 8, 0, 127.0
 
-    def _pack(self, values: Tensor, room: Workspace, codes: Tensor, position: Position) -> None:
-        if self.stochastic:
-            noise = draw(position, room.word, self._scratch)
-            room.magnitudes.add_(noise, alpha=2.0**-RANDOM_BITS).floor_()
-        else:
-            room.magnitudes.round_()  # ties to even
+    def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
+        room.magnitudes.round_()  # ties to even
         codes.view(torch.int8).copy_(room.magnitudes.copysign_(values).view(codes.shape))
 
     def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
@@ -285,7 +267,6 @@ class MiniFloatCodec(BlockCodec):
         self,
         name: str,
         block_size: int,
-        stochastic: bool,
         *,
         exponent: int,
         mantissa: int,
@@ -296,7 +277,7 @@ class MiniFloatCodec(BlockCodec):
         used."""
         self.bits, self.mantissa, self.top = 1 + exponent + mantissa, mantissa, top
         self.unit_exponent = 1 - bias - mantissa
-        super().__init__(name, block_size, stochastic)
+        super().__init__(name, block_size)
         self._half_of_normal = torch.tensor(2.0 ** (mantissa - 1))
         self._cut = 23 - mantissa
         self._cut_tensor = torch.tensor(self._cut, dtype=torch.int32)
@@ -305,7 +286,7 @@ class MiniFloatCodec(BlockCodec):
         # sign bit. That one is less 2**32, as the clamp in _pack needs the constant of negative
         # numbers to be the smaller.
         zero = (126 + mantissa) << mantissa
-        self._if_positive = (0 if stochastic else 1) - 2 * zero
+        self._if_positive = 1 - 2 * zero
         self._if_negative = self._if_positive + 2**self.bits - 2 ** (33 - self._cut)
         self._merges = {8: (), 4: (4,), 2: (6, 12)}[self.bits]
         """Shifts that bring the codes of a word together in its lowest byte."""
@@ -323,15 +304,12 @@ class MiniFloatCodec(BlockCodec):
         steps = torch.where(exponents == 0, mantissas, normal).float()
         return torch.cat((steps, -steps))
 
-    def _pack(self, values: Tensor, room: Workspace, codes: Tensor, position: Position) -> None:
+    def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
         # From 2**M on, the grid has the steps of fp32 numbers with M bits of mantissa. Below it
         # has steps of 1 down to 0, so numbers are moved to where fp32 has such steps: y -> (y +
         # 2**M) / 2, which is larger than y if y < 2**M.
         torch.add(self._half_of_normal, room.magnitudes, alpha=0.5, out=room.moved)
         torch.maximum(room.magnitudes, room.moved, out=room.moved)
-        if self.stochastic:  # steps are even between two grid values, so the odds are right
-            noise = draw(position, room.signs, self._scratch)
-            room.word.add_(noise, alpha=2 ** (self._cut - RANDOM_BITS))
         # As int32, negative numbers lie below both constants, all others above: a clamp selects
         # one.
         bits = values.view(torch.int32)

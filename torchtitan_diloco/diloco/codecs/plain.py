@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.base import START, Codec, Position, draw
+from torchtitan_diloco.diloco.codecs.base import Codec
 
 
 class Fp32Codec(Codec):
@@ -14,7 +14,7 @@ class Fp32Codec(Codec):
     def wire_bytes(self, values: int) -> int:
         return 4 * values
 
-    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:  # noqa: ARG002
+    def encode(self, values: Tensor, payload: Tensor) -> None:
         payload.copy_(values.view(torch.uint8))
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
@@ -35,20 +35,13 @@ class Fp32Codec(Codec):
 
 
 class Bf16Codec(Codec):
-    """The upper half of each value, rounded to nearest even or stochastically."""
+    """The upper half of each value, rounded to nearest even."""
 
     def wire_bytes(self, values: int) -> int:
         return 2 * values
 
-    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:
-        encoded = payload.view(torch.bfloat16)
-        if not self.stochastic:
-            encoded.copy_(values)
-            return
-        word = self._scratch.get("word", values.numel(), torch.int32, values.device)
-        draw(position, word, self._scratch)
-        word.add_(values.view(torch.int32)).bitwise_and_(-(2**16))
-        encoded.copy_(word.view(torch.float32))
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.view(torch.bfloat16).copy_(values)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
         values.copy_(payload.view(torch.bfloat16))

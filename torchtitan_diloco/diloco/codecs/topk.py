@@ -1,12 +1,12 @@
 """The largest values of each unit, as places and two-bit values: SparseLoCo (arXiv 2508.15706).
 
-What is not sent is lost unless error feedback adds it to the next delta.
+What is not sent is added to the next delta.
 """
 
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.base import START, UNIT, Codec, Position
+from torchtitan_diloco.diloco.codecs.base import UNIT, Codec
 from torchtitan_diloco.diloco.codecs.blocks import kernels_for
 
 PLACE_BITS = 10
@@ -31,7 +31,7 @@ class TopKCodec(Codec):
     """As of `BlockCodec`."""
 
     def __init__(self, name: str, top_values: int) -> None:
-        super().__init__(name, block_size=UNIT, stochastic=False)
+        super().__init__(name)
         assert top_values % 2 == 0
         self.top_values = top_values
         self._entry_bytes = top_values * ENTRY_BITS // 8
@@ -39,7 +39,7 @@ class TopKCodec(Codec):
     def wire_bytes(self, values: int) -> int:
         return -(-values // UNIT) * (self._entry_bytes + 4)
 
-    def encode(self, values: Tensor, payload: Tensor, position: Position = START) -> None:  # noqa: ARG002
+    def encode(self, values: Tensor, payload: Tensor) -> None:
         if kernels := kernels_for(values) if self.use_kernels else None:
             kernels.encode_largest(values, payload, self.top_values)
         elif values.numel():

@@ -7,9 +7,8 @@ bits. One program works on one unit of 1024 values, as a tile of its blocks: [bl
 block]. The last tile is filled up with zeros, and masks keep those from being stored.
 
 The bits are the same because scales are powers of two, so products are exact, and because sums
-that round (values + residual, magnitude + noise) are one fp32 operation each:
-`enable_fp_fusion=False` forbids the compiler to merge them with a product. Triton keeps subnormal
-numbers.
+that round are one fp32 operation each: `enable_fp_fusion=False` forbids the compiler to merge them
+with a product. Triton keeps subnormal numbers.
 """
 
 from contextlib import nullcontext
@@ -24,7 +23,6 @@ import torchtitan_diloco.diloco.codecs.topk as topk
 UNIT, BIAS, LOWEST, NOT_FINITE = (
     tl.constexpr(number) for number in (base.UNIT, base.BIAS, base.LOWEST, base.NOT_FINITE)
 )
-STRIDE, MIX_1, MIX_2 = (tl.constexpr(number) for number in (base.STRIDE, base.MIX_1, base.MIX_2))
 PLACE_BITS, ENTRY_BITS, ORDER, SCALE, CUT = (
     tl.constexpr(number)
     for number in (topk.PLACE_BITS, topk.ENTRY_BITS, topk.ORDER, topk.SCALE, topk.CUT)
@@ -32,15 +30,10 @@ PLACE_BITS, ENTRY_BITS, ORDER, SCALE, CUT = (
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 TWO_TO_23 = tl.constexpr(2.0**23)
-LOW_HALF = tl.constexpr(0xFFFF)
-PART = tl.constexpr(2.0**-base.RANDOM_BITS)
 
 
-def encode(values, residual, payload, form, position):
-    """Encode values, or values + residual; the residual becomes the rounding error."""
-    added = values if residual is None else residual
-    arguments = values, added, payload, *_sizes(values, form), *base.hash_start(position)
-    _launch(encode_units, values, *arguments, FEEDBACK=residual is not None, FORM=form)
+def encode(values, payload, form):
+    _launch(encode_units, values, values, payload, *_sizes(values, form), FORM=form)
 
 
 def average(payloads, weights, out, form):
@@ -74,24 +67,12 @@ def _launch(kernel, values, *arguments, **constants):
             kernel[(units,)](*arguments, **constants, enable_fp_fusion=False)
 
 
-@triton.jit(do_not_specialize=["hash_start", "hash_key"])
-def encode_units(
-    values,
-    residual,
-    payload,
-    n,
-    size,
-    hash_start,
-    hash_key,
-    FEEDBACK: tl.constexpr,
-    FORM: tl.constexpr,
-):
+@triton.jit
+def encode_units(values, payload, n, size, FORM: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * UNIT
     inside = _inside(FORM)
     real = first + inside < n
     x = tl.load(values + first + inside, mask=real, other=0.0)
-    if FEEDBACK:
-        x += tl.load(residual + first + inside, mask=real, other=0.0)
 
     # Bits of magnitudes are ordered as the magnitudes are, with infinity and NaN above all of them.
     word = x.to(tl.int32, bitcast=True)
@@ -102,16 +83,7 @@ def encode_units(
     scale = tl.where(broken, NOT_FINITE, scale)
     magnitude = (word & MAGNITUDE).to(tl.float32, bitcast=True) * inverse[:, None]
     magnitude = tl.where(broken[:, None], 0.0, tl.minimum(magnitude, FORM.most_steps))
-    noise = inside
-    if FORM.stochastic:
-        noise = _draw(first, inside, hash_start, hash_key)
-    if FORM.mantissa < 0:
-        code = _whole_code(magnitude, word, noise, FORM)
-    else:
-        code = _float_code(magnitude, word, noise, FORM)
-    if FEEDBACK:
-        decoded = _in_steps(code, FORM) * _step(scale, FORM)[:, None]
-        tl.store(residual + first + inside, x - decoded, mask=real)
+    code = _whole_code(magnitude, word) if FORM.mantissa < 0 else _float_code(magnitude, word, FORM)
 
     addresses, sent, scales, scaled = _layout(payload, n, size, FORM)
     block_bytes: tl.constexpr = FORM.block * FORM.bits // 8
@@ -190,21 +162,18 @@ def _step(scale, FORM: tl.constexpr):
 
 
 @triton.jit
-def _whole_code(magnitude, word, noise, FORM: tl.constexpr):
-    if FORM.stochastic:
-        number = (magnitude + noise.to(tl.float32) * PART).to(tl.int32)  # rounds down
-    else:  # fp32 has steps of 1 from 2**23 on, so the sum is rounded to a whole number
-        number = (magnitude + TWO_TO_23).to(tl.int32, bitcast=True) & 0xFF
+def _whole_code(magnitude, word):
+    # fp32 has steps of 1 from 2**23 on, so the sum is rounded to a whole number.
+    number = (magnitude + TWO_TO_23).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(word < 0, -number, number) & 0xFF
 
 
 @triton.jit
-def _float_code(magnitude, word, noise, FORM: tl.constexpr):
+def _float_code(magnitude, word, FORM: tl.constexpr):
     cut: tl.constexpr = 23 - FORM.mantissa
     moved = magnitude * 0.5 + 2.0 ** (FORM.mantissa - 1)
     number = tl.maximum(magnitude, moved).to(tl.int32, bitcast=True)
-    number += noise << (cut - 16) if FORM.stochastic else 1 << (cut - 1)
-    number = (number >> cut) - ((126 + FORM.mantissa) << FORM.mantissa)
+    number = ((number + (1 << (cut - 1))) >> cut) - ((126 + FORM.mantissa) << FORM.mantissa)
     return number | (word < 0).to(tl.int32) << (FORM.bits - 1)
 
 
@@ -221,17 +190,6 @@ def _in_steps(code, FORM: tl.constexpr):
         sign = (code >> (FORM.bits - 1)) << 31
         steps = (steps.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return steps
-
-
-@triton.jit
-def _draw(first, inside, hash_start, hash_key):
-    """Return uniform numbers of 16 bits, as base.draw() does."""
-    word = ((first + inside) >> 1).to(tl.uint32) * STRIDE + hash_start.to(tl.uint32)
-    word = (word ^ (word >> 16)) * MIX_1
-    word = word ^ hash_key.to(tl.uint32)
-    word = (word ^ (word >> 13)) * MIX_2
-    word = word ^ (word >> 16)
-    return ((word >> ((inside & 1) * 16).to(tl.uint32)) & LOW_HALF).to(tl.int32)
 
 
 @triton.jit
