@@ -229,10 +229,16 @@ class Exchange:
     def close(self) -> None:
         self._transport.close()
 
-    def _synchronize(self) -> None:
-        """Wait for the GPU: host memory is about to be sent, or to be written by gloo."""
+    @contextmanager
+    def _counted(self, total: str) -> Iterator[None]:
+        """Add the seconds of the body to a total of the traffic. Wait for the GPU at the end: host
+        memory is about to be sent, or to be written by gloo."""
+        started = time.perf_counter()
+        yield
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        seconds = time.perf_counter() - started
+        setattr(self._traffic, total, getattr(self._traffic, total) + seconds)
 
     # --- headers ----------------------------------------------------------------------------------
 
@@ -304,41 +310,34 @@ class Exchange:
         self._transport.send(chunk.first_hop, parts)
 
     def _encode(self, chunk: Chunk) -> None:
-        started = time.perf_counter()
-        if not self._codec.is_fp32:
-            pieces = self._pieces(chunk.values, chunk.payload)
+        with self._counted("encoding_seconds"):
+            pieces = () if self._codec.is_fp32 else self._pieces(chunk.values, chunk.payload)
             for number, (values, encoded) in enumerate(pieces):
                 if chunk.residual is None:
                     self._codec.encode(values, encoded)
                 else:
                     residual = chunk.residual[number * self._piece :][: self._piece]
                     self._codec.encode_with_residual(values, residual, encoded)
-        chunk.payload.download()
-        self._synchronize()
+            chunk.payload.download()
         self._traffic.encoded = time.perf_counter()
-        self._traffic.encoding_seconds += self._traffic.encoded - started
 
     def _average(self, chunk: Chunk, headers: list[Header], *, out: Tensor) -> None:
         """Average this worker's slice in the order of the workers.
 
         A worker of weight 0 is skipped: its values may be anything.
         """
-        started = time.perf_counter()
         heard = {one: header.weight for one, header in enumerate(headers) if header.weight > 0}
         payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}
-        for worker in heard:
-            if worker != self.me:
+        with self._counted("decoding_seconds"):
+            if not heard:
+                out.zero_()
+                return
+            for worker in heard.keys() - {self.me}:
                 payloads[worker].upload()
-        if heard:
             scope = self._replacing if self._owners == 1 else nullcontext
-            encoded = [payloads[worker] for worker in heard]
-            for values, *pieces in self._pieces(out, *encoded):
+            for values, *pieces in self._pieces(out, *(payloads[worker] for worker in heard)):
                 with scope(values):
                     self._codec.average(pieces, list(heard.values()), values)
-        else:
-            out.zero_()
-        self._synchronize()
-        self._traffic.decoding_seconds += time.perf_counter() - started
 
     # --- second hop: the means --------------------------------------------------------------------
 
@@ -356,20 +355,16 @@ class Exchange:
         start, end = slice_bounds(chunk.values.numel(), self._owners, self.me)
         mean, encoded = self._mean[: end - start], chunk.means[self.me]
         self._average(chunk, headers, out=mean)
-        started = time.perf_counter()
-        for values, payload in self._pieces(mean, encoded):
-            self._codec.encode(values, payload)
-        encoded.download()
-        self._synchronize()
-        self._traffic.encoding_seconds += time.perf_counter() - started
+        with self._counted("encoding_seconds"):
+            for values, payload in self._pieces(mean, encoded):
+                self._codec.encode(values, payload)
+            encoded.download()
 
     def _collect_means(self, chunk: Chunk) -> None:
-        started = time.perf_counter()
-        for worker, (values, payload) in enumerate(zip(chunk.slices, chunk.means, strict=True)):
-            if worker != self.me:
-                payload.upload()
-            for piece, encoded in self._pieces(values, payload):
-                with self._replacing(piece):
-                    self._codec.decode(encoded, piece)
-        self._synchronize()
-        self._traffic.decoding_seconds += time.perf_counter() - started
+        with self._counted("decoding_seconds"):
+            for worker, (values, payload) in enumerate(zip(chunk.slices, chunk.means, strict=True)):
+                if worker != self.me:
+                    payload.upload()
+                for piece, encoded in self._pieces(values, payload):
+                    with self._replacing(piece):
+                        self._codec.decode(encoded, piece)

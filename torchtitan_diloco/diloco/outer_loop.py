@@ -1,8 +1,6 @@
-"""Protocol between a trainer and an outer loop, and the counterpart for data parallelism."""
+"""What keeps workers together in a trainer: Streaming DiLoCo, or nothing but data parallelism."""
 
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,33 +11,14 @@ from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.state_dict import SavedState, shared_parameter_name
-
-
-class OuterLoop(Protocol):
-    """Keeps workers together. See StreamingDiLoCo, which it is a part of, for the methods."""
-
-    @property
-    def fragment_names(self) -> tuple[str, ...]: ...
-    @property
-    def exposed_seconds(self) -> float: ...
-    def step(self, weight: float = 1.0) -> None: ...
-    def check(self) -> None: ...
-    def drain(self) -> None: ...
-    def heal(self, group: dist.ProcessGroup | None) -> list[int]: ...
-    def global_parameters(self) -> AbstractContextManager[None]: ...
-    def metrics(self) -> dict[str, float]: ...
-    def rounds(self) -> list[Round]: ...
-    def describe(self) -> list[str]: ...
-    def start_state_dict(
-        self, mesh: DeviceMesh | None = None, *, shared: bool = True
-    ) -> Future[SavedState] | None: ...
-    def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState | None: ...
-    def load_state_dict(self, saved: SavedState) -> list[str]: ...
-    def restart_from_model(self, step: int) -> None: ...
+from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 
 
 class DataParallel:
-    """`method = "none"`: gradients are averaged at every step, so there is nothing to exchange."""
+    """`method = "none"`: gradients are averaged at every step, so there is nothing to exchange.
+
+    See StreamingDiLoCo for what the methods do.
+    """
 
     fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
@@ -89,3 +68,6 @@ class DataParallel:
             "there is no outer loop any more: the model starts from the shared parameters, the "
             "optimizer from worker 0's"
         ]
+
+
+OuterLoop = StreamingDiLoCo | DataParallel
