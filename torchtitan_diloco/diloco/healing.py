@@ -16,6 +16,8 @@ from torchtitan_diloco.utils import cause_of, logger
 
 LATEST = 32  # norms that the median is taken of
 FEWEST = 5  # norms without which no delta is an outlier
+ROUNDS = 3
+"""Rounds of every fragment in which a worker sends nothing finite, until the run ends."""
 
 
 class DeltaNorms:
@@ -140,3 +142,36 @@ def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) 
     if optimizer is not None:
         for part in fragment.parts:
             optimizer.state.pop(part.parameter, None)
+
+
+class Watch:
+    """Ends a run in which nothing is gained by exchanges."""
+
+    def __init__(self, workers: int, fragments: int) -> None:
+        self._fragments, self._same, self.compares = fragments, 0, workers > 1
+        """`compares`: workers are not known to train apart yet."""
+        self._broken = [0] * workers
+
+    def note(self, headers: list[Header], norm_limit: float) -> None:
+        """Log who is left out. Raise if workers send equal deltas only, or one no finite one."""
+        log_left_out(headers, norm_limit)
+        sums = {header.delta for header in headers}
+        finite = not any(header.flags & NOT_FINITE for header in headers)
+        if self.compares and finite and sums != {0}:  # 0: nothing has changed
+            self.compares, self._same = len(sums) == 1, self._same + 1
+            if self.compares and self._same >= max(ROUNDS, self._fragments):
+                raise ValueError(
+                    f"all workers have sent the same bits in all {self._same} exchanges so far: "
+                    "either their gradients are averaged over the workers in every step "
+                    "(DistributedDataParallel, accelerate or FSDP over all ranks: make it over the "
+                    "ranks of one worker), or they read the same data (give each its own part, or "
+                    "its own seed), of which there may be too little for all"
+                )
+        for worker, header in enumerate(headers):
+            self._broken[worker] = (self._broken[worker] + 1) * bool(header.flags & NOT_FINITE)
+            if self._broken[worker] > ROUNDS * self._fragments:
+                raise ValueError(
+                    f"worker {worker} has not sent a finite delta in {self._broken[worker]} "
+                    "exchanges: its loss stays NaN. Lower the learning rate or clip gradients, and "
+                    "after a step whose gradient is not finite call StreamingDiLoCo.heal()"
+                )

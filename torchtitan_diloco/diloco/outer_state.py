@@ -13,6 +13,9 @@ from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.healing import DeltaNorms
 from torchtitan_diloco.diloco.outer_optimizer import AVERAGE, BLOCK, outer_step, slot_count
 
+PIECE = 2**24
+"""Values whose change is measured at once."""
+
 
 @cache
 def background_stream(device: torch.device) -> torch.cuda.Stream:
@@ -202,27 +205,28 @@ class OuterState:
         the squared norms of the mean and of the change, otherwise NaN.
         """
         config = AVERAGE if average else self._config
-        sums, mean_square, change_square = RowSums(self.delta), 0.0, 0.0
-        room = torch.empty(min(self._block, 2**24) if measured else 0, device=self.delta.device)
+        rows, mean_square, change_square = list[Tensor](), 0.0, 0.0
         buffers = (self.outer, self.delta, *self.slots)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
                 mean_square += square(delta)
             outer_step(config, theta, delta, slots)
-            sums.add(delta)
-            if measured:
-                pieces = zip(delta.split(room.numel()), theta.split(room.numel()), strict=True)
-                for now, before in pieces:
-                    change_square += square(torch.sub(now, before, out=room[: now.numel()]))
-        self.checksum = sums.checksum()
-        if self._staging is not None:
-            self._staging.copy_(self.delta, non_blocking=True)
+            rows.append(row_sums(delta))
+            if measured:  # in pieces, as a GPU steps through all values at once
+                for now, before in zip(delta.split(PIECE), theta.split(PIECE), strict=True):
+                    change_square += square(now - before)
+        self.checksum = checksum_of(rows)
+        self._stage()
         return (mean_square, change_square) if measured else (math.nan, math.nan)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Make the present shared copy the next one: no worker took part in this round."""
         self.delta.copy_(self.outer)
+        self._stage()
+
+    def _stage(self) -> None:
+        """Begin to copy the next shared copy to the model's device."""
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
 
@@ -232,41 +236,33 @@ def square(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values)) ** 2
 
 
-class RowSums:
-    """Checksum of a flat fp32 tensor whose blocks are added one after the other.
+ROW = 1024
 
-    It is made of the integer sum of all words and of the sum of rows weighted by their index, so
-    that it is the same on CPU and CUDA. Equal bits give equal checksums; -0.0 and 0.0 differ. All
-    blocks but the last must be whole rows.
+
+def row_sums(block: Tensor) -> Tensor:
+    """Return the integer sum of the words of each 1,024 values, and of the rest if there is one."""
+    whole = block.numel() // ROW * ROW
+    # Two values make one word of 64 bits: sums that widen 32 bits are far slower on a CPU.
+    sums = block[:whole].view(torch.int64).view(-1, ROW // 2).sum(dim=1)
+    if whole == block.numel():
+        return sums
+    rest = block[whole:].view(torch.int32).sum(dim=0, keepdim=True, dtype=torch.int64)
+    return torch.cat([sums, rest])
+
+
+def checksum_of(rows: list[Tensor]) -> int:
+    """Return the checksum of a flat fp32 tensor from the row sums of its blocks, one after the
+    other. All blocks but the last must be whole rows.
+
+    It is made of the sum of all words and of the sum of rows weighted by their index, so that it is
+    the same on CPU and CUDA. Equal bits give equal checksums; -0.0 and 0.0 differ.
     """
-
-    ROW = 1024
-
-    def __init__(self, values: Tensor) -> None:
-        rows = values.numel() // self.ROW
-        self._rows = torch.zeros(rows, dtype=torch.int64, device=values.device)
-        self._done = self._rest = 0
-
-    def add(self, block: Tensor) -> None:
-        rows = block.numel() // self.ROW
-        # Two values make one word of 64 bits: sums that widen 32 bits are far slower on a CPU.
-        words = block[: rows * self.ROW].view(torch.int64).view(rows, self.ROW // 2)
-        torch.sum(words, dim=1, out=self._rows[self._done : self._done + rows])
-        self._done += rows
-        if rows * self.ROW < block.numel():
-            rest = block[rows * self.ROW :].view(torch.int32)
-            self._rest = int(rest.sum(dtype=torch.int64))
-
-    def checksum(self) -> int:
-        weights = torch.arange(1, self._done + 1, device=self._rows.device)
-        plain = int(self._rows.sum()) + self._rest
-        weighted = int((self._rows * weights).sum()) + self._rest * (self._done + 1)
-        return (plain * 0x9E3779B97F4A7C15 + weighted) % 2**64
+    sums = torch.cat(rows)
+    weights = torch.arange(1, len(sums) + 1, device=sums.device)
+    return (int(sums.sum()) * 0x9E3779B97F4A7C15 + int((sums * weights).sum())) % 2**64
 
 
 def checksum(values: Tensor) -> int:
     """Return eight bytes that differ, almost surely, where the bits of two flat tensors differ."""
-    sums = RowSums(values)
-    for block in values.split(BLOCK if values.device.type == "cpu" else max(1, values.numel())):
-        sums.add(block)
-    return sums.checksum()
+    blocks = values.split(BLOCK if values.device.type == "cpu" else max(1, values.numel()))
+    return checksum_of([row_sums(block) for block in blocks])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
@@ -20,11 +21,10 @@ from torchtitan_diloco.diloco.exchange import Exchange
 from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.mistakes import check_group, check_model
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences
+from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences, logger
 
 MAY_DIFFER = {"diloco.link.interface"}
 """Settings in which workers may differ."""
@@ -57,6 +57,51 @@ def check_settings(
     if mistakes:
         raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
     check_model(model, group)
+
+
+def check_group(group: dist.ProcessGroup | None) -> None:
+    """Raise if the collectives of torch.distributed cannot use a group."""
+    try:
+        if group is not None:
+            dist.get_backend(group)
+    except ValueError as error:
+        raise ValueError(
+            "group: torch.distributed does not know it, or this rank is not in it. Start all "
+            "workers in one world (torchrun --nnodes) and hand in dist.new_group(ranks), which all "
+            "ranks call; jobs of their own are joined by torchtitan_diloco.islands"
+        ) from error
+
+
+def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise if the model's gradients are averaged over workers; warn if buffers will differ."""
+    if group is None or group.size() == 1:
+        return
+    workers = set(dist.get_process_group_ranks(group))
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            _check_ranks(workers, ranks, f'DistributedDataParallel "{name}"')
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            _check_ranks(workers, ranks, f"the mesh of {name}")
+    statistics = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
+    if statistics and group.rank() == 0:
+        logger.warning(
+            f"running statistics such as {statistics[0]} are not exchanged: every worker keeps its "
+            "own, and global_state_dict() returns this one's. Use a norm without them (LayerNorm, "
+            "GroupNorm), or average them with dist.all_reduce before you save or evaluate"
+        )
+
+
+def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
+    if len(workers.intersection(ranks)) > 1:
+        raise ValueError(
+            f"{what} joins the ranks {ranks}, which are of several workers ({sorted(workers)} are "
+            "joined by the group between workers): gradients would be averaged over workers in "
+            "every step. Make it over the ranks of this worker only, or leave it out if a worker "
+            "has one rank"
+        )
 
 
 def agree_on_run(

@@ -44,14 +44,6 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
     }
 
 
-def known_facts(
-    config: DiLoCoConfig, states: Sequence[OuterState], in_flight: Iterable[int]
-) -> Facts:
-    """Return what `SavedState.facts` says of settings and fragments."""
-    settings, layout = resume_settings(config), layout_of(states)
-    return {"settings": settings, "layout": layout, "in_flight": list(in_flight)}
-
-
 def facts_for_new_worker(facts: Facts) -> Facts:
     """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
     own = {"weight": 0.0, "delta_norms": []}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco.diloco import healing, mistakes, startup
+from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
 from torchtitan_diloco.diloco.config import DiLoCoConfig
@@ -36,7 +36,7 @@ from torchtitan_diloco.diloco.fragments import (
     fragment_table,
 )
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.outer_state import OuterState
+from torchtitan_diloco.diloco.outer_state import OuterState, checksum
 from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
@@ -85,7 +85,7 @@ class StreamingDiLoCo:
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
         self._inner_steps = healing.InnerSteps(optimizer)
-        self._watch = mistakes.Watch(self.workers, len(self.fragments))
+        self._watch = healing.Watch(self.workers, len(self.fragments))
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
         about = config, self.fragments, device, total_steps
@@ -220,9 +220,8 @@ class StreamingDiLoCo:
 
     def _wait(self, round_: Round, exchanged: "Future[None]") -> None:
         name, step = self.fragments[round_.fragment].name, round_.sent_step
-        which = f"fragment {round_.fragment} ({name}), sent after step {step}"
-        where = f"seen by worker {self.worker} in the exchange of {which}"
-        self._liveness.wait(exchanged, step, where)
+        which = f"the exchange of fragment {round_.fragment} ({name}), sent after step {step}"
+        self._liveness.wait(exchanged, step, f"seen by worker {self.worker} in {which}")
 
     # --- background thread ------------------------------------------------------------------------
 
@@ -238,15 +237,15 @@ class StreamingDiLoCo:
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # of other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            checksums = state.checksum, self._watch.checksum(state.delta)
-            header = Header(flags, self._run, *turn, step, round_.weight, *checksums)
+            delta = checksum(state.delta) if self._watch.compares else 0
+            header = Header(flags, self._run, *turn, step, round_.weight, state.checksum, delta)
             if self._exchanger is None:
                 headers = healing.settle_weights([header])
             else:
-                mine = state.delta, header, state.residual
-                headers, round_.traffic = self._exchanger.average(*mine, measured=measured)
-        own = headers[self.worker]
-        round_.weight, round_.flags = own.weight, own.flags
+                headers, round_.traffic = self._exchanger.average(
+                    state.delta, header, state.residual, measured=measured
+                )
+        round_.weight, round_.flags = headers[self.worker].weight, headers[self.worker].flags
         round_.participants = sum(one.weight > 0 for one in headers)
         with self._advancing:
             with state.background():
@@ -298,8 +297,8 @@ class StreamingDiLoCo:
         copy also what all workers share, which one of them saves.
         """
         self.check()
-        snapshots = self._take_snapshots(shared=shared)
-        return self._background.submit(partial(saving.save, *snapshots, mesh))
+        snapshots, facts = self._take_snapshots(shared=shared), self._facts_now()
+        return self._background.submit(partial(saving.save, snapshots, facts, mesh))
 
     @one_at_a_time
     def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
@@ -312,21 +311,26 @@ class StreamingDiLoCo:
                     exchanged.result()
                     self._apply([index])
             given_up, self._in_flight = self._in_flight, {}
-            return saving.save(*self._take_snapshots(given_up), mesh)
+            return saving.save(self._take_snapshots(given_up), self._facts_now(), mesh)
 
     def _take_snapshots(
         self, given_up: Container[int] = (), *, shared: bool = True
-    ) -> tuple[list[Snapshot], Facts]:
-        parts = enumerate(zip(self._states, self._weights, strict=True))
+    ) -> list[Snapshot]:
         return [
             Snapshot(state, weight, self._in_flight.get(index), index in given_up, shared=shared)
-            for index, (state, weight) in parts
-        ], self._facts_now()
+            for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
+        ]
 
     def _facts_now(self) -> Facts:
         """Return what is known so far of `SavedState.facts`."""
-        counts = {"step": self.step_count, "progress": self.progress, "healed": self._healed}
-        return counts | saving.known_facts(self.config, self._states, self._in_flight)
+        return {
+            "step": self.step_count,
+            "progress": self.progress,
+            "healed": self._healed,
+            "settings": saving.resume_settings(self.config),
+            "layout": saving.layout_of(self._states),
+            "in_flight": list(self._in_flight),
+        }
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state; what is in flight here is given up. Load the model first.

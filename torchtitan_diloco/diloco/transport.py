@@ -53,7 +53,7 @@ class Header:
     checksum: int
     """Checksum of the sender's shared copy of the fragment, which must be equal on all workers."""
     delta: int = 0
-    """Checksum of the sender's delta, in rounds in which `mistakes.Watch` compares them."""
+    """Checksum of the sender's delta, in rounds in which `healing.Watch` compares them."""
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(MAGIC, VERSION, *astuple(self)).ljust(HEADER_BYTES, b"\0")

@@ -4,14 +4,13 @@ one."""
 from collections.abc import Callable
 from functools import partial
 
-from torchtitan_diloco.diloco.codecs.base import UNIT, Codec
+from torchtitan_diloco.diloco.codecs.base import UNIT, Bf16Codec, Codec, Fp32Codec
 from torchtitan_diloco.diloco.codecs.blocks import (
     BlockCodec,
     Int8Codec,
     MiniFloatCodec,
     kernels_name,
 )
-from torchtitan_diloco.diloco.codecs.plain import Bf16Codec, Fp32Codec
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import Quantization
 
