@@ -139,7 +139,6 @@ class Island(threading.Thread):
             config.diloco,
             total_tokens=run.tokens,
             optimizer=self.optimizer,
-            seed=config.run.seed,
             samples_per_step=config.training.batch_size,
         )
         if isinstance(self.outer, LateIsland):

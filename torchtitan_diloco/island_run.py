@@ -38,7 +38,6 @@ class IslandRun:
             optimizer=optimizer,
             ranks=world.control,
             liveness=world.liveness,
-            seed=config.run.seed,
             samples_per_step=samples,
             facts={key: str(value) for key, value in facts.items()},
         )

@@ -51,7 +51,6 @@ class Island(threading.Thread):
     facts: dict[str, str] = field(default_factory=dict)
     saved: SavedState | None = None
     """State to resume from."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(name=self.name_, daemon=True)
@@ -76,7 +75,6 @@ class Island(threading.Thread):
             total_tokens=self.steps * self.begin * TOKENS,
             optimizer=self.optimizer,
             samples_per_step=2,
-            seed=self.seed,
             facts=self.facts,
         )
 

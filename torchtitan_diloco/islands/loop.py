@@ -73,7 +73,6 @@ class IslandDiLoCo(StreamingDiLoCo):
         optimizer: torch.optim.Optimizer | None = None,
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
-        seed: int = 0,
         samples_per_step: int = 1,
         facts: dict[str, str] | None = None,
     ) -> None:
@@ -91,8 +90,14 @@ class IslandDiLoCo(StreamingDiLoCo):
         if mistakes := list(islands_mistakes(islands, config, begin)):
             raise ValueError("\n".join(map(": ".join, mistakes)))
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
-        alone = partial(super().__init__, model, None, config, seed=seed)
-        alone(optimizer=optimizer, liveness=liveness, total_steps=total_tokens)
+        super().__init__(
+            model,
+            None,
+            config,
+            optimizer=optimizer,
+            liveness=liveness,
+            total_steps=total_tokens,
+        )
         self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self.seat: Seat
