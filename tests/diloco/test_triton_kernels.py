@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs import CODECS, UNIT, blocks, build_codec
+from torchtitan_diloco.diloco.codecs import CODECS, UNIT, Codec, blocks, build_codec
 from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
@@ -35,11 +35,15 @@ every_format = pytest.mark.parametrize("name", BLOCK_CODECS)
 # --- what is compared -----------------------------------------------------------------------------
 
 
-def build(name: str, block: int, *, kernels: bool) -> BlockCodec:
+def build(name: str, block: int) -> BlockCodec:
     codec = build_codec(Quantization(codec=name, block_size=block))  # type: ignore[arg-type]
     assert isinstance(codec, BlockCodec)
-    codec.use_kernels = kernels
     return codec
+
+
+def plain_torch() -> Any:
+    """Encode and decode tensors on a CPU without kernels in the body of a with statement."""
+    return patch.dict(os.environ, TRITON_INTERPRET="0")
 
 
 class Guarded:
@@ -86,63 +90,50 @@ def inputs(length: int, block: int, first_kind: int) -> Tensor:
     return torch.cat(parts) if length else normal
 
 
-def compare(name: str, block: int, values: Tensor, device: str) -> None:
+def compare(codec: Codec, values: Tensor, device: str) -> None:
     """Compare the kernels on `device` with plain torch on the CPU."""
-    plain, kernels = (build(name, block, kernels=chosen) for chosen in (False, True))
-    assert kernels._kernels(values.to(device)), "this would compare torch with torch"
-    expected = torch.zeros(plain.wire_bytes(len(values)), dtype=torch.uint8)
+    assert blocks.kernels_for(values.to(device)), "this would compare torch with torch"
+    expected = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
     payload, given = Guarded(torch.zeros_like(expected), device), Guarded(values, device)
-    plain.encode(values.clone(), expected)
-    kernels.encode(given.inside, payload.inside)
+    with plain_torch():
+        codec.encode(values.clone(), expected)
+    codec.encode(given.inside, payload.inside)
     assert same_bits(given.read(), values)
     assert torch.equal(payload.read(), expected)
-    compare_decoded(plain, kernels, expected, len(values), device)
+    compare_decoded(codec, expected, len(values), device)
 
 
-def compare_decoded(
-    plain: BlockCodec, kernels: BlockCodec, payload: Tensor, length: int, device: str
-) -> None:
+def compare_decoded(codec: Codec, payload: Tensor, length: int, device: str) -> None:
     out, expected = Guarded(torch.zeros(length), device), torch.zeros(length)
-    kernels.decode(Guarded(payload, device).inside, out.inside)
-    plain.decode(payload, expected)
+    codec.decode(Guarded(payload, device).inside, out.inside)
+    with plain_torch():
+        codec.decode(payload, expected)
     assert same_bits(out.read(), expected)
 
 
-def compare_means(name: str, block: int, length: int, device: str) -> None:
-    plain, kernels = (build(name, block, kernels=chosen) for chosen in (False, True))
-    payloads = [torch.zeros(plain.wire_bytes(length), dtype=torch.uint8) for _ in WEIGHTS]
+def compare_means(codec: Codec, length: int, device: str) -> None:
+    payloads = [torch.zeros(codec.wire_bytes(length), dtype=torch.uint8) for _ in WEIGHTS]
     for seed, payload in enumerate(payloads):
-        plain.encode(torch.randn(length, generator=torch.Generator().manual_seed(seed)), payload)
+        codec.encode(torch.randn(length, generator=torch.Generator().manual_seed(seed)), payload)
     for count in range(1, len(WEIGHTS) + 1):
         expected, mean = torch.zeros(length), Guarded(torch.zeros(length), device)
-        plain.average(payloads[:count], WEIGHTS[:count], expected)
+        with plain_torch():
+            codec.average(payloads[:count], WEIGHTS[:count], expected)
         arrived = [Guarded(payload, device).inside for payload in payloads[:count]]
-        kernels.average(arrived, WEIGHTS[:count], mean.inside)
+        codec.average(arrived, WEIGHTS[:count], mean.inside)
         # Values are about 1, and torch may round a mean twice: the last bit or two can differ.
         torch.testing.assert_close(mean.read(), expected, rtol=0, atol=2**-22)
 
 
-def compare_any_bytes(name: str, block: int, device: str) -> None:
+def compare_any_bytes(codec: BlockCodec, device: str) -> None:
     """Decode every code under every scale, also those that no encoder writes."""
-    plain, kernels = (build(name, block, kernels=chosen) for chosen in (False, True))
-    length, generator = 2 * UNIT + 77, torch.Generator().manual_seed(block)
-    payload = torch.randint(256, (plain.wire_bytes(length),), generator=generator)
-    compare_decoded(plain, kernels, payload.to(torch.uint8), length, device)
+    length, generator = 2 * UNIT + 77, torch.Generator().manual_seed(codec.block_size)
+    payload = torch.randint(256, (codec.wire_bytes(length),), generator=generator)
+    compare_decoded(codec, payload.to(torch.uint8), length, device)
 
 
 def compare_largest(length: int, top: int, device: str) -> None:
-    plain, kernels = (TopKCodec("topk", top) for _ in range(2))
-    plain.use_kernels = False
-    values = inputs(length, 64, 0)
-    expected = torch.zeros(plain.wire_bytes(length), dtype=torch.uint8)
-    payload = Guarded(torch.zeros_like(expected), device)
-    plain.encode(values, expected)
-    kernels.encode(Guarded(values, device).inside, payload.inside)
-    assert torch.equal(payload.read(), expected)
-    out, decoded = Guarded(torch.ones(length), device), torch.ones(length)
-    kernels.decode(payload.inside, out.inside)
-    plain.decode(expected, decoded)
-    assert same_bits(out.read(), decoded)
+    compare(TopKCodec("topk", top), inputs(length, 64, 0), device)
 
 
 # --- in Triton's interpreter ----------------------------------------------------------------------
@@ -162,11 +153,11 @@ def _compare_all(name: str) -> None:
     number = BLOCK_CODECS.index(name)
     for kind, length in enumerate([0, 1, 15, 1023, 1025, UNIT + BLOCK_SIZES[0] + 1]):
         block = BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]
-        compare(name, block, inputs(length, block, kind), "cpu")
-    compare(name, UNIT, inputs(len(KINDS) * UNIT, UNIT, 0), "cpu")
+        compare(build(name, block), inputs(length, block, kind), "cpu")
+    compare(build(name, UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), "cpu")
     for block in (16, 1024):
-        compare_means(name, block, UNIT + 1, "cpu")
-        compare_any_bytes(name, block, "cpu")
+        compare_means(build(name, block), UNIT + 1, "cpu")
+        compare_any_bytes(build(name, block), "cpu")
 
 
 @needs_triton
@@ -233,7 +224,7 @@ def _compile_all(cache: Path) -> None:
     kernels.encode_largest(torch.zeros(64 * UNIT + 1), room, 10)
     for index, name in enumerate(BLOCK_CODECS):
         length = 64 * UNIT + index % 2
-        codec = build(name, BLOCK_SIZES[index], kernels=True)
+        codec = build(name, BLOCK_SIZES[index])
         payload = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
         values = torch.zeros(length)
         kernels.encode(values, payload, codec.format)
@@ -261,9 +252,9 @@ def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str) -> None:
     for block in BLOCK_SIZES:
         lengths = [0, 1, 15, 1023, 1025, 2 * UNIT + block + 1, 512 * UNIT, 700 * UNIT + 333]
         for kind, length in enumerate(lengths):
-            compare(name, block, inputs(length, block, kind), "cuda")
-        compare_any_bytes(name, block, "cuda")
-        compare_means(name, block, 300 * UNIT + 1, "cuda")
+            compare(build(name, block), inputs(length, block, kind), "cuda")
+        compare_any_bytes(build(name, block), "cuda")
+        compare_means(build(name, block), 300 * UNIT + 1, "cuda")
 
 
 @needs_triton

@@ -44,6 +44,8 @@ def kernels_name() -> str:
 
 
 def kernels_for(values: Tensor) -> ModuleType | None:
+    """Return the kernels that do the work of the torch code on a GPU. The torch code defines the
+    bits."""
     # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.
     if values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         return triton_kernels()
@@ -107,9 +109,6 @@ class BlockCodec(Codec):
     """The step of the grid is 2 ** unit_exponent."""
     top: float
     """Largest value of the grid."""
-    use_kernels = True
-    """On GPUs the kernels in triton_kernels.py do the work of the torch code, which defines the
-    bits."""
 
     def __init__(self, name: str, block_size: int) -> None:
         assert block_size in BLOCK_SIZES
@@ -144,7 +143,7 @@ class BlockCodec(Codec):
         return units * sum(self._unit_sizes) + sum(self._sizes(rest))
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        if kernels := self._kernels(values):
+        if kernels := kernels_for(values):
             kernels.encode(values, payload, self.format)
             return
         if rest := values.numel() % UNIT:
@@ -158,7 +157,7 @@ class BlockCodec(Codec):
             self._encode_units(values, payload)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        if kernels := self._kernels(values):
+        if kernels := kernels_for(values):
             kernels.average([payload], [1.0], values, self.format)
             return
         if rest := values.numel() % UNIT:
@@ -174,13 +173,10 @@ class BlockCodec(Codec):
             self._decode_units(payload, values)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        if kernels := self._kernels(out):
+        if kernels := kernels_for(out):
             kernels.average(payloads, weights, out, self.format)
         else:
             super().average(payloads, weights, out)
-
-    def _kernels(self, values: Tensor) -> ModuleType | None:
-        return kernels_for(values) if self.use_kernels else None
 
     def _sizes(self, values: int) -> list[int]:
         """Return the bytes of the codes and of the scales of at most one unit."""

@@ -27,8 +27,6 @@ class TopKCodec(Codec):
     """Entries of 12 bits for the largest values of a unit, then two scales in bf16."""
 
     is_sparse = True
-    use_kernels = True
-    """As of `BlockCodec`."""
 
     def __init__(self, name: str, top_values: int) -> None:
         super().__init__(name)
@@ -40,7 +38,7 @@ class TopKCodec(Codec):
         return -(-values // UNIT) * (self._entry_bytes + 4)
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        if kernels := kernels_for(values) if self.use_kernels else None:
+        if kernels := kernels_for(values):
             kernels.encode_largest(values, payload, self.top_values)
         elif values.numel():
             words = self._in_units(values).view(torch.int32)
