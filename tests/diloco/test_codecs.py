@@ -14,6 +14,7 @@ from torchtitan_diloco.diloco.codecs import (
     CODECS,
     UNIT,
     Codec,
+    bits_per_parameter,
     build_codec,
 )
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, CodecName, Quantization
@@ -302,15 +303,18 @@ def test_golden_payloads(name: str, payload: str) -> None:
     assert bytes(encoded(codec, GOLDEN_INPUT).tolist()).hex() == payload
 
 
-@pytest.mark.parametrize("name", ["fp4_e2m1", "fp4_e3m0"])
-def test_four_bits_with_scales_and_header(name: str) -> None:
-    assert 8 * (build(name).wire_bytes(100_001) + 64) <= 4.25 * 100_001
-    assert build(name, block_size=32).wire_bytes(2**20) * 8 == 4.25 * 2**20
-
-
-@pytest.mark.parametrize(("top", "bits"), [(10, 0.1484375), (16, 0.21875), (32, 0.40625)])
-def test_bits_of_the_largest_values(top: int, bits: float) -> None:
-    assert 8 * build("topk", top_values=top).wire_bytes(2**20) == bits * 2**20
+@pytest.mark.parametrize(
+    ("wire", "bits"),
+    [
+        (Quantization("fp4_e3m0"), 4.125),
+        (Quantization("fp4_e2m1", block_size=32), 4.25),
+        (Quantization("topk", top_values=10), 0.1484375),
+        (Quantization("topk"), 0.21875),
+    ],
+    ids=str,
+)
+def test_bits_per_parameter(wire: Quantization, bits: float) -> None:
+    assert bits_per_parameter(build_codec(wire)) == bits
 
 
 def test_the_settings_offer_exactly_the_registered_formats() -> None:

@@ -122,7 +122,8 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
     shared: Named = {}
     for state in states:
         check_identity(model, state.fragment)
-        shared |= named(SHARED, state, state.outer.clone())
+        views = named(SHARED, state, state.outer)
+        shared |= {name: value.clone() for name, value in views.items()}
     first = {one: shared_parameter_name(name) for name, one in model.named_parameters()}
     keys = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
     return {
