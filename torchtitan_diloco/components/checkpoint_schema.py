@@ -32,7 +32,7 @@ from torchtitan_diloco.components.checkpoint_folders import MANIFEST
 from torchtitan_diloco.components.muon import initial_state
 
 Result = TypeVar("Result")
-VERSION = 3
+VERSION = 4
 METADATA, SHARED = ".metadata", "shared"
 RETRY_AFTER_SECONDS = (0.2, 1.0, 3.0)
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
