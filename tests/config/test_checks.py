@@ -42,7 +42,7 @@ TOPK = {"diloco.quantization.codec": "topk"}
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
         (TOPK | {"diloco.quantization.rounding": "stochastic"}, "diloco.quantization.rounding"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
-        ({"data.shard_by": "clusters", "diloco.workers": "1"}, "data.shard_by"),
+        ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
         ({"data.shard_by": "random", "diloco.method": "none"}, "data.shard_by"),
         ({"optimizer.beta1": "0.99", "optimizer.beta2": "0.9"}, "optimizer.beta1"),
         ({"run.device": "cpu", "parallel.compute_dtype": "bfloat16"}, "parallel.compute_dtype"),

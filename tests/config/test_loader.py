@@ -15,6 +15,7 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
+from torchtitan_diloco.config.loader import REMOVED
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap
 from torchtitan_diloco.diloco.fields import field_mistakes
 
@@ -101,7 +102,6 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("trainign.steps", "did you mean training.steps?"),
         ("model.flavour", "did you mean model.flavor?"),
         ("steps", "did you mean training.steps?"),
-        ("diloco.link.backend", "was removed: workers always exchange over gloo"),
         ("diloco.overlap", "is a section: set one of its keys"),
         ("xyzzy.xyzzy", "--help` lists all keys"),
     ],
@@ -194,6 +194,12 @@ def test_toml_loads_to_the_same_config(
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(str(path)) == config
     assert parse_config(to_toml(config), "checkpoint") == config
+
+
+@pytest.mark.parametrize(("key", "reason"), REMOVED.items())
+def test_a_removed_key_says_so_and_is_no_mistake_in_a_checkpoint(key: str, reason: str) -> None:
+    assert f'command line: {key} = "3": was removed: {reason}; leave' in error_of("debug", **{key: "3"})
+    assert parse_config(f"{key} = 3\nrun.seed = 4", "checkpoint").run.seed == 4
 
 
 def test_a_saved_config_is_checked() -> None:
