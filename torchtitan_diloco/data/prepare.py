@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +47,8 @@ DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _JOB_PIECES = 32  # for each thread
 _JOBS_AHEAD = 4  # bounds memory
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Encoded = tuple[int, npt.NDArray[np.uint32], bool]
+"""Number of a piece, its tokens, and whether its document ends."""
 
 
 def prepare(
@@ -133,7 +132,7 @@ def _write(
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def encode(numbered: tuple[int, Piece]) -> tuple[int, npt.NDArray[np.uint32], bool]:
+    def encode(numbered: tuple[int, Piece]) -> Encoded:
         number, piece = numbered
         # Where the next piece goes to the other split, the document ends for this one.
         ends_text = piece.ends_document or split_of(number) != split_of(number + 1)
@@ -158,13 +157,15 @@ def _write(
 
 
 def _in_threads(
-    function: Callable[[Item], Result], items: Iterator[Item], threads: int
-) -> Iterator[Result]:
+    encode: Callable[[tuple[int, Piece]], Encoded],
+    pieces: Iterator[tuple[int, Piece]],
+    threads: int,
+) -> Iterator[Encoded]:
     """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
-    jobs: deque[Iterator[Result]] = deque()
+    jobs: deque[Iterator[Encoded]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        while job := list(islice(items, _JOB_PIECES * threads)):
-            jobs.append(pool.map(function, job))
+        while job := list(islice(pieces, _JOB_PIECES * threads)):
+            jobs.append(pool.map(encode, job))
             if len(jobs) == _JOBS_AHEAD:
                 yield from jobs.popleft()
         for results in jobs:
