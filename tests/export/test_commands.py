@@ -172,7 +172,7 @@ def test_weights_are_not_overwritten(sharded: Path, tmp_path: Path, capsys: Capt
     before = (out / "model.safetensors").stat().st_mtime_ns
     for format in ("safetensors", "hf"):
         assert export.main([str(sharded), "--out", str(out), "--format", format]) == 2
-        message = "error: .*model.safetensors exists; choose another folder"
+        message = "error: .*out is not empty; choose another folder"
         assert re.match(message, capsys.readouterr().err)
     assert (out / "model.safetensors").stat().st_mtime_ns == before
     (tmp_path / "file").write_text("")
