@@ -4,13 +4,15 @@ import fcntl
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiktoken
 
 from torchtitan_diloco.data.prepare import main, parse_quantity, prepare
 from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, is_held_out, open_corpus
-from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
 
 BYTES = build_tokenizer("bytes")
 END = 256
@@ -73,21 +75,39 @@ def test_all_text_is_there_once_in_order(job: Job) -> None:
     assert bytes(0 if token == END else token for token in tokens(job.out, "train")) == expected
 
 
-def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job) -> None:
+def with_begin_token() -> Tokenizer:
+    special = {END_OF_DOCUMENT: END, "<|begin_of_text|>": END + 1}
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "begins", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
+    )
+    return Tokenizer("begins", encoding, pattern="begins")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, with_begin_token()], ids=["bytes", "begin token"])
+def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job, tokenizer: Tokenizer) -> None:
     write_documents(job.source, documents=60)
-    corpus = open_corpus(str(job.source))
-    prepare(corpus, BYTES, job.out, validation_fraction=0.3, shard_tokens=10_000)
+    corpus, begin = open_corpus(str(job.source)), tokenizer is not BYTES
+    options: dict[str, Any] = {"validation_fraction": 0.3, "shard_tokens": 10_000, "begin": begin}
+    prepare(corpus, tokenizer, job.out, **options)
     pieces = list(corpus.pieces())
     assert len(pieces) > 70, "some documents have several pieces"
     for split in SPLITS:
         expected: list[int] = []
         for number, piece in enumerate(pieces):
-            if is_held_out(number, 0.3) == (split == "validation"):
+            held_out = is_held_out(number, 0.3)
+            if held_out == (split == "validation"):
+                # A document that continues in the other split has ended for this one.
+                goes_on = number and not pieces[number - 1].ends_document
+                if begin and not (goes_on and is_held_out(number - 1, 0.3) == held_out):
+                    expected.append(END + 1)
                 expected += piece.text.encode()
-                # a document that continues in the other split has ended for this one
-                if piece.ends_document or is_held_out(number + 1, 0.3) != is_held_out(number, 0.3):
+                if piece.ends_document or is_held_out(number + 1, 0.3) != held_out:
                     expected.append(END)
         assert tokens(job.out, split) == expected
+    if begin:
+        with pytest.raises(ValueError, match="other settings: begin_token was 257 and is None"):
+            prepare(corpus, tokenizer, job.out, **options | {"begin": False})
 
 
 def test_threads_do_not_change_a_byte(job: Job) -> None:
@@ -166,6 +186,7 @@ def test_verify(job: Job) -> None:
         (("--validation-fraction", "0.6"), "--validation-fraction 0.6 is not between 0 and 0.5"),
         (("--threads", "0"), "'0' is not a whole number from 1 on"),
         (("--tokenizer", "byts"), 'Did you mean "bytes"?'),
+        (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
     ],
 )
 def test_bad_arguments(job: Job, options: tuple[str, ...], message: str) -> None:

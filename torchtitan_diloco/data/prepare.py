@@ -40,13 +40,15 @@ from torchtitan_diloco.data.text import (
     is_held_out,
     open_corpus,
 )
-from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
 from torchtitan_diloco.utils import available_cores
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _JOB_PIECES = 32  # for each thread
 _JOBS_AHEAD = 4  # bounds memory
 
+Numbered = tuple[int, Piece, bool]
+"""Number of a piece, the piece, and whether it begins a document."""
 Encoded = tuple[int, npt.NDArray[np.uint32], bool]
 """Number of a piece, its tokens, and whether its document ends."""
 
@@ -60,12 +62,17 @@ def prepare(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     max_tokens: int | None = None,
     threads: int | None = None,
+    begin: bool = False,
     wait: bool = False,
 ) -> bool:
     """Write the shards of both splits, then the index. Return whether there was anything to do.
 
-    `wait`: for another process that writes the folder; otherwise that is an error.
+    `begin`: write the tokenizer's begin token before each document. `wait`: for another process
+    that writes the folder; otherwise that is an error.
     """
+    begin_token = tokenizer.begin_of_document if begin else None
+    if begin and begin_token is None:
+        raise ValueError(f"--begin-token: {tokenizer.name} has none of {', '.join(BEGINS)}")
     settings = {
         "source": corpus.spec,
         "source_fingerprint": corpus.fingerprint,
@@ -76,15 +83,15 @@ def prepare(
         "shard_tokens": shard_tokens,
         "max_tokens": max_tokens,
         "piece_characters": PIECE_CHARACTERS,
-    }
+    } | ({"begin_token": begin_token} if begin else {})
     start, finished, started = time.monotonic(), folder / INDEX_NAME, folder / STARTED_NAME
     with only_writer(folder, wait=wait):
         index = _read_or_begin(folder, Index(FORMAT_VERSION, settings, {}))
         if finished.exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
-        threads, fraction = threads or available_cores(), validation_fraction
-        new_tokens = _write(corpus, tokenizer, writers, fraction, max_tokens, threads)
+        options = validation_fraction, max_tokens, threads or available_cores(), begin_token
+        new_tokens = _write(corpus, tokenizer, writers, *options)
         started.rename(finished)
     seconds = time.monotonic() - start
     train, held_out = index.splits["train"], index.splits["validation"]
@@ -126,30 +133,39 @@ def _write(
     fraction: float,
     max_tokens: int | None,
     threads: int,
+    begin_token: int | None,
 ) -> int:
     """Tokenise all pieces that are not written yet. Return the number of new tokens."""
 
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def encode(numbered: tuple[int, Piece]) -> Encoded:
-        number, piece = numbered
-        # Where the next piece goes to the other split, the document ends for this one.
-        ends_text = piece.ends_document or split_of(number) != split_of(number + 1)
+    def missing() -> Iterator[Numbered]:
+        begins = True
+        for number, piece in enumerate(corpus.pieces("tokenising")):
+            if number >= done[split_of(number)]:
+                yield number, piece, begins
+            begins = piece.ends_document
+
+    def encode(numbered: Numbered) -> Encoded:
+        number, piece, begins = numbered
         tokens = tokenizer.encode(piece.text)
-        if ends_text:
+        # Where the next piece goes to the other split, the document ends for this one.
+        ends = piece.ends_document or split_of(number) != split_of(number + 1)
+        if ends:
             tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
-        return number, tokens, ends_text
+        begins = begins or split_of(number) != split_of(number - 1)
+        if begins and begin_token is not None:
+            tokens = np.insert(tokens, 0, begin_token)
+        return number, tokens, ends
 
     done = {split: writer.end_piece for split, writer in writers.items()}
-    pieces = enumerate(corpus.pieces("tokenising"))
-    missing = ((number, piece) for number, piece in pieces if number >= done[split_of(number)])
     train, new_tokens = writers["train"], 0
-    for number, tokens, ends_text in _in_threads(encode, missing, threads):
+    for number, tokens, ends in _in_threads(encode, missing(), threads):
         enough = max_tokens is not None and train.tokens >= max_tokens
         if enough and number >= train.end_piece:
             break
-        writers[split_of(number)].add(number, tokens, ends_text)
+        writers[split_of(number)].add(number, tokens, ends)
         new_tokens += len(tokens)
     for writer in writers.values():
         writer.finish_shard()
@@ -157,9 +173,7 @@ def _write(
 
 
 def _in_threads(
-    encode: Callable[[tuple[int, Piece]], Encoded],
-    pieces: Iterator[tuple[int, Piece]],
-    threads: int,
+    encode: Callable[[Numbered], Encoded], pieces: Iterator[Numbered], threads: int
 ) -> Iterator[Encoded]:
     """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
     jobs: deque[Iterator[Encoded]] = deque()
@@ -206,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=parse_quantity, help="default: every core")
     add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
     field_help = "field of the text in JSON lines and data sets (default text)"
+    begin_help = "write the tokenizer's begin token before each document, as Llama 3 was trained"
+    add("--begin-token", action="store_true", help=begin_help)
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field_help)
     add("--verify", action="store_true", help="check every byte; without --source: only that")
     return parser
@@ -237,6 +253,7 @@ def _run(options: argparse.Namespace) -> None:
             shard_tokens=options.shard_tokens,
             max_tokens=options.max_tokens,
             threads=options.threads,
+            begin=options.begin_token,
         )
         if not done:
             print(f"{options.out} was complete already")
