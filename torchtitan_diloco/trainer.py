@@ -75,8 +75,8 @@ class Trainer:
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
-        self.tokens = open_split(config.data, tokenizer, "train")
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
+        self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run)
         self._assert_agreement()
 
         self.resumed = self._resumed_state()
@@ -301,6 +301,12 @@ class Trainer:
         return bool(self.start.checkpoint) and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _tokens_of_run(self) -> int:
+        model, training = self.config.model, self.config.training
+        counts = build_model(model, self.vocab_size, training.sequence_length).parameter_counts()
+        plan = plan_run(training, self.ranks, counts["total"], counts["embedding"])
+        return plan.total_steps * plan.tokens_per_step
 
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
