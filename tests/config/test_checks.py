@@ -25,10 +25,21 @@ TOPK = {"diloco.quantization.codec": "topk"}
         ),
         ({"diloco.delta_norm_limit": "0.5"}, "diloco.delta_norm_limit"),
         ({"diloco.fragments.pattern": "explicit"}, "diloco.fragments.modules"),
+        ({"diloco.outer_optimizer.decay": "cosine"}, "diloco.outer_optimizer.decay_rounds"),
         ({"diloco.quantization.block_size": "65"}, "diloco.quantization.block_size"),
+        ({"diloco.quantization.gather_codec": "bf16"}, "diloco.quantization.gather_codec"),
+        (
+            {"diloco.quantization.gather_codec": "topk", "diloco.workers": "3"},
+            "diloco.quantization.gather_codec",
+        ),
+        (
+            TOPK | {"diloco.quantization.gather_codec": "bf16", "diloco.workers": "3"},
+            "diloco.quantization.gather_codec",
+        ),
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
         (TOPK | {"diloco.quantization.top_values": "258"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
+        (TOPK | {"diloco.quantization.rounding": "stochastic"}, "diloco.quantization.rounding"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),
         ({"data.shard_by": "random", "diloco.method": "none"}, "data.shard_by"),
@@ -48,6 +59,10 @@ def test_contradictions_are_errors(settings: dict[str, str], key: str) -> None:
         (
             {"diloco.outer_optimizer.name": "sgd"},
             'momentum = 0.8 has no effect with diloco.outer_optimizer.name = "sgd"',
+        ),
+        (
+            {"diloco.outer_optimizer.decay_rounds": "9"},
+            'decay_rounds = 9 has no effect with diloco.outer_optimizer.decay = "constant"',
         ),
         (
             {"lr_schedule.decay_fraction": "0.5"},
@@ -82,5 +97,15 @@ def test_advice_counts_the_beginning_and_the_end(settings: dict[str, str], words
 
 
 def test_advice_about_the_largest_values() -> None:
-    found = advice(load_config("debug", TOPK).diloco, total_steps=10**4)
-    assert "in place of outer momentum" in found[-1]
+    fed_back = TOPK | {
+        "diloco.quantization.error_feedback": "true",
+        "diloco.outer_optimizer.name": "sgd",
+        "diloco.outer_optimizer.lr": "1",
+    }
+    assert not advice(load_config("debug", fed_back).diloco, total_steps=10**4)
+    for key, value in (
+        ("diloco.quantization.error_feedback", "false"),
+        ("diloco.outer_optimizer.name", "nesterov"),
+    ):
+        found = advice(load_config("debug", fed_back | {key: value}).diloco, total_steps=10**4)
+        assert "in place of outer momentum" in found[-1]

@@ -9,6 +9,9 @@ from torchtitan_diloco.islands.config import Islands, islands_mistakes
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
 
+
+PARTS = ("strided", "sequential", "balanced")
+MOMENTUM = ("nesterov", "momentum", "adam")
 READ_WITH = {
     "optimizer.matrix_lr": ("optimizer.name", ("muon",)),
     "optimizer.momentum": ("optimizer.name", ("muon",)),
@@ -23,9 +26,13 @@ READ_WITH = {
     "model.rotary_scaling": ("model.name", ("llama",)),
     "model.tied_head": ("model.name", ("llama",)),
     "activation_checkpoint.every": ("activation_checkpoint.mode", ("every_nth",)),
-    "diloco.fragments.layers_per_fragment": ("diloco.fragments.pattern", ("strided", "sequential")),
-    "diloco.fragments.blocks": ("diloco.fragments.pattern", ("strided", "sequential")),
-    "diloco.outer_optimizer.momentum": ("diloco.outer_optimizer.name", ("nesterov", "momentum")),
+    "diloco.fragments.layers_per_fragment": ("diloco.fragments.pattern", PARTS),
+    "diloco.fragments.blocks": ("diloco.fragments.pattern", PARTS),
+    "diloco.outer_optimizer.momentum": ("diloco.outer_optimizer.name", MOMENTUM),
+    "diloco.outer_optimizer.beta2": ("diloco.outer_optimizer.name", ("adam",)),
+    "diloco.outer_optimizer.epsilon": ("diloco.outer_optimizer.name", ("adam",)),
+    "diloco.outer_optimizer.decay_rounds": ("diloco.outer_optimizer.decay", ("cosine", "linear")),
+    "diloco.outer_optimizer.floor": ("diloco.outer_optimizer.decay", ("cosine", "linear")),
 }
 """Setting -> the setting that decides whether it is read, and the values with which it is read."""
 
