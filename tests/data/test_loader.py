@@ -88,29 +88,17 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
 @pytest.mark.parametrize("processes", [0, 1, 2])
 @pytest.mark.parametrize("steps", [0, 17])  # 99 sequences: an epoch ends within step 17
 def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: int) -> None:
+    """A position is that of a step's beginning. Reading ahead in processes does not move it."""
     settings = {"accumulation": 3, "ranks": 2, "rank": 1}
     whole = take(build(shards, **settings), 3 * steps + 8)
     first = build(shards, processes=processes, **settings)
-    assert take(first, 3 * steps) == whole[: 3 * steps]
+    seen = take(first, 3 * steps)
     assert first.position == 12 * steps
+    assert seen + take(first, 1) == whole[: 3 * steps + 1], "iterating again continues"
+    assert first.position == 12 * steps, "within the step"
     second = build(shards, processes=2 - processes, start=first.position, **settings)
     assert second.position == first.position
     assert take(second, 8) == whole[3 * steps :]
-
-
-def test_position_is_that_of_the_step_and_reading_ahead_does_not_move_it(
-    shards: TokenShards,
-) -> None:
-    loader, seen = build(shards, processes=1, accumulation=2), []
-    for batch, (inputs, targets) in enumerate(itertools.islice(loader, 6), start=1):
-        assert loader.position == batch // 2 * 4
-        seen.append([number_of(*pair) for pair in zip(inputs, targets, strict=True)])
-    assert seen == take(build(shards), 6)
-
-
-def test_iterating_again_continues(shards: TokenShards) -> None:
-    whole, loader = take(build(shards), 6), build(shards, processes=1)
-    assert take(loader, 4) + take(loader, 2) == whole
 
 
 def test_random_numbers_of_the_run_stay_as_they_were(shards: TokenShards) -> None:
