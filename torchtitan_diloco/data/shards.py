@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import aside_path, logger, write_whole
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -83,21 +83,6 @@ def read_index(path: Path) -> Index:
 def write_index(path: Path, index: Index) -> None:
     content = msgspec.json.format(msgspec.json.encode(index), indent=2)
     write_whole(path, content + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that readers see all of it or nothing, even if this process is killed."""
-    aside = aside_path(path)
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def aside_path(path: Path) -> Path:
-    """Return where a file is written before it is renamed to `path`."""
-    return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
