@@ -10,7 +10,7 @@ import argparse
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -47,10 +47,8 @@ DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _JOB_PIECES = 32  # for each thread
 _JOBS_AHEAD = 4  # bounds memory
 
-Numbered = tuple[int, Piece, bool]
-"""Number of a piece, the piece, and whether it begins a document."""
-Encoded = tuple[int, npt.NDArray[np.uint32], bool]
-"""Number of a piece, its tokens, and whether its document ends."""
+Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
+"""Number of a piece, its split and tokens, and whether its document ends for the split."""
 
 
 def prepare(
@@ -84,15 +82,23 @@ def prepare(
         "max_tokens": max_tokens,
         "piece_characters": PIECE_CHARACTERS,
     } | ({"begin_token": begin_token} if begin else {})
-    start, finished, started = time.monotonic(), folder / INDEX_NAME, folder / STARTED_NAME
+    start, new_tokens = time.monotonic(), 0
     with only_writer(folder, wait=wait):
         index = _read_or_begin(folder, Index(FORMAT_VERSION, settings, {}))
-        if finished.exists():
+        if (folder / INDEX_NAME).exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
-        options = validation_fraction, max_tokens, threads or available_cores(), begin_token
-        new_tokens = _write(corpus, tokenizer, writers, *options)
-        started.rename(finished)
+        train, done = writers["train"], {split: one.end_piece for split, one in writers.items()}
+        pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token, threads)
+        for number, split, tokens, ends_document in pieces:
+            enough = max_tokens is not None and train.tokens >= max_tokens
+            if enough and number >= train.end_piece:
+                break
+            writers[split].add(number, tokens, ends_document)
+            new_tokens += len(tokens)
+        for writer in writers.values():
+            writer.finish_shard()
+        (folder / STARTED_NAME).rename(folder / INDEX_NAME)
     seconds = time.monotonic() - start
     train, held_out = index.splits["train"], index.splits["validation"]
     print(
@@ -126,60 +132,45 @@ def _read_or_begin(folder: Path, new: Index) -> Index:
     return new
 
 
-def _write(
+def _tokenised(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    writers: dict[Split, ShardWriter],
+    done: dict[Split, int],
     fraction: float,
-    max_tokens: int | None,
-    threads: int,
     begin_token: int | None,
-) -> int:
-    """Tokenise all pieces that are not written yet. Return the number of new tokens."""
+    threads: int | None,
+) -> Iterator[Tokenised]:
+    """Yield all pieces of the corpus in order, without those that are done.
+
+    Threads suffice, as tiktoken releases the interpreter's lock.
+    """
 
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def missing() -> Iterator[Numbered]:
-        begins = True
+    def missing() -> Iterator[tuple[int, Piece, bool]]:
+        begins_document = True
         for number, piece in enumerate(corpus.pieces("tokenising")):
             if number >= done[split_of(number)]:
-                yield number, piece, begins
-            begins = piece.ends_document
+                yield number, piece, begins_document
+            begins_document = piece.ends_document
 
-    def encode(numbered: Numbered) -> Encoded:
+    def tokenise(numbered: tuple[int, Piece, bool]) -> Tokenised:
         number, piece, begins = numbered
-        tokens = tokenizer.encode(piece.text)
+        split, tokens = split_of(number), tokenizer.encode(piece.text)
         # Where the next piece goes to the other split, the document ends for this one.
-        ends = piece.ends_document or split_of(number) != split_of(number + 1)
+        ends = piece.ends_document or split != split_of(number + 1)
         if ends:
             tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
-        begins = begins or split_of(number) != split_of(number - 1)
-        if begins and begin_token is not None:
+        if begin_token is not None and (begins or split != split_of(number - 1)):
             tokens = np.insert(tokens, 0, begin_token)
-        return number, tokens, ends
+        return number, split, tokens, ends
 
-    done = {split: writer.end_piece for split, writer in writers.items()}
-    train, new_tokens = writers["train"], 0
-    for number, tokens, ends in _in_threads(encode, missing(), threads):
-        enough = max_tokens is not None and train.tokens >= max_tokens
-        if enough and number >= train.end_piece:
-            break
-        writers[split_of(number)].add(number, tokens, ends)
-        new_tokens += len(tokens)
-    for writer in writers.values():
-        writer.finish_shard()
-    return new_tokens
-
-
-def _in_threads(
-    encode: Callable[[Numbered], Encoded], pieces: Iterator[Numbered], threads: int
-) -> Iterator[Encoded]:
-    """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
-    jobs: deque[Iterator[Encoded]] = deque()
+    threads = threads or available_cores()
+    pieces, jobs = missing(), deque[Iterator[Tokenised]]()
     with ThreadPoolExecutor(threads) as pool:
         while job := list(islice(pieces, _JOB_PIECES * threads)):
-            jobs.append(pool.map(encode, job))
+            jobs.append(pool.map(tokenise, job))
             if len(jobs) == _JOBS_AHEAD:
                 yield from jobs.popleft()
         for results in jobs:
