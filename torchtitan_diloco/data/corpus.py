@@ -16,6 +16,7 @@ from torchtitan_diloco.data.shards import (
     Split,
     TokenShards,
     read_index,
+    token_type,
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
@@ -73,11 +74,12 @@ def _folder(
             source = data.source if key == "data.corpus" else ""
             hint = "" if source else " (TEXT: what to tokenise, as in data.source)"
             command = _command(source or "TEXT", data, spec, tokens_of_run)
+            size = token_type(tokenizer.vocab_size).itemsize
             raise ValueError(
                 f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}). '
                 f"Prepare it{hint} with\n    {command}\n"
                 f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens stops at "
-                "so many tokens; a token takes 2 bytes on disk (4 with more than 65,536 ids)."
+                f"so many tokens, each of which takes {size} bytes on disk."
             )
         return folder
     try:

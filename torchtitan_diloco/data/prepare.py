@@ -88,11 +88,11 @@ def prepare(
         if (folder / INDEX_NAME).exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
-        train, done = writers["train"], {split: one.end_piece for split, one in writers.items()}
+        done = {split: writer.end_piece for split, writer in writers.items()}
         pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token, threads)
         for number, split, tokens, ends_document in pieces:
-            enough = max_tokens is not None and train.tokens >= max_tokens
-            if enough and number >= train.end_piece:
+            enough = max_tokens is not None and writers["train"].tokens >= max_tokens
+            if enough and number >= writers["train"].end_piece:
                 break
             writers[split].add(number, tokens, ends_document)
             new_tokens += len(tokens)
