@@ -216,7 +216,7 @@ class Run:
     def load(self, outer: IslandDiLoCo, batch: int) -> TrainLoader:
         """Return batches from where the island begins to read its stream."""
         return TrainLoader(
-            [self._text],
+            self._text,
             sequence_length=self.config.training.sequence_length,
             batch_size=batch,
             accumulation=1,

@@ -44,8 +44,7 @@ from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import chosen_settings, flat_settings, portable
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
-from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
-from torchtitan_diloco.data.worker_shards import share_out
+from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.diloco.startup import state_bytes
@@ -76,10 +75,8 @@ class Trainer:
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
-        train_tokens = open_split(config.data, tokenizer, "train")
-        streams = config.islands.slots or config.workers
-        self.worker_shards = share_out(config.data, train_tokens, tokenizer, streams)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
+        self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run)
         self._assert_agreement()
 
         self.resumed = self._resumed_state()
@@ -181,7 +178,7 @@ class Trainer:
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
-        self.outer.step(weight=0.0 if skipped else self._tokens_of_step())
+        self.outer.step(weight=0 if skipped else plan.tokens_per_step // self.config.workers)
         return StepResult(loss, norm, skipped)
 
     @property
@@ -194,25 +191,21 @@ class Trainer:
         step = self.step if self.island is None else self.island.step
         return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
-    def _tokens_of_step(self) -> float:
-        """Return the weight of this worker's step."""
-        if self.island is not None:
-            return self.island.tokens_of_step(self.worker_shards)
-        return self.plan.tokens_per_step * self.worker_shards.shares[self.world.worker]
-
     def begin(self) -> None:
         """Join the other islands, if there are any, and read samples from where the run is."""
-        world, config, parts = self.world, self.config, self.worker_shards.parts
-        start, stream = self.resumed.position, None
+        world, config = self.world, self.config
+        start, stream, apart = self.resumed.position, None, config.data.shard_by == "random"
         if self.island is not None:
-            parts, start, stream = self.island.join(parts)
+            start, stream = self.island.join(apart=apart)
+        elif apart:
+            stream = Stream(world.worker, world.workers)
         self.loader = TrainLoader(
-            parts,
+            self.tokens,
             sequence_length=config.training.sequence_length,
             batch_size=config.training.batch_size,
             accumulation=self.plan.accumulation,
-            rank=world.rank,
-            ranks=world.size,
+            rank=world.rank if stream is None else world.rank_in_worker,
+            ranks=world.size if stream is None else world.ranks_per_worker,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             processes=config.data.loader_processes,
@@ -291,11 +284,14 @@ class Trainer:
 
     def _data_identity(self) -> dict[str, Any]:
         """Return what a position in the order of samples refers to."""
+        config = self.config
+        parts = 1 if config.data.shard_by == "none" else config.islands.slots or config.workers
         return {
-            "corpus": self.worker_shards.fingerprint,
-            "training.sequence_length": self.config.training.sequence_length,
-            "run.seed": self.config.run.seed,
-            "data.shuffle": self.config.data.shuffle,
+            "corpus": self.tokens.fingerprint,
+            "parts": parts,
+            "training.sequence_length": config.training.sequence_length,
+            "run.seed": config.run.seed,
+            "data.shuffle": config.data.shuffle,
         }
 
     def _validation_missed(self) -> bool:
@@ -305,6 +301,12 @@ class Trainer:
         return bool(self.start.checkpoint) and due and done < self.step
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _tokens_of_run(self) -> int:
+        model, training = self.config.model, self.config.training
+        counts = build_model(model, self.vocab_size, training.sequence_length).parameter_counts()
+        plan = plan_run(training, self.ranks, counts["total"], counts["embedding"])
+        return plan.total_steps * plan.tokens_per_step
 
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
@@ -380,7 +382,8 @@ class Trainer:
             f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
             f"vocabulary {self.vocab_size:,}"
         )
-        data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
+        amount = f"{len(self.tokens):,} tokens of tokenizer {self.tokenizer.name}"
+        data_line = f"{config.data.corpus}: {amount}"
         lines, optimizer = (model_line, data_line), config.optimizer.name
         log_plan(self.plan, config.training, self.world, *lines, optimizer=optimizer)
         size = self.plan, self.world, self.flops_per_token
@@ -394,7 +397,7 @@ class Trainer:
     def _assert_agreement(self) -> None:
         settings = flat_settings(self.config).items()
         facts = {key: str(value) for key, value in settings if key not in OWN_SETTINGS}
-        tokenizer, corpus = self.tokenizer.fingerprint, self.worker_shards.fingerprint
+        tokenizer, corpus = self.tokenizer.fingerprint, self.tokens.fingerprint
         weights = weights_fingerprint("" if self.start.checkpoint else self.config.model.weights)
         facts |= {"tokenizer": tokenizer, "corpus": corpus, "model.weights": weights}
         assert_agreement(self.world, facts)

@@ -253,6 +253,21 @@ class GarbageControl:
             gc.enable()
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that readers see all of it or nothing, even if this process is killed."""
+    aside = aside_path(path)
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def aside_path(path: Path) -> Path:
+    """Return where a file is written before it is renamed to `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the objects of a JSON Lines file, and the number of unreadable lines.
 

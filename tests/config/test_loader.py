@@ -15,6 +15,7 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
+from torchtitan_diloco.config.loader import REMOVED, TYPES
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap
 from torchtitan_diloco.diloco.fields import field_mistakes
 
@@ -39,23 +40,13 @@ def test_command_line_precedes_toml_and_toml_precedes_defaults(tmp_path: Path) -
 
 
 def test_extends_inherits_from_a_file_beside_or_a_shipped_config(tmp_path: Path) -> None:
-    write(tmp_path, "base.toml", "extends = '1b'\n[training]\nsteps = 7\nbatch_size = 3\n")
+    write(tmp_path, "base.toml", "extends = '1b.toml'\n[training]\nsteps = 7\nbatch_size = 3\n")
     write(tmp_path, "middle.toml", "extends = 'base.toml'\n[training]\nbatch_size = 4\n")
     leaf = write(tmp_path, "leaf.toml", "extends = 'middle.toml'\n[model]\nlayers = 2\n")
     config = load_config(leaf)
     assert (config.training.steps, config.training.batch_size) == (7, 4)
     assert (config.model.flavor, config.model.layers) == ("1b", 2)
     assert config.run.name == "leaf"
-
-
-@pytest.mark.parametrize("name", ["1b", "1b.toml"])
-def test_a_name_is_found_in_train_configs(name: str) -> None:
-    assert load_config(name).model.flavor == "1b"
-
-
-def test_a_length_of_the_run_replaces_the_one_of_the_file() -> None:
-    training = load_config("1b", {"training.steps": "100"}).training
-    assert (training.steps, training.tokens_per_parameter) == (100, 0.0)
 
 
 def test_values_on_the_command_line() -> None:
@@ -69,6 +60,9 @@ def test_values_on_the_command_line() -> None:
     assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
     removed = load_config("35m", {"training.global_batch_size": "none"})
     assert removed.training.global_batch_size is None
+    # A length of the run replaces the one of the file.
+    training = load_config("1b", {"training.steps": "100"}).training
+    assert (training.steps, training.tokens_per_parameter) == (100, 0.0)
 
 
 def test_forms_of_the_command_line() -> None:
@@ -101,7 +95,6 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("trainign.steps", "did you mean training.steps?"),
         ("model.flavour", "did you mean model.flavor?"),
         ("steps", "did you mean training.steps?"),
-        ("diloco.link.backend", "was removed: workers always exchange over gloo"),
         ("diloco.overlap", "is a section: set one of its keys"),
         ("xyzzy.xyzzy", "--help` lists all keys"),
     ],
@@ -174,9 +167,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, reason: str) -> No
     (line,) = error_of(write(tmp_path, "a.toml", text)).splitlines()[1:]
     assert str(tmp_path / "a.toml") in line
     assert reason in line
-
-
-def test_a_config_that_is_not_there() -> None:
     assert '--config = "1bb.toml": no such file; did you mean 1b?' in error_of("1bb.toml")
 
 
@@ -194,6 +184,13 @@ def test_toml_loads_to_the_same_config(
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(str(path)) == config
     assert parse_config(to_toml(config), "checkpoint") == config
+
+
+@pytest.mark.parametrize("key", sorted(set(REMOVED) - set(TYPES)))
+def test_a_removed_key_says_so_and_is_no_mistake_in_a_checkpoint(key: str) -> None:
+    message = f'command line: {key} = "3": was removed: {REMOVED[key]}; leave it out'
+    assert message in error_of("debug", **{key: "3"})
+    assert parse_config(f"{key} = 3\nrun.seed = 4", "checkpoint").run.seed == 4
 
 
 def test_a_saved_config_is_checked() -> None:

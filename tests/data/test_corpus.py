@@ -9,6 +9,7 @@ import pytest
 
 import torchtitan_diloco
 from tests.data.conftest import MakeShards
+from tests.test_trainer import settings, train
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.shards import TokenShards
@@ -91,11 +92,12 @@ def test_missing_shard_folder_names_the_command_that_makes_it(data: Data, tmp_pa
         open_split(dataclasses.replace(wanted, source=""), BYTES, "train")
     subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True)
     assert ends(open_split(wanted, BYTES, "train")) == 20
+    with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072\n"):  # 8 x 12 x 32
+        train(settings(tmp_path, data__corpus=tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
-    ("corpus", "source", "text"),
-    [("shards", "a.txt", "a.txt"), ("shards", "", "TEXT"), ("stdlib", "", "stdlib")],
+    ("corpus", "source", "text"), [("shards", "", "TEXT"), ("stdlib", "", "stdlib")]
 )
 def test_missing_rank_file_names_the_command(corpus: str, source: str, text: str) -> None:
     data = Data(corpus=corpus, source=source, tokenizer="none.tiktoken")

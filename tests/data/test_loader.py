@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 import torchtitan_diloco.data.loader as loader_module
 from tests.data.conftest import MakeShards
-from torchtitan_diloco.data.loader import TrainLoader, ValidationBatches
+from tests.processes import ProcessPool
+from tests.test_trainer import LOSS, curve, records, settings, train
+from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.utils import IGNORE_INDEX
 
@@ -23,7 +26,7 @@ def shards(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> TokenSha
 def build(shards: TokenShards, **changes: Any) -> TrainLoader:
     settings = {"batch_size": 2, "accumulation": 1, "rank": 0, "ranks": 1, "seed": 0}
     settings |= {"sequence_length": LENGTH, "shuffle": True, "processes": 0}
-    return TrainLoader([shards], **(settings | changes))
+    return TrainLoader(shards, **(settings | changes))
 
 
 def take(loader: TrainLoader, batches: int) -> list[list[int]]:
@@ -85,29 +88,17 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
 @pytest.mark.parametrize("processes", [0, 1, 2])
 @pytest.mark.parametrize("steps", [0, 17])  # 99 sequences: an epoch ends within step 17
 def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: int) -> None:
+    """A position is that of a step's beginning. Reading ahead in processes does not move it."""
     settings = {"accumulation": 3, "ranks": 2, "rank": 1}
     whole = take(build(shards, **settings), 3 * steps + 8)
     first = build(shards, processes=processes, **settings)
-    assert take(first, 3 * steps) == whole[: 3 * steps]
+    seen = take(first, 3 * steps)
     assert first.position == 12 * steps
+    assert seen + take(first, 1) == whole[: 3 * steps + 1], "iterating again continues"
+    assert first.position == 12 * steps, "within the step"
     second = build(shards, processes=2 - processes, start=first.position, **settings)
     assert second.position == first.position
     assert take(second, 8) == whole[3 * steps :]
-
-
-def test_position_is_that_of_the_step_and_reading_ahead_does_not_move_it(
-    shards: TokenShards,
-) -> None:
-    loader, seen = build(shards, processes=1, accumulation=2), []
-    for batch, (inputs, targets) in enumerate(itertools.islice(loader, 6), start=1):
-        assert loader.position == batch // 2 * 4
-        seen.append([number_of(*pair) for pair in zip(inputs, targets, strict=True)])
-    assert seen == take(build(shards), 6)
-
-
-def test_iterating_again_continues(shards: TokenShards) -> None:
-    whole, loader = take(build(shards), 6), build(shards, processes=1)
-    assert take(loader, 4) + take(loader, 2) == whole
 
 
 def test_random_numbers_of_the_run_stay_as_they_were(shards: TokenShards) -> None:
@@ -131,6 +122,66 @@ def test_corpus_shorter_than_a_sequence(make_shards: MakeShards) -> None:
         build(short)
     one = TokenShards(make_shards("one", train=11), "train")
     assert take(build(one), 3) == [[0, 0]] * 3
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_streams_take_turns_in_one_order(shards: TokenShards) -> None:
+    """Three streams, in turns of four samples, read what one reader of them all reads."""
+    whole = flat(build(shards), 60)
+    turns = [whole[start : start + 4] for start in range(0, 120, 4)]
+    for number in range(3):
+        found = flat(build(shards, stream=Stream(number, 3, block=4)), 20)
+        assert found == list(itertools.chain(*turns[number::3]))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_each_worker_has_a_fixed_random_part(shards: TokenShards, workers: int) -> None:
+    each, parts = 99 // workers, []
+    for worker in range(workers):
+        settings: dict[str, Any] = {"batch_size": 1, "stream": Stream(worker, workers)}
+        order = flat(build(shards, **settings), 3 * each)
+        epochs = [order[start : start + each] for start in range(0, 3 * each, each)]
+        part = set(epochs[0])
+        assert all(set(epoch) == part for epoch in epochs), "the same sequences in each epoch"
+        assert len(part) == each, "each of them once"
+        assert epochs[0] != epochs[1], "in another order"
+        assert set(flat(build(shards, **settings, seed=1), each)) == part
+        parts.append(part)
+        # Its ranks share its order, and a position continues in it.
+        ranks = [build(shards, **settings, rank=rank, ranks=3) for rank in range(3)]
+        shared = list(itertools.chain(*zip(*(flat(one, each // 3) for one in ranks), strict=True)))
+        again = build(shards, **settings, start=ranks[0].position)
+        assert shared + flat(again, each) == order[: len(shared) + each]
+    assert len(set.union(*parts)) == workers * each, "no two workers share a sequence"
+    assert all(max(part) - min(part) > 60 for part in parts), "from all over the corpus"
+
+
+def test_a_part_of_less_than_a_sequence(shards: TokenShards) -> None:
+    message = r'for each of 100 workers \(data\.shard_by = "random"\): .* needs 1001'
+    for worker in (0, 99):  # all see it
+        with pytest.raises(ValueError, match=message):
+            build(shards, stream=Stream(worker, 100))
+
+
+def test_a_run_with_parts_of_the_data_is_resumed(text: Path, processes: ProcessPool) -> None:
+    streaming = {"diloco.method": "streaming", "diloco.workers": 2, "diloco.sync_every": 2}
+
+    def losses(name: str, *stops: int, shard_by: str = "random") -> list[float]:
+        folder = text.parent / name
+        for stop in stops:
+            changes = {"data.shard_by": shard_by, "training.stop_after": stop}
+            changes |= {"run.folder": folder, "checkpoint.at_end": stop == 3}
+            run = settings(text, **streaming, **changes)
+            processes.run(train, 2, {key: value.lower() for key, value in run.items()})
+        return curve(records(folder), LOSS)
+
+    whole = losses("whole", 8)
+    assert losses("resumed", 3, 8) == whole != losses("shared", 8, shard_by="none")
+
+
+# --- validation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -3,20 +3,17 @@ import errno
 import fcntl
 import json
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiktoken
 
-import torchtitan_diloco
 from torchtitan_diloco.data.prepare import main, parse_quantity, prepare
 from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, is_held_out, open_corpus
-from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
 
-ROOT = Path(torchtitan_diloco.__file__).parents[1]
 BYTES = build_tokenizer("bytes")
 END = 256
 
@@ -78,21 +75,39 @@ def test_all_text_is_there_once_in_order(job: Job) -> None:
     assert bytes(0 if token == END else token for token in tokens(job.out, "train")) == expected
 
 
-def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job) -> None:
+def with_begin_token() -> Tokenizer:
+    special = {END_OF_DOCUMENT: END, "<|begin_of_text|>": END + 1}
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "begins", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
+    )
+    return Tokenizer("begins", encoding, pattern="begins")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, with_begin_token()], ids=["bytes", "begin token"])
+def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job, tokenizer: Tokenizer) -> None:
     write_documents(job.source, documents=60)
-    corpus = open_corpus(str(job.source))
-    prepare(corpus, BYTES, job.out, validation_fraction=0.3, shard_tokens=10_000)
+    corpus, begin = open_corpus(str(job.source)), tokenizer is not BYTES
+    options: dict[str, Any] = {"validation_fraction": 0.3, "shard_tokens": 10_000, "begin": begin}
+    prepare(corpus, tokenizer, job.out, **options)
     pieces = list(corpus.pieces())
     assert len(pieces) > 70, "some documents have several pieces"
     for split in SPLITS:
         expected: list[int] = []
         for number, piece in enumerate(pieces):
-            if is_held_out(number, 0.3) == (split == "validation"):
+            held_out = is_held_out(number, 0.3)
+            if held_out == (split == "validation"):
+                # A document that continues in the other split has ended for this one.
+                goes_on = number and not pieces[number - 1].ends_document
+                if begin and not (goes_on and is_held_out(number - 1, 0.3) == held_out):
+                    expected.append(END + 1)
                 expected += piece.text.encode()
-                # a document that continues in the other split has ended for this one
-                if piece.ends_document or is_held_out(number + 1, 0.3) != is_held_out(number, 0.3):
+                if piece.ends_document or is_held_out(number + 1, 0.3) != held_out:
                     expected.append(END)
         assert tokens(job.out, split) == expected
+    if begin:
+        with pytest.raises(ValueError, match="other settings: begin_token was 257 and is None"):
+            prepare(corpus, tokenizer, job.out, **options | {"begin": False})
 
 
 def test_threads_do_not_change_a_byte(job: Job) -> None:
@@ -107,33 +122,35 @@ def test_threads_do_not_change_a_byte(job: Job) -> None:
     assert found[0] == found[1]
 
 
-def start_preparing(source: Path, out: Path, *more: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "torchtitan_diloco.data.prepare", "--source", str(source)]
-    command += ["--out", str(out), "--shard-tokens", "40000", "--validation-fraction", "0.1"]
-    null = subprocess.DEVNULL
-    return subprocess.Popen([*command, "--threads", "2", *more], cwd=ROOT, stdout=null, stderr=null)
-
-
-def test_killed_at_any_point_and_restarted_is_uninterrupted(job: Job, tmp_path: Path) -> None:
-    more = ("--max-tokens", "3M")
-    write_documents(job.source, documents=330)
-    assert start_preparing(job.source, tmp_path / "whole", *more).wait() == 0
-    numbers, kills = random.Random(1), 0
-    for shards in (1, 10, 30):
-        process = start_preparing(job.source, job.out, *more)
-        while process.poll() is None and len(list(job.out.glob("train-*"))) < shards:
-            time.sleep(0.001)
-        time.sleep(numbers.uniform(0, 0.01))
-        process.kill()
-        process.wait()
-        kills += not (job.out / "corpus.json").exists()
-    assert kills >= 2, "the test kills while there is work"
-    listed = json.loads((job.out / "prepare.json").read_text())["splits"]["train"]["shards"]
-    before = {name: (job.out / name).stat().st_mtime_ns for name in [s["file"] for s in listed]}
-    assert start_preparing(job.source, job.out, *more).wait() == 0
-    assert content(job.out) == content(tmp_path / "whole")
-    after = {name: (job.out / name).stat().st_mtime_ns for name in before}
-    assert before == after, "finished shards are kept"
+@pytest.mark.parametrize("finished", [(0, 0), (0, 3), (5, 0), (5, 2), (99, 1)])
+def test_killed_at_any_point_and_restarted_is_uninterrupted(
+    job: Job, finished: tuple[int, int]
+) -> None:
+    """Of both splits some shards are finished. The last case has all to train on (--max-tokens)."""
+    write_documents(job.source, documents=200)
+    settings = ("--max-tokens", "300K", "--shard-tokens", "40K", "--validation-fraction", 0.3)
+    assert job.run(*settings) == 0
+    whole, index = content(job.out), json.loads((job.out / "corpus.json").read_text())
+    assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
+    for split, kept in zip(SPLITS, finished, strict=True):
+        shards, state = index["splits"][split]["shards"], index["splits"][split]
+        for shard in shards[kept:]:
+            partial = job.out / f".{shard['file']}.partial"  # as a kill leaves it
+            (job.out / shard["file"]).rename(partial)
+            partial.write_bytes(partial.read_bytes()[:1000])
+        state["shards"], state["documents"] = shards[:kept], 0
+        state["tokens"] = sum(shard["tokens"] for shard in shards[:kept])
+    (job.out / "corpus.json").write_text(json.dumps(index))
+    job.unfinish()
+    before = {path: path.stat().st_mtime_ns for path in job.out.glob("*.tokens")}
+    assert len(before) == sum(len(state["shards"]) for state in index["splits"].values())
+    assert job.run(*settings) == 0
+    again = content(job.out)
+    lists = [json.loads(found.pop("corpus.json"))["splits"] for found in (again, whole)]
+    assert again == whole
+    for split in SPLITS:
+        assert lists[0][split]["shards"] == lists[1][split]["shards"]
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "finished ones are kept"
 
 
 def test_finished_folder_stays_as_it_is_and_other_settings_are_refused(job: Job) -> None:
@@ -153,26 +170,6 @@ def test_finished_folder_stays_as_it_is_and_other_settings_are_refused(job: Job)
     assert "source_fingerprint was" in job.error
 
 
-def test_restarted_when_only_validation_is_missing(job: Job) -> None:
-    """All to train on is there, --max-tokens of it; of the held-out pieces before some are not."""
-    write_documents(job.source, documents=200)
-    settings = ("--max-tokens", "300K", "--shard-tokens", "40K", "--validation-fraction", 0.3)
-    assert job.run(*settings) == 0
-    whole, index = content(job.out), json.loads((job.out / "corpus.json").read_text())
-    assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
-    lost = index["splits"]["validation"]["shards"][1:]
-    assert lost
-    del index["splits"]["validation"]["shards"][1:]
-    index["splits"]["validation"]["tokens"] -= sum(shard["tokens"] for shard in lost)
-    (job.out / "corpus.json").write_text(json.dumps(index))
-    job.unfinish()
-    assert job.run(*settings) == 0
-    again = content(job.out)
-    documents = json.loads(again.pop("corpus.json"))["splits"]["train"]
-    assert documents == json.loads(whole.pop("corpus.json"))["splits"]["train"]
-    assert again == whole
-
-
 def test_verify(job: Job) -> None:
     write_documents(job.source, documents=30)
     assert job.run("--verify") == 0
@@ -189,6 +186,7 @@ def test_verify(job: Job) -> None:
         (("--validation-fraction", "0.6"), "--validation-fraction 0.6 is not between 0 and 0.5"),
         (("--threads", "0"), "'0' is not a whole number from 1 on"),
         (("--tokenizer", "byts"), 'Did you mean "bytes"?'),
+        (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
     ],
 )
 def test_bad_arguments(job: Job, options: tuple[str, ...], message: str) -> None:

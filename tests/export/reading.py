@@ -1,11 +1,48 @@
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.weights import open_weights
+from torchtitan_diloco.models import LanguageModel, build_model
+
+ROWS, LENGTH, VOCABULARY = 320, 24, 257
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Return all tensors of a safetensors file, or of the files in a folder."""
     with open_weights(path) as stored:
         return {name: file.get_tensor(name) for name, file in stored.items()}
+
+
+def build(config: Model, seed: int = 0) -> LanguageModel:
+    """Return a model whose weights are so large that attention, norms and positions matter."""
+    model = build_model(config, ROWS, LENGTH).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    return model
+
+
+def save(model: LanguageModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    save_hugging_face(folder, model, build_tokenizer("bytes"), dtype)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """Return the model of a folder, in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **options
+    )
+    assert not any(report.values()), "nothing is missing, newly initialised or left over"
+    return model
+
+
+def some_tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(seed))

@@ -13,16 +13,22 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.export.reading import read_weights
+from tests.export.reading import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    build,
+    load,
+    read_weights,
+    save,
+    some_tokens,
+)
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
-from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.generate import generate
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models import LanguageModel
 
-ROWS, LENGTH, VOCABULARY = 320, 24, 257
 TINY: dict[str, Any] = {"layers": 2, "width": 24, "heads": 3, "head_dim": 10, "feed_forward": 40}
 TINY |= {"rotary_base": 300.0}
 VARIANTS = [
@@ -33,31 +39,7 @@ VARIANTS = [
     Model(**{**TINY, "head_dim": 7}, activation="swiglu", positions="learned"),
     Model(layers=1),
 ]
-Pair = tuple[Decoder, Any, Path]
-
-
-def build(model: Model) -> Decoder:
-    """Return a model whose weights are so large that attention, norms and positions matter."""
-    decoder = Decoder(model, ROWS, LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
-    return decoder
-
-
-def save(decoder: Decoder, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    save_hugging_face(folder, decoder, build_tokenizer("bytes"), dtype)
-
-
-def load(folder: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, **options
-    )
-    assert not any(report.values()), "nothing is missing, newly initialised or left over"
-    return model
+Pair = tuple[LanguageModel, Any, Path]
 
 
 def saved_and_loaded(model: Model, folder: Path) -> Pair:
@@ -66,11 +48,9 @@ def saved_and_loaded(model: Model, folder: Path) -> Pair:
     return decoder, load(folder), folder
 
 
-def some_tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def greedy(decoder: Decoder, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
+def greedy(
+    decoder: LanguageModel, prompt: list[int], count: int, stop: int | None = None
+) -> list[int]:
     options: dict[str, Any] = {"vocab_size": VOCABULARY, "max_new_tokens": count, "stop": stop}
     return list(generate(decoder, prompt, temperature=0, **options))
 
@@ -83,12 +63,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return saved_and_loaded(VARIANTS[0], tmp_path_factory.mktemp("exported"))
-
-
-def test_logits_are_ours(pair: Pair) -> None:
-    decoder, model, _ = pair
-    tokens = some_tokens(2, LENGTH)
-    torch.testing.assert_close(model(tokens).logits, decoder(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_logits_are_ours_in_bfloat16(pair: Pair, tmp_path: Path) -> None:
@@ -104,9 +78,10 @@ def test_logits_are_ours_in_bfloat16(pair: Pair, tmp_path: Path) -> None:
         torch.testing.assert_close(logits.float(), exact, rtol=0.1, atol=0.6)
 
 
-def test_padding_changes_nothing_and_gradients_stay_finite(pair: Pair) -> None:
+def test_logits_are_ours_and_padding_changes_nothing(pair: Pair) -> None:
     decoder, model, _ = pair
     tokens, expected = some_tokens(1, 9), decoder(some_tokens(1, 9))
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     for left, right in ((6, 0), (0, 6), (2, 3)):
         padded = F.pad(tokens, (left, right), value=256)
         mask = F.pad(torch.ones_like(tokens), (left, right))
@@ -152,23 +127,12 @@ def test_text_in_pieces_through_the_cache_is_the_whole_text(
     assert cache.get_seq_length() == total
 
 
-def test_loss_and_gradients_are_ours(plain: Pair) -> None:
-    decoder, model, _ = plain
-    tokens = some_tokens(2, 12)
-    labels = tokens.clone()
-    labels[0, :5] = -100
-    loss = F.cross_entropy(decoder(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    output = model(tokens, labels=labels)
-    torch.testing.assert_close(output.loss, loss, rtol=1e-5, atol=1e-5)
-    ours, theirs = dict(decoder.named_parameters()), dict(model.named_parameters())
-    expected = torch.autograd.grad(loss, list(ours.values()))
-    found = torch.autograd.grad(output.loss, [theirs[name] for name in ours])
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
 def test_other_arguments_and_outputs(plain: Pair) -> None:
     decoder, model, _ = plain
     tokens = some_tokens(1, 9)
+    labels = torch.cat((torch.full((1, 5), -100), tokens[:, 5:]), dim=1)
+    loss = F.cross_entropy(decoder(tokens)[0, :-1], labels[0, 1:])
+    torch.testing.assert_close(model(tokens, labels=labels).loss, loss, rtol=1e-5, atol=1e-5)
     full = model(tokens, output_hidden_states=True)
     assert len(full.hidden_states) == 1 + TINY["layers"]
     embedded = model.get_input_embeddings()(tokens)
@@ -205,8 +169,9 @@ def test_the_tied_matrix_is_stored_once_and_stays_tied(plain: Pair, tmp_path: Pa
 def test_rows_beyond_the_vocabulary_are_kept_and_never_drawn(tmp_path: Path) -> None:
     decoder = build(VARIANTS[0])
     with torch.no_grad():
-        torch.nn.init.ones_(decoder.norm.weight)  # type: ignore[arg-type]
-        decoder.embedding.weight[VOCABULARY:] *= 100
+        parameters = dict(decoder.named_parameters())
+        torch.nn.init.ones_(parameters["norm.weight"])
+        parameters["embedding.weight"][VOCABULARY:] *= 100
     save(decoder, tmp_path)
     model, tokens = load(tmp_path), some_tokens(4, 4)
     assert model.config.vocab_size == ROWS

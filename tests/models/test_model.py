@@ -115,12 +115,6 @@ def test_every_parameter_learns_and_none_is_a_bias(config: Model) -> None:
         assert not name.endswith("bias")
 
 
-def test_head_and_embedding_are_tied() -> None:
-    decoder = build(Model())
-    matrices = [name for name, parameter in decoder.named_parameters() if 50 in parameter.shape]
-    assert matrices == ["embedding.weight"]
-
-
 def test_heads_of_llama() -> None:
     message = r"model.kv_heads = 2 does not divide model.heads = 3"
     with pytest.raises(ValueError, match=message):

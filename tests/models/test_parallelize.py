@@ -109,18 +109,14 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> N
         (2, 1, {"reshard": "never"}),
         (2, 1, {"checkpoint": "full"}),
         (2, 1, {"checkpoint": "every_nth"}),
+        (3, 1, {"checkpoint": "full", "model": LLAMA}),
     ],
 )
 def test_sharded_decoder_is_the_single_device_one(
-    processes: ProcessPool, single: Outcome, size: int, workers: int, options: dict[str, Any]
+    processes: ProcessPool, size: int, workers: int, options: dict[str, Any]
 ) -> None:
+    expected = step(model=options.get("model", TINY))
     for found in processes.run(partial(step, workers, **options), size):
-        assert_same(found, single)
-
-
-def test_a_sharded_llama_is_the_single_device_one(processes: ProcessPool) -> None:
-    expected = step(model=LLAMA)
-    for found in processes.run(partial(step, model=LLAMA, checkpoint="full"), 3):
         assert_same(found, expected)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeVar
 import msgspec
 
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.utils import logger, read_json_lines
+from torchtitan_diloco.utils import logger, read_json_lines, write_whole
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.board import Board
@@ -238,9 +238,7 @@ def drop_records_after(path: Path, step: int) -> None:
     if unreadable:
         logger.warning(f"{unreadable} lines of {path} cannot be read and are left out")
     kept = [to_line(record) for record in known if record["step"] <= step]
-    new = path.with_suffix(".new")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(path)
+    write_whole(path, "".join(kept).encode())
 
 
 # --- timeline and trace file ----------------------------------------------------------------------
@@ -311,9 +309,7 @@ def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
     """
     trace = {"traceEvents": list(_trace_events(phases(rounds))), "displayTimeUnit": "ms"}
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(trace), encoding="utf-8")
-    new.replace(path)
+    write_whole(path, json.dumps(trace).encode())
 
 
 def _trace_events(found: Sequence[Phase]) -> Iterator[dict[str, Any]]:

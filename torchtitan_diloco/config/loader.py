@@ -22,6 +22,20 @@ DEFAULT_CONFIG = "debug"
 COMMAND_LINE = "command line"
 TYPES = setting_types(Config)
 SECTIONS = {key.rpartition(".")[0] for key in TYPES}
+REMOVED = {
+    "diloco.link.backend": "workers always exchange over gloo",
+    "diloco.quantization.rounding": "values are rounded to nearest",
+    "diloco.quantization.error_feedback": "topk always keeps what it has not sent, others never do",
+    "diloco.quantization.gather_codec": "means travel in diloco.quantization.codec",
+    "diloco.outer_optimizer.beta2": "adam is gone",
+    "diloco.outer_optimizer.epsilon": "adam is gone",
+    "diloco.outer_optimizer.warmup_rounds": "the outer learning rate is constant",
+    "diloco.outer_optimizer.decay": "the outer learning rate is constant",
+    "diloco.outer_optimizer.decay_rounds": "the outer learning rate is constant",
+    "diloco.outer_optimizer.floor": "the outer learning rate is constant",
+    "checkpoint.new_workers": "the inner optimizer of new workers starts fresh",
+}
+"""Keys of earlier versions, and what holds without them."""
 
 
 class ConfigError(ValueError):
@@ -59,9 +73,12 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
 
 
 def parse_config(toml_text: str, origin: str) -> Config:
-    """Parse what `to_toml` wrote. Missing settings, which are newer, have their defaults."""
+    """Parse what `to_toml` wrote, also in an earlier version: settings that were removed since are
+    left out, and new ones have their defaults."""
     mistakes: list[str] = []
-    settings = _valid_settings(_parse_toml(toml_text, origin), origin, mistakes)
+    saved = flatten(_parse_toml(toml_text, origin))
+    known = {key: value for key, value in saved if key not in REMOVED}
+    settings = _valid_settings(known, origin, mistakes)
     if mistakes:
         raise ConfigError(mistakes)
     return _build(settings)
@@ -220,14 +237,10 @@ def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, 
     return below | above
 
 
-REMOVED = {"diloco.link.backend": "workers always exchange over gloo, so leave it out"}
-"""Keys of earlier versions, and why they are gone."""
-
-
 def _why_unknown(key: str) -> str:
     """Suggest a key that is spelled alike, or one of the same name in another section."""
     if key in REMOVED:
-        return f"was removed: {REMOVED[key]}"
+        return f"was removed: {REMOVED[key]}; leave it out"
     if key in SECTIONS:
         return "is a section: set one of its keys"
     same_name = [known for known in TYPES if known.endswith(f".{key.rpartition('.')[2]}")]

@@ -4,6 +4,7 @@ import glob
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_diloco.config.schema import Data
@@ -15,6 +16,7 @@ from torchtitan_diloco.data.shards import (
     Split,
     TokenShards,
     read_index,
+    token_type,
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
@@ -26,13 +28,19 @@ def open_tokenizer(data: Data) -> Tokenizer:
     return build_tokenizer(data.tokenizer, data.source or text)
 
 
-def open_split(data: Data, tokenizer: Tokenizer, split: Split) -> TokenShards:
-    """Open the tokens of one split. `data.validation_corpus` replaces that for validation."""
+def open_split(
+    data: Data, tokenizer: Tokenizer, split: Split, tokens_of_run: Callable[[], int] | None = None
+) -> TokenShards:
+    """Open the tokens of one split. `data.validation_corpus` replaces that for validation.
+
+    `tokens_of_run`: tokens of a run, for the error that says how to prepare them.
+    """
     own, corpus = data.validation_corpus, data.corpus
     if split == "train" or not own:
         # With a corpus of its own for validation, all of this text is for training.
         fraction = 0.0 if own else data.validation_fraction
-        return TokenShards(_folder(data, "data.corpus", tokenizer, fraction), split, tokenizer)
+        folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run)
+        return TokenShards(folder, split, tokenizer)
     if own == corpus and not _is_shard_folder(own):
         raise ValueError(
             f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on; leave '
@@ -44,25 +52,34 @@ def open_split(data: Data, tokenizer: Tokenizer, split: Split) -> TokenShards:
     return TokenShards(folder, "validation" if held_out or own == corpus else "train", tokenizer)
 
 
-def _folder(data: Data, key: str, tokenizer: Tokenizer, fraction: float) -> Path:
+def _folder(
+    data: Data,
+    key: str,
+    tokenizer: Tokenizer,
+    fraction: float,
+    tokens_of_run: Callable[[], int] | None = None,
+) -> Path:
     """Return the folder with the tokens of a corpus, after tokenising it if it is text."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
     slug = re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
     if spec.startswith(HUGGING_FACE_PREFIX):
+        command = _command(spec, data, f"corpora/{slug}", tokens_of_run)
         raise ValueError(
             f'{key} = "{spec}": a Hugging Face dataset is prepared before the run. Prepare it with'
-            f'\n    {_command(spec, data, f"corpora/{slug}")}\nand set {key} = "corpora/{slug}".'
+            f'\n    {command}\nand set {key} = "corpora/{slug}".'
         )
     if _is_shard_folder(spec):
         folder = Path(spec).expanduser()
         if not (folder / INDEX_NAME).exists():
             source = data.source if key == "data.corpus" else ""
             hint = "" if source else " (TEXT: what to tokenise, as in data.source)"
+            command = _command(source or "TEXT", data, spec, tokens_of_run)
+            size = token_type(tokenizer.vocab_size).itemsize
             raise ValueError(
                 f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}). '
-                f"Prepare it{hint} with\n    {_command(source or 'TEXT', data, spec)}\n"
-                f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens 1e9 stops "
-                "at so many tokens; a token takes 2 bytes on disk (4 with more than 65,536 ids)."
+                f"Prepare it{hint} with\n    {command}\n"
+                f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens stops at "
+                f"so many tokens, each of which takes {size} bytes on disk."
             )
         return folder
     try:
@@ -77,8 +94,10 @@ def _folder(data: Data, key: str, tokenizer: Tokenizer, fraction: float) -> Path
     return folder
 
 
-def _command(source: str, data: Data, out: str) -> str:
+def _command(source: str, data: Data, out: str, tokens_of_run: Callable[[], int] | None) -> str:
     options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
+    if tokens_of_run is not None:
+        options += ["--max-tokens", str(tokens_of_run())]
     return shlex.join([sys.executable, "-m", "torchtitan_diloco.data.prepare", *options])
 
 

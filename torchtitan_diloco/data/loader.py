@@ -7,7 +7,7 @@ Neighbours share one token, so every token but the first is a target exactly onc
 import hashlib
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_diloco.data.shards import TokenArray
+from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
 
 Batch = tuple[Tensor, Tensor]
@@ -35,11 +35,13 @@ _MICRO_BATCHES_AT_ONCE = 64  # computing the order of so many at once makes it c
 
 
 class Stream(NamedTuple):
-    """One of several streams that take turns in an order of samples, a block of each at a time."""
+    """One of several streams of samples, each for some of the ranks."""
 
     number: int
     streams: int
-    block: int
+    block: int = 0
+    """Samples that a stream takes in its turn from one order of all. 0: each stream has a fixed
+    random part of the sequences, and an order of its own."""
 
     def positions(self, samples: Indices) -> Indices:
         """Return where samples of this stream are in the order of all."""
@@ -48,20 +50,29 @@ class Stream(NamedTuple):
 
 
 class SequenceReader(Dataset[Batch]):
-    """Sequences of a fixed length, by number."""
+    """Sequences of a fixed length, by number: all, or one of `parts` equal random parts."""
 
-    def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
-        self._tokens, self._length = tokens, sequence_length
-        self.sequences = (len(tokens) - 1) // sequence_length
+    def __init__(
+        self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
+    ) -> None:
+        self._tokens, self._length, self._parts = tokens, sequence_length, parts
+        self._all = (len(tokens) - 1) // sequence_length
+        self.sequences = self._all // parts
+        self._first = part * self.sequences
         if self.sequences < 1:
+            each = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
             raise ValueError(
-                f"{tokens.name} is shorter than one sequence: it has {len(tokens)} tokens, "
-                f"training.sequence_length = {sequence_length} needs {sequence_length + 1}. Use a "
-                f"larger corpus, a smaller training.sequence_length or, for the validation split, "
-                f"a larger data.validation_fraction."
+                f"{tokens.name} is shorter than one sequence{each}: it has {len(tokens)} tokens, "
+                f"training.sequence_length = {sequence_length} needs "
+                f"{parts * sequence_length + 1}. Use a larger corpus, a smaller "
+                f"training.sequence_length or, for the validation split, a larger "
+                f"data.validation_fraction."
             )
 
     def __getitem__(self, indices: Indices) -> Batch:
+        if self._parts > 1:
+            places = self._first + indices
+            indices = sequence_indices(places, sequences=self._all, seed=0, shuffle=True)
         batch = np.empty((2, len(indices), self._length), dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
             tokens = self._tokens.read(index * self._length, (index + 1) * self._length + 1)
@@ -74,9 +85,8 @@ class SequenceReader(Dataset[Batch]):
 class TrainLoader:
     """Endless stream of this rank's micro-batches, epoch after epoch.
 
-    A step takes the next ranks * accumulation * batch_size samples of one global order, and rank r
-    the r-th equal part of them. So its samples do not depend on how many ranks share it. Workers
-    with shards of their own each have an order of their own, which their ranks share in this way.
+    A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
+    r-th equal part of them. So its samples do not depend on how many ranks share it.
 
     The state is one integer, the position in the order of samples. It continues with any number of
     ranks, loader processes and samples in a batch, which torchdata's own state does not.
@@ -84,7 +94,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        parts: Sequence[TokenArray],
+        tokens: TokenShards,
         *,
         sequence_length: int,
         batch_size: int,
@@ -98,33 +108,28 @@ class TrainLoader:
         stream: Stream | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Begin at the global position `start`. `parts`: tokens by worker, or one part for all.
-
-        With a stream, `rank`, `ranks` and `start` count in it.
-        """
+        """Begin at position `start`. With a stream, `rank`, `ranks` and `start` count in it."""
         if processes > available_cores():
             raise ValueError(
                 f"data.loader_processes = {processes} is more than the {available_cores()} cores "
                 f"of this machine; 0 or 1 is enough for memory-mapped tokens"
             )
-        # Readers for all workers, so that every rank sees if the shard of one is too short.
-        readers = [SequenceReader(part, sequence_length) for part in parts]
-        self._streams, self._ranks = len(readers), ranks // len(readers)
-        worker, self._rank = divmod(rank, self._ranks)
-        self._reader = reader = readers[worker]
+        part = (0, 1) if stream is None or stream.block else (stream.number, stream.streams)
+        self._reader = SequenceReader(tokens, sequence_length, *part)
+        self._turns = stream if stream is not None and stream.block else None
         self._order = partial(
-            sequence_indices, sequences=reader.sequences, seed=seed, shuffle=shuffle
+            sequence_indices, sequences=self._reader.sequences, seed=seed, shuffle=shuffle
         )
-        self._stream = stream
+        self._rank, self._ranks = rank, ranks
         self._batch_size, self._accumulation = batch_size, accumulation
         self._processes, self._pin_memory = processes, pin_memory
-        self._start, self._taken = start // self._streams, 0  # micro-batches since the start
+        self._start, self._taken = start, 0  # micro-batches since the start
 
     @property
     def position(self) -> int:
         """Position of the first sample of the current step: samples that all ranks took before."""
         step_size = self._ranks * self._accumulation * self._batch_size
-        return (self._start + self._taken // self._accumulation * step_size) * self._streams
+        return self._start + self._taken // self._accumulation * step_size
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the last iterator stopped."""
@@ -151,7 +156,7 @@ class TrainLoader:
             parts = (steps * self._ranks + self._rank) * self._accumulation + within
             positions = parts[:, None] * self._batch_size + np.arange(self._batch_size)
             samples = (self._start + positions).ravel()
-            places = samples if self._stream is None else self._stream.positions(samples)
+            places = samples if self._turns is None else self._turns.positions(samples)
             yield from self._order(places).reshape(positions.shape)
 
 
@@ -164,7 +169,7 @@ class ValidationBatches:
 
     def __init__(
         self,
-        shards: TokenArray,
+        tokens: TokenShards,
         *,
         sequence_length: int,
         batch_size: int,
@@ -172,7 +177,7 @@ class ValidationBatches:
         ranks: int,
         sequences: int,
     ) -> None:
-        self._reader = SequenceReader(shards, sequence_length)
+        self._reader = SequenceReader(tokens, sequence_length)
         self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
         self.sequences = min(sequences, self._reader.sequences)
         """Sequences that all ranks together read."""

@@ -10,11 +10,10 @@ import argparse
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,15 +40,15 @@ from torchtitan_diloco.data.text import (
     is_held_out,
     open_corpus,
 )
-from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
 from torchtitan_diloco.utils import available_cores
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _JOB_PIECES = 32  # for each thread
 _JOBS_AHEAD = 4  # bounds memory
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
+"""Number of a piece, its split and tokens, and whether its document ends for the split."""
 
 
 def prepare(
@@ -61,12 +60,17 @@ def prepare(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     max_tokens: int | None = None,
     threads: int | None = None,
+    begin: bool = False,
     wait: bool = False,
 ) -> bool:
     """Write the shards of both splits, then the index. Return whether there was anything to do.
 
-    `wait`: for another process that writes the folder; otherwise that is an error.
+    `begin`: write the tokenizer's begin token before each document. `wait`: for another process
+    that writes the folder; otherwise that is an error.
     """
+    begin_token = tokenizer.begin_of_document if begin else None
+    if begin and begin_token is None:
+        raise ValueError(f"--begin-token: {tokenizer.name} has none of {', '.join(BEGINS)}")
     settings = {
         "source": corpus.spec,
         "source_fingerprint": corpus.fingerprint,
@@ -77,16 +81,24 @@ def prepare(
         "shard_tokens": shard_tokens,
         "max_tokens": max_tokens,
         "piece_characters": PIECE_CHARACTERS,
-    }
-    start, finished, started = time.monotonic(), folder / INDEX_NAME, folder / STARTED_NAME
+    } | ({"begin_token": begin_token} if begin else {})
+    start, new_tokens = time.monotonic(), 0
     with only_writer(folder, wait=wait):
         index = _read_or_begin(folder, Index(FORMAT_VERSION, settings, {}))
-        if finished.exists():
+        if (folder / INDEX_NAME).exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
-        threads, fraction = threads or available_cores(), validation_fraction
-        new_tokens = _write(corpus, tokenizer, writers, fraction, max_tokens, threads)
-        started.rename(finished)
+        done = {split: writer.end_piece for split, writer in writers.items()}
+        pieces = _tokenised(corpus, tokenizer, done, validation_fraction, begin_token, threads)
+        for number, split, tokens, ends_document in pieces:
+            enough = max_tokens is not None and writers["train"].tokens >= max_tokens
+            if enough and number >= writers["train"].end_piece:
+                break
+            writers[split].add(number, tokens, ends_document)
+            new_tokens += len(tokens)
+        for writer in writers.values():
+            writer.finish_shard()
+        (folder / STARTED_NAME).rename(folder / INDEX_NAME)
     seconds = time.monotonic() - start
     train, held_out = index.splits["train"], index.splits["validation"]
     print(
@@ -120,51 +132,45 @@ def _read_or_begin(folder: Path, new: Index) -> Index:
     return new
 
 
-def _write(
+def _tokenised(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    writers: dict[Split, ShardWriter],
+    done: dict[Split, int],
     fraction: float,
-    max_tokens: int | None,
-    threads: int,
-) -> int:
-    """Tokenise all pieces that are not written yet. Return the number of new tokens."""
+    begin_token: int | None,
+    threads: int | None,
+) -> Iterator[Tokenised]:
+    """Yield all pieces of the corpus in order, without those that are done.
+
+    Threads suffice, as tiktoken releases the interpreter's lock.
+    """
 
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def encode(numbered: tuple[int, Piece]) -> tuple[int, npt.NDArray[np.uint32], bool]:
-        number, piece = numbered
+    def missing() -> Iterator[tuple[int, Piece, bool]]:
+        begins_document = True
+        for number, piece in enumerate(corpus.pieces("tokenising")):
+            if number >= done[split_of(number)]:
+                yield number, piece, begins_document
+            begins_document = piece.ends_document
+
+    def tokenise(numbered: tuple[int, Piece, bool]) -> Tokenised:
+        number, piece, begins = numbered
+        split, tokens = split_of(number), tokenizer.encode(piece.text)
         # Where the next piece goes to the other split, the document ends for this one.
-        ends_text = piece.ends_document or split_of(number) != split_of(number + 1)
-        tokens = tokenizer.encode(piece.text)
-        if ends_text:
+        ends = piece.ends_document or split != split_of(number + 1)
+        if ends:
             tokens = np.append(tokens, np.uint32(tokenizer.end_of_document))
-        return number, tokens, ends_text
+        if begin_token is not None and (begins or split != split_of(number - 1)):
+            tokens = np.insert(tokens, 0, begin_token)
+        return number, split, tokens, ends
 
-    done = {split: writer.end_piece for split, writer in writers.items()}
-    pieces = enumerate(corpus.pieces("tokenising"))
-    missing = ((number, piece) for number, piece in pieces if number >= done[split_of(number)])
-    train, new_tokens = writers["train"], 0
-    for number, tokens, ends_text in _in_threads(encode, missing, threads):
-        enough = max_tokens is not None and train.tokens >= max_tokens
-        if enough and number >= train.end_piece:
-            break
-        writers[split_of(number)].add(number, tokens, ends_text)
-        new_tokens += len(tokens)
-    for writer in writers.values():
-        writer.finish_shard()
-    return new_tokens
-
-
-def _in_threads(
-    function: Callable[[Item], Result], items: Iterator[Item], threads: int
-) -> Iterator[Result]:
-    """Yield the results in order. Threads suffice, as tiktoken releases the interpreter's lock."""
-    jobs: deque[Iterator[Result]] = deque()
+    threads = threads or available_cores()
+    pieces, jobs = missing(), deque[Iterator[Tokenised]]()
     with ThreadPoolExecutor(threads) as pool:
-        while job := list(islice(items, _JOB_PIECES * threads)):
-            jobs.append(pool.map(function, job))
+        while job := list(islice(pieces, _JOB_PIECES * threads)):
+            jobs.append(pool.map(tokenise, job))
             if len(jobs) == _JOBS_AHEAD:
                 yield from jobs.popleft()
         for results in jobs:
@@ -205,6 +211,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=parse_quantity, help="default: every core")
     add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
     field_help = "field of the text in JSON lines and data sets (default text)"
+    begin_help = "write the tokenizer's begin token before each document, as Llama 3 was trained"
+    add("--begin-token", action="store_true", help=begin_help)
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field_help)
     add("--verify", action="store_true", help="check every byte; without --source: only that")
     return parser
@@ -236,6 +244,7 @@ def _run(options: argparse.Namespace) -> None:
             shard_tokens=options.shard_tokens,
             max_tokens=options.max_tokens,
             threads=options.threads,
+            begin=options.begin_token,
         )
         if not done:
             print(f"{options.out} was complete already")

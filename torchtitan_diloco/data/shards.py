@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import aside_path, logger, write_whole
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -84,21 +83,6 @@ def read_index(path: Path) -> Index:
 def write_index(path: Path, index: Index) -> None:
     content = msgspec.json.format(msgspec.json.encode(index), indent=2)
     write_whole(path, content + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that readers see all of it or nothing, even if this process is killed."""
-    aside = aside_path(path)
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def aside_path(path: Path) -> Path:
-    """Return where a file is written before it is renamed to `path`."""
-    return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
@@ -179,38 +163,12 @@ class ShardWriter:
         return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
 
 
-class TokenArray(ABC):
-    """Tokens of several parts, one after the other, as one long array that is never loaded."""
+class TokenShards:
+    """All tokens of one split of a folder, as one long array that is never loaded.
 
-    name: str
-    """Name for messages."""
-    fingerprint: str
-    """Equal for two arrays exactly if they hold the same tokens, wherever they lie."""
-    ends: npt.NDArray[np.int64]
-    """End of each part."""
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens start ... stop - 1, also across parts. The result is read-only."""
-        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
-        first, last = (int(i) for i in np.searchsorted(self.ends, [start, stop - 1], side="right"))
-        found = []
-        for part in range(first, last + 1):
-            begin = int(self.ends[part - 1]) if part else 0
-            end = min(stop, int(self.ends[part]))
-            found.append(self._read_part(part, max(start, begin) - begin, end - begin))
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    @abstractmethod
-    def _read_part(self, part: int, start: int, stop: int) -> Tokens:
-        """Return tokens start ... stop - 1 of one part."""
-
-
-class TokenShards(TokenArray):
-    """All tokens of one split of a folder. A block is compared with its checksum when it is first
-    read: no token is used unchecked, and a start does not wait until a large corpus is read."""
+    A block is compared with its checksum when it is first read: no token is used unchecked, and a
+    start does not wait until a large corpus is read.
+    """
 
     def __init__(
         self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
@@ -242,19 +200,35 @@ class TokenShards(TokenArray):
             size = path.stat().st_size if path.exists() else 0
             if size != expected:
                 raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
-        self.ends = np.cumsum([shard.tokens for shard in self._shards])
+        self._ends = np.cumsum([shard.tokens for shard in self._shards])
         facts = self._vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+        """Equal for two splits exactly if they hold the same tokens, wherever they lie."""
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens start ... stop - 1, also across shards. The result is read-only."""
+        assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
+        found = []
+        for number in range(first, last + 1):
+            begin = int(self._ends[number - 1]) if number else 0
+            end = min(stop, int(self._ends[number]))
+            found.append(self._read_shard(number, max(start, begin) - begin, end - begin))
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def verify(self) -> None:
         """Read all tokens and compare their checksums."""
-        for part, shard in enumerate(self._shards):
-            self._read_part(part, 0, shard.tokens)
+        for number, shard in enumerate(self._shards):
+            self._read_shard(number, 0, shard.tokens)
 
-    def _read_part(self, part: int, start: int, stop: int) -> Tokens:
-        path, checked = self.folder / self._shards[part].file, self._checked[part]
-        tokens, checksums = _map_shard(path, self._shards[part], self._vocab_size)
+    def _read_shard(self, number: int, start: int, stop: int) -> Tokens:
+        shard, checked = self._shards[number], self._checked[number]
+        path = self.folder / shard.file
+        tokens, checksums = _map_shard(path, shard, self._vocab_size)
         size = BLOCK_BYTES // tokens.itemsize
         first, last = start // size, (stop - 1) // size
         for block in np.flatnonzero(~checked[first : last + 1]) + first:

@@ -1,6 +1,5 @@
 """Text of a corpus: the standard library, files, or a Hugging Face dataset, as pieces."""
 
-import codecs
 import contextlib
 import glob
 import gzip
@@ -15,10 +14,8 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from tqdm import tqdm
 
@@ -101,14 +98,14 @@ def is_held_out(piece: int, fraction: float) -> bool:
     return math.floor((piece + 1) * fraction + 0.5) > math.floor(piece * fraction + 0.5)
 
 
-def split_into_pieces(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
+def split_into_pieces(parts: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
     """Cut a document behind the last line end within every `limit` characters, else at `limit`.
 
-    The cuts depend on the text, not on how it comes in blocks. An empty document has no piece.
+    The cuts depend on the text, not on the parts in which it comes. An empty document has no piece.
     """
     text = ""
-    for block in blocks:
-        text += block
+    for part in parts:
+        text += part
         start = 0
         while len(text) - start > limit:  # more follows, so this cannot be the last piece
             end = text.rfind("\n", start, start + limit) + 1 or start + limit
@@ -192,7 +189,7 @@ def read_file(path: Path, bar: "tqdm[Any]", field: str = TEXT_FIELD) -> Iterator
         with path.open("rb") as raw:
             file = _decompressed(path, raw)
             lines = text_kind(path) == ".jsonl"
-            for document in _json_lines(path, file, field) if lines else [_decoded(path, file)]:
+            for document in _json_lines(path, file, field) if lines else [_text(path, file)]:
                 for piece in split_into_pieces(document):
                     yield piece
                     bar.update(before + raw.tell() - bar.n)
@@ -200,41 +197,41 @@ def read_file(path: Path, bar: "tqdm[Any]", field: str = TEXT_FIELD) -> Iterator
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def _decompressed(path: Path, raw: BinaryIO) -> Any:
+def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
     if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if path.suffix != ".zst":
         return raw
     if zstd is None:
         command = install_command("zstd")
         raise ValueError(f"reading {path} needs the package {_ZSTD_MODULE}: {command}")
-    return zstd.ZstdFile(raw)
+    return cast(BinaryIO, zstd.ZstdFile(raw))
 
 
-def _decoded(path: Path, file: BinaryIO) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
-    for block in chain(iter(partial(file.read, _BLOCK_BYTES), b""), [b""]):
+def _text(path: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield the text of a file in blocks of whole lines."""
+    number = 1
+    while lines := file.readlines(_BLOCK_BYTES):
+        block = b"".join(lines)
         try:
-            yield decoder.decode(block, final=not block)
+            yield block.decode()
         except UnicodeDecodeError as error:
-            line += error.object[: error.start].count(b"\n")
+            number += block[: error.start].count(b"\n")
             raise ValueError(
-                f"{path}, line {line} is not UTF-8: {error}. Convert the file, for example with "
+                f"{path}, line {number} is not UTF-8: {error}. Convert the file, for example with "
                 f"`iconv -f latin1 -t utf-8`."
             ) from error
-        line += block.count(b"\n")
+        number += len(lines)
 
 
-def _json_lines(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[str]]:
+def _json_lines(path: Path, file: BinaryIO, field: str) -> Iterator[list[str]]:
     for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
-        yield (_text_field(record, field, f"{path}, line {number}"),)
+        if line.strip():
+            try:
+                record = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
+            yield [_text_field(record, field, f"{path}, line {number}")]
 
 
 def _text_field(record: Any, field: str, where: str) -> str:

@@ -18,6 +18,7 @@ import tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
+BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 GPT2_PATTERN = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
 )
@@ -47,6 +48,9 @@ class Tokenizer:
         self.vocab_size = encoding.max_token_value + 1
         """Ids are 0 ... vocab_size - 1, special tokens included."""
         self.end_of_document = encoding.encode_single_token(end)
+        begin = next((name for name in BEGINS if name in encoding.special_tokens_set), None)
+        self.begin_of_document = None if begin is None else encoding.encode_single_token(begin)
+        """Token that may precede a document, as in Llama 3, if there is one."""
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_diloco.data.prepare import parse_quantity
-from torchtitan_diloco.data.shards import write_whole
 from torchtitan_diloco.data.text import Corpus, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import (
     SPLIT_PATTERN,
@@ -18,7 +17,7 @@ from torchtitan_diloco.data.tokenizer import (
     byte_characters,
     format_ranks,
 )
-from torchtitan_diloco.utils import install_command
+from torchtitan_diloco.utils import install_command, write_whole
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> dict[bytes, int]:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,24 @@ PARTS, PART_BYTES = 4, 1 << 20
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to write into. Its files are moved to `folder` once all are complete.
-
-    The weights are moved last, and their index after them: a folder that has them is complete.
-    """
-    for name in (WEIGHTS_NAME, INDEX_NAME):
-        if (folder / name).exists():
-            raise ValueError(f"{folder / name} exists; choose another folder, or delete this one")
-    incomplete = folder / ".incomplete"
+    """Yield a folder to write into, which becomes `folder` at once when all is written."""
+    folder = folder.absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; choose another folder, or delete this one")
+    incomplete = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
     try:
         yield incomplete
+        readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
+        for path in incomplete.iterdir():
+            path.chmod(readable)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        incomplete.rename(folder)
     except BaseException:
         shutil.rmtree(incomplete, ignore_errors=True)
-        with suppress(OSError):  # it has other files
-            folder.rmdir()
         raise
-    readable = incomplete.stat().st_mode & 0o666  # safetensors ignores the umask
-    names = sorted(path.name for path in incomplete.iterdir())
-    for name in sorted(names, key=lambda name: (name == INDEX_NAME, name.endswith(".safetensors"))):
-        with (incomplete / name).open("rb") as file:
-            os.fsync(file.fileno())
-        (incomplete / name).chmod(readable)
-        (incomplete / name).replace(folder / name)
-    incomplete.rmdir()
 
 
 @torch.no_grad()

@@ -88,6 +88,30 @@ class Decoder(DecoderBase):
         return head(self.norm(x), self.embedding.weight)
 
     def to_transformers(self) -> Any:
-        from torchtitan_diloco.models.chinchilla.hugging_face import convert
+        """Return the model in the code that is saved beside it: transformers does not know it."""
+        from torchtitan_diloco.models.chinchilla import modeling_chinchilla as remote_code
 
-        return convert(self)
+        shape, config = self.shape, self.config
+        remote_config = remote_code.ChinchillaConfig(
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.sequence_length,
+            num_hidden_layers=shape.layers,
+            hidden_size=shape.width,
+            num_attention_heads=shape.heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.feed_forward,
+            norm=config.norm,
+            qk_norm=config.qk_norm,
+            positions=config.positions,
+            rotary_base=self.rotary_base,
+            activation=config.activation,
+        )
+        with torch.device("meta"):
+            converted = remote_code.ChinchillaForCausalLM(remote_config)
+        # The parameters have the same names there. Only lm_head, which is tied, is not among ours.
+        converted.load_state_dict(self.state_dict(), strict=False, assign=True)
+        converted.tie_weights()
+        # `save_pretrained` then copies the source of the model.
+        remote_code.ChinchillaConfig.register_for_auto_class()
+        remote_code.ChinchillaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+        return converted

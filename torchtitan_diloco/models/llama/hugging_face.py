@@ -1,14 +1,15 @@
-"""Llama in the package transformers: names of parameters, config.json, and the model."""
+"""Llama in the package transformers: names of parameters, and config.json."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from torchtitan_diloco.models.llama.flavors import HIGH, LOW, NORM_EPSILON, SHORT_LENGTH
-
-if TYPE_CHECKING:
-    from torchtitan_diloco.models.llama.model import Llama
+from torchtitan_diloco.models.llama.flavors import (
+    HIGH,
+    LOW,
+    NORM_EPSILON,
+    SHORT_LENGTH,
+    LlamaShape,
+)
 
 MODULES = {
     "embedding": "model.embed_tokens",
@@ -47,25 +48,14 @@ def name_of(parameter: str) -> str:
     return ".".join(MODULES.get(part, part) for part in parameter.split("."))
 
 
-def convert(model: "Llama") -> Any:
-    """Return the model as a LlamaForCausalLM with the same parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        converted = LlamaForCausalLM(LlamaConfig(**config_of(model)))
-    state = {name_of(name): value for name, value in model.state_dict().items()}
-    converted.load_state_dict(state, strict=not model.shape.tied_head, assign=True)
-    converted.tie_weights()
-    return converted
-
-
-def config_of(model: "Llama") -> dict[str, Any]:
-    shape, length, scaling = model.shape, model.sequence_length, None
+def config_of(shape: LlamaShape, vocab_size: int, length: int) -> dict[str, Any]:
+    """Return the content of config.json. `length`: longest text of the training."""
+    scaling = None
     if shape.rotary_scaling > 1:
         scaling = SCALING | {"factor": shape.rotary_scaling}
         length = max(length, SCALED_LENGTH)
     return FIXED | {
-        "vocab_size": model.vocab_size,
+        "vocab_size": vocab_size,
         "max_position_embeddings": length,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.width,

@@ -97,7 +97,16 @@ class Llama(DecoderBase):
         return head(self.norm(x), output.weight)
 
     def to_transformers(self) -> Any:
-        return hugging_face.convert(self)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = hugging_face.config_of(self.shape, self.vocab_size, self.sequence_length)
+        with torch.device("meta"):
+            converted = LlamaForCausalLM(LlamaConfig(**config))
+        names = self.transformers_names()
+        state = {names[name]: value for name, value in self.state_dict().items()}
+        converted.load_state_dict(state, strict=not self.shape.tied_head, assign=True)
+        converted.tie_weights()
+        return converted
 
     def transformers_names(self) -> dict[str, str]:
         return {name: hugging_face.name_of(name) for name, _ in self.named_parameters()}
