@@ -92,18 +92,19 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=list(CODECS))
+    parser.add_argument("--codecs", default="", help="default: all")
     parser.add_argument("--megabytes", type=core.list_of(core.positive_number), default=[4.2, 33.6])
     parser.add_argument("--threads", type=core.positive, default=1)
     parser.add_argument("--rounds", type=core.positive, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
+    names = core.parse_names(parser, "--codecs", options.codecs, CODECS, ",")
     torch.set_num_threads(options.threads)
     device, rows, steps = torch.device(options.device), [], []
     for megabytes in options.megabytes:
         values = 1e-3 * torch.randn(round(megabytes * 1e6 / 4), device=device)
-        for name in options.codecs:
-            codec = build_codec(Quantization(codec=name))
+        for name in names:
+            codec = build_codec(Quantization(codec=name))  # type: ignore[arg-type]
             rows.append(codec_row(codec, values, options.rounds))
         steps.append(outer_step_row(values.numel(), device, options.rounds))
     title = f"{describe_device(device)}; {options.threads} CPU threads; torch {torch.__version__}"

@@ -1,7 +1,7 @@
 """Networks for benchmarks: Linux network namespaces, with links as slow as asked.
 
     with Network(3, up=10, down=20) as network:  # Mbit/s; math.inf: no limit
-        program = network.start(1, [sys.executable, "-m", ...], os.environ)
+        program = network.start(1, [sys.executable, "-m", ...], Path("log.txt"))
         sent, received = network.counters(1)
         network.set_rate(1, up=5, down=5)  # while the program runs
 
@@ -17,12 +17,15 @@ missing.
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Self
 
 INTERFACE, LOOPBACK = "eth0", "lo"
 PORT = 29500
@@ -37,8 +40,8 @@ BURST_SECONDS, BURST_BYTES = 0.005, 16_384
 QUEUE_SECONDS, QUEUE_BYTES = 0.1, 262_144
 """Queue beyond the burst before packets are lost, as in a router. TCP hands over up to 64 kB at
 once: a short queue would lose most of it, and one would measure TCP's recovery."""
-END_SECONDS = 10
-"""Time for programs to end after SIGTERM."""
+PATIENCE_SECONDS = 90.0
+"""Limit of each wait. An event that takes longer counts as one that never came."""
 
 HOLDER = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
 """A namespace exists as long as a process in it. This one waits until its standard input is closed,
@@ -49,24 +52,11 @@ class NoNetworkError(RuntimeError):
     """The kernel or the machine does not let this user have network namespaces."""
 
 
-def run_command(command: Sequence[str]) -> None:
+def run_command(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     if done.returncode:
         raise NoNetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def require(*commands: str) -> None:
-    path = ENVIRONMENT["PATH"]
-    missing = [command for command in commands if shutil.which(command, path=path) is None]
-    if missing:
-        raise NoNetworkError(
-            f"network namespaces need {', '.join(missing)}: install util-linux and iproute2"
-        )
-
-
-def unshare() -> list[str]:
-    """Return the command that starts a program in a new network namespace."""
-    return ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--net", "--uts"]
+    return done.stdout
 
 
 def read_counters(interface: str, process: int | str = "self") -> tuple[int, int]:
@@ -79,13 +69,59 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
     raise NoNetworkError(f"/proc/{process}/net/dev has no {interface}")
 
 
+def wait_until(condition: Callable[[], bool], what: str, log: Path | None = None) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            said = log.read_text(errors="replace")[-2000:] if log else ""
+            raise TimeoutError(f"{what} did not come in {PATIENCE_SECONDS:g} s:\n{said}")
+        time.sleep(0.02)
+
+
+class Program:
+    """A program in a network, and what it has printed to its log."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process, self.log = process, log
+        self.pid = process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def line(self, pattern: str) -> str:
+        """Return the first line of the log that has the pattern, or an empty text."""
+        return next((one for one in self.printed().splitlines() if re.search(pattern, one)), "")
+
+    def seconds_until(self, pattern: str) -> float | None:
+        """Return after how many seconds the log has a line, or None for never."""
+        started = time.monotonic()
+        with suppress(TimeoutError):
+            wait_until(lambda: bool(self.line(pattern)) or not self.running, pattern)
+        return time.monotonic() - started if self.line(pattern) else None
+
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int | None:
+        """Return the exit code; None and a kill if it does not end in time."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(max(0.1, seconds))
+        self.kill()
+        return None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class Network:
     def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
         """`up`, `down`: Mbit/s from and to each worker."""
         self.workers, self._up, self._down = workers, up, down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
-        self._programs: list[subprocess.Popen[Any]] = []
+        self._programs: list[Program] = []
 
     def __enter__(self) -> Self:
         try:
@@ -99,25 +135,27 @@ class Network:
         self.close()
 
     def start(
-        self,
-        worker: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        output: IO[Any] | None = None,
-    ) -> subprocess.Popen[Any]:
-        """Start a program as a worker; `output` receives its standard output and errors.
+        self, worker: int, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> Program:
+        """Start a program as a worker; `log` receives its standard output and errors.
 
-        The process is the program itself. Its environment is `env` and the variables of a rank.
+        The process is the program itself. Its environment has the variables of a rank, and `env`.
         """
-        program = subprocess.Popen(
-            [*self.inside(self.namespace(worker)), *command],
-            env={**env, **self.rank_variables(worker)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-        )
-        self._programs.append(program)
-        return program
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.rank_variables(worker)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*self.inside(self.namespace(worker)), *command],
+                env=environment | dict(env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._programs.append(Program(process, log))
+        return self._programs[-1]
+
+    def run(self, worker: int, command: Sequence[str]) -> str:
+        """Run a command as a worker to its end, and return what it prints."""
+        return run_command([*self.inside(self.namespace(worker)), *command])
 
     def address(self, worker: int) -> str:
         return f"10.0.0.{worker + 1}"
@@ -142,33 +180,38 @@ class Network:
         self._limit(self.namespace(worker), INTERFACE, up)
         self._limit(self.switch, port_of(worker), down)
 
+    def cut(self, worker: int, *, closed: bool) -> None:
+        """Drop all packets of a worker's link without a word, or let them pass again."""
+        change = "nomaster" if closed else "master switch"
+        self._run(self.switch, f"ip link set {port_of(worker)} {change}")
+
     def close(self) -> None:
         """End all programs and then the namespaces."""
         for program in self._programs:
-            program.terminate()
+            with suppress(ProcessLookupError):
+                program.process.terminate()
         for program in self._programs:
-            try:
-                program.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                program.kill()
-                program.wait()
+            program.wait(10)
         for holder in reversed(self._holders):
             holder.communicate()  # closes its standard input
         self._programs, self._holders = [], []
 
     @property
-    def switch(self) -> subprocess.Popen[str]:
+    def switch(self) -> "subprocess.Popen[str]":
         return self._holders[0]
 
-    def namespace(self, worker: int) -> subprocess.Popen[str]:
+    def namespace(self, worker: int) -> "subprocess.Popen[str]":
         return self._holders[1 + worker]
 
-    def inside(self, namespace: subprocess.Popen[str]) -> list[str]:
+    def inside(self, namespace: "subprocess.Popen[str]") -> list[str]:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
     def _build(self) -> None:
-        require("unshare", "nsenter", "ip", "tc")
-        self._hold(unshare(), "switch")
+        for command in ("unshare", "nsenter", "ip", "tc"):
+            if shutil.which(command, path=ENVIRONMENT["PATH"]) is None:
+                raise NoNetworkError(f"{command} is missing: install util-linux and iproute2")
+        user = [] if os.geteuid() == 0 else ["--map-root-user"]
+        self._hold(["unshare", *user, "--net", "--uts"], "switch")
         self._run(self.switch, "ip link add name switch type bridge")
         self._run(self.switch, "ip link set switch up")
         for worker in range(self.workers):
@@ -199,10 +242,10 @@ class Network:
             raise NoNetworkError(f"{' '.join(command)}: {holder.communicate()[1].strip()}")
         self._holders.append(holder)
 
-    def _run(self, namespace: subprocess.Popen[str], command: str) -> None:
+    def _run(self, namespace: "subprocess.Popen[str]", command: str) -> None:
         run_command([*self.inside(namespace), *command.split()])
 
-    def _limit(self, namespace: subprocess.Popen[str], device: str, rate: float) -> None:
+    def _limit(self, namespace: "subprocess.Popen[str]", device: str, rate: float) -> None:
         """Limit what leaves through a device."""
         queue = "pfifo limit 1000"
         if rate < math.inf:
@@ -230,12 +273,11 @@ def enter_own_network(module: str, rate: str = "") -> None:
     if MARK in os.environ:
         return
     with Network(1) as network:
-        inside = network.inside(network.namespace(0))
         if rate:
-            bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
-            run_command([*inside, "tc", "qdisc", "add", "dev", LOOPBACK, "root", "tbf", *bucket])
-        command = [*inside, sys.executable, "-m", module, *sys.argv[1:]]
-        sys.exit(subprocess.call(command, env=os.environ | {MARK: "1"}))
+            bucket = f"tbf rate {rate} burst 512kb latency 2000ms"
+            network.run(0, f"tc qdisc add dev {LOOPBACK} root {bucket}".split())
+        command = [*network.inside(network.namespace(0)), sys.executable, "-m", module]
+        sys.exit(subprocess.call([*command, *sys.argv[1:]], env=os.environ | {MARK: "1"}))
 
 
 def loopback_bytes() -> int:

@@ -149,7 +149,6 @@ MANY_STEPS: Settings = {
     "training.sequence_length": "64",
 }
 """0.12M parameters, 512 tokens a step: a run of some minutes has hundreds of outer rounds."""
-LARGER_BATCH = MANY_STEPS | {"training.global_batch_size": "32"}
 DEFAULT_RUN: Settings = {
     "model.layers": "4",
     "model.width": "96",
@@ -245,13 +244,6 @@ def _parity() -> Table:
     return Table(MANY_STEPS, 9000, runs, "warm-up 1000", keep_every=1000, paper=paper)
 
 
-def _warm_ups(shape: Settings, steps: int, warm_ups: Sequence[int]) -> Table:
-    """Compare each run with data parallelism of as many steps of warm-up."""
-    runs = [f"{method}, warm-up {one}" for one in warm_ups for method in (CONTROL, "streaming")]
-    controls = {name: f"{CONTROL}, {name.split(', ')[1]}" for name in runs}
-    return Table(shape, steps, runs, controls=controls)
-
-
 SETTINGS = [
     CONTROL,
     "DiLoCo, M=1, H=30, lr 0.4, momentum 0.9",
@@ -278,38 +270,7 @@ OUTER_OPTIMIZERS = [
     "sgd, lr 0.5",
     "adam, lr 0.3, momentum 0.9, epsilon 0.1",
 ]
-TUNING = [
-    CONTROL,
-    f"{CONTROL}, inner lr 2e-3",
-    f"{CONTROL}, inner lr 8e-3",
-    "alpha 0.5, lr 0.4, momentum 0.8",
-    "alpha 0.5, lr 0.4, momentum 0.8, fp32",
-    "alpha 0.5, lr 0.4, momentum 0.8, inner lr 8e-3",
-    "alpha 0.5, lr 0.7, momentum 0.5",
-    "alpha 0, lr 0.7, momentum 0.5",
-    "alpha 0, lr 0.28, momentum 0.8",
-    "alpha 0.25, lr 0.7, momentum 0.5",
-    "alpha 0, tau 0, lr 0.7, momentum 0.5",
-    "DiLoCo, fp4_e3m0, alpha 0, tau 0, lr 0.7, momentum 0.5",
-    "alpha 0.5, lr 0.4, momentum 0.8, outer warm-up 20",
-    "averaged, H=1",
-    "averaged, H=1, inner lr 5.6e-3",
-    "averaged, H=10, inner lr 5.6e-3",
-]
-"""Settings that might bring short runs nearer to data parallelism."""
-OUTER_STEPS = [(0.4, 0.8), (0.4, 0.9), (0.7, 0.9), (0.7, 0.5)]
 BEGINNING = "beginning 300"
-ENDS = [
-    f"streaming, M={workers}, H={H}{what}"
-    for workers, H in ((2, 10), (2, 30), (4, 10))
-    for what in ("", ", alpha falls", f", {BEGINNING}", f", {BEGINNING}, alpha falls")
-]
-"""Ways to hold workers together at the start, and to bring them together at the end."""
-MUON = [
-    f"{CONTROL}, Muon",
-    *(f"{CONTROL}, Muon, matrix lr {rate}" for rate in ("3e-3", "1.2e-2")),
-    *(f"streaming, Muon, M={workers}, H={H}" for workers, H in ((2, 10), (2, 30), (4, 10))),
-]
 FRONTIER = [
     *(f"streaming, M=2, H={H}, {BEGINNING}, alpha falls" for H in (10, 30, 100)),
     *(f"streaming, Muon, M=2, H={H}" for H in (10, 30, 100)),
@@ -339,17 +300,10 @@ WAYS = [
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 SHARDS = [f"shards: {kind}" for kind in ("none", "random", "clusters")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
+WARM_UPS = (100, 300, 600, 1000)
 BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)]
 
 TABLES = {
-    "beginning": Table(MANY_STEPS, 3000, [CONTROL, *ENDS], "warm-up 300"),
-    "muon": Table(
-        MANY_STEPS,
-        3000,
-        [CONTROL, *MUON],
-        "warm-up 300",
-        controls=dict.fromkeys(MUON[1:], MUON[0]),
-    ),
     "bytes": Table(
         MANY_STEPS,
         3000,
@@ -361,15 +315,13 @@ TABLES = {
         DEFAULT_RUN, 1500, WAYS, "warm-up 300", controls={WAYS[-1]: f"{CONTROL}, Muon"}
     ),
     "parity": _parity(),
-    "parity-tuning": Table(
+    # Each run is compared with data parallelism of as many steps of warm-up.
+    "warm-up": Table(
         MANY_STEPS,
-        9000,
-        [CONTROL, *(f"streaming, lr {lr}, momentum {momentum}" for lr, momentum in OUTER_STEPS)],
-        "H=30, warm-up 1000",
-        keep_every=1000,
+        2000,
+        [f"{method}, warm-up {n}" for n in WARM_UPS for method in (CONTROL, "streaming")],
+        controls={f"streaming, warm-up {n}": f"{CONTROL}, warm-up {n}" for n in WARM_UPS},
     ),
-    "larger-batch": _warm_ups(LARGER_BATCH, 3000, (333, 1000)),
-    "warm-up": _warm_ups(MANY_STEPS, 2000, (100, 300, 600, 1000)),
     "first-steps": Table(MANY_STEPS, 2000, [CONTROL, "streaming", *BEGINS], keep_every=125),
     "robustness-drops": Table(MANY_STEPS, 2000, DROPS, paper={DROPS[3]: "+2.1 % perplexity"}),
     "robustness-shards": Table(
@@ -384,7 +336,6 @@ TABLES = {
     ),
     "outer-optimizers": Table(MANY_STEPS, 2000, OUTER_OPTIMIZERS),
     "workers": Table(MANY_STEPS, 2000, [CONTROL, *(f"streaming, M={M}" for M in (1, 2, 4, 8))]),
-    "tuning": Table(MANY_STEPS, 2000, TUNING),
     "codecs": _codecs(),
     "block-size": Table(WIDE_BATCH, 600, ["fp32", *BLOCKS]),
     "settings": Table(WIDE_BATCH, 1500, SETTINGS, "fp32, momentum 0.9"),

@@ -10,11 +10,8 @@ a tenth of its compute left, from its bytes and the seconds of a step without a 
 installed (`pip install -e .[bench]`), its DiLoCo replaces the outer loop of the same trainer
 (benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
 
-The short form above takes about a quarter of an hour on 2 quiet cores, the full one more than an
-hour a repeat. Finished runs are kept in --out, so that an interrupted table can be continued:
-
-    python -m benchmarks.slow_link --cycles 2 --repeats 3 --plot slow-link.png \\
-        --rates inf,10x,3x,1x,0.3x,0.1x,0.03x,0.01x
+The command above takes about a quarter of an hour on 2 quiet cores. Finished runs are kept in
+--out, so that an interrupted table can be continued.
 """
 
 import argparse
@@ -73,14 +70,9 @@ class Table:
     def methods(self) -> list[str]:
         return list(dict.fromkeys(method for _, method in self.runs))
 
-    @property
-    def free(self) -> list[list[Measured]]:
-        """All methods without a limit."""
-        return [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
-
     def references(self) -> list[float]:
         """Return tokens/s of each repeat's fastest method without a limit."""
-        repeats = zip(*self.free, strict=True)
+        repeats = zip(*(self.runs[math.inf, method] for method in self.methods), strict=True)
         return [max(run.median("tokens_per_second") for run in repeat) for repeat in repeats]
 
     def utilisations(self, rate: float, method: str) -> list[float]:
@@ -113,7 +105,8 @@ class Table:
 
         Only of the first repeat, so that a table that is continued has the same rates.
         """
-        seconds = min(runs[0].median("seconds_per_step") for runs in self.free)
+        firsts = [self.runs[math.inf, method][0] for method in self.methods]
+        seconds = min(run.median("seconds_per_step") for run in firsts)
         return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
 
     def rate_of(self, text: str) -> float:
