@@ -92,14 +92,13 @@ class Job:
 
 
 @contextmanager
-def running(folder: Path, workers: int = 2, launcher: bool = False, **more: Any) -> Iterator[Job]:
-    """Start a run: each worker in a namespace, or a launcher of all in one.
-
-    `more`: settings, with two underscores for each dot.
-    """
+def running(
+    folder: Path, workers: int = 2, more: core.Settings | None = None, *, launcher: bool = False
+) -> Iterator[Job]:
+    """Start a run: each worker in a namespace, or a launcher of all in one."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = SETTINGS | {key.replace("__", "."): value for key, value in more.items()}
-    settings |= {"run.folder": str(folder / "run"), "diloco.workers": str(workers)}
+    own = {"run.folder": str(folder / "run"), "diloco.workers": str(workers)}
+    settings = SETTINGS | (more or {}) | own
     module = "torchtitan_diloco.launch" if launcher else "torchtitan_diloco.train"
     command = [sys.executable, "-u", "-m", module, *core.command_line(settings)]
     with Network(1 if launcher else workers) as network:
@@ -122,7 +121,8 @@ class Outcome:
 
 
 def killed(folder: Path) -> Outcome:
-    with running(folder, 3, diloco__overlap__delay="5", diloco__quantization__codec="fp32") as job:
+    slow = {"diloco.overlap.delay": "5", "diloco.quantization.codec": "fp32"}
+    with running(folder, 3, slow) as job:
         network = job.network
         job.reach(20)
         for worker in range(3):
@@ -200,8 +200,8 @@ def scribble(connections: int) -> None:
 
 
 def restarted(folder: Path) -> Outcome:
-    more = {"checkpoint__every": "20", "checkpoint__keep_latest": "3", "run__restarts": "1"}
-    with running(folder, launcher=True, **more) as job:
+    more = {"checkpoint.every": "20", "checkpoint.keep_latest": "3", "run.restarts": "1"}
+    with running(folder, more=more, launcher=True) as job:
         job.reach(110)
         os.kill(job.ranks()[1], signal.SIGKILL)
         died_at, seconds = job.step, job.first.seconds_until("resumed from")
@@ -214,9 +214,9 @@ def restarted(folder: Path) -> Outcome:
 
 def killed_in_save(folder: Path) -> Outcome:
     generator, resumes = random.Random(0), 0
-    more = {"checkpoint__every": "5", "checkpoint__keep_latest": "3", "training__steps": "2000"}
+    more = {"checkpoint.every": "5", "checkpoint.keep_latest": "3", "training.steps": "2000"}
     for number in range(5):
-        with running(folder, launcher=True, **more) as job:
+        with running(folder, more=more, launcher=True) as job:
             job.first.seconds_until("resumed from" if number else "step ")
             job.reach(job.step + 20)
             time.sleep(generator.random() / 2)
@@ -228,7 +228,7 @@ def killed_in_save(folder: Path) -> Outcome:
 
 
 def interrupted(folder: Path) -> Outcome:
-    with running(folder, launcher=True, training__steps="4000") as job:
+    with running(folder, more={"training.steps": "4000"}, launcher=True) as job:
         job.reach(20)
         os.kill(job.ranks()[-1], signal.SIGSTOP)
         time.sleep(2)

@@ -320,7 +320,11 @@ TABLES = {
         MANY_STEPS,
         2000,
         [f"{method}, warm-up {n}" for n in WARM_UPS for method in (CONTROL, "streaming")],
-        controls={f"streaming, warm-up {n}": f"{CONTROL}, warm-up {n}" for n in WARM_UPS},
+        controls={
+            f"{method}, warm-up {n}": f"{CONTROL}, warm-up {n}"
+            for n in WARM_UPS
+            for method in (CONTROL, "streaming")
+        },
     ),
     "first-steps": Table(MANY_STEPS, 2000, [CONTROL, "streaming", *BEGINS], keep_every=125),
     "robustness-drops": Table(MANY_STEPS, 2000, DROPS, paper={DROPS[3]: "+2.1 % perplexity"}),
