@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.network import Network, NoNetworkError, Program, wait_until
+from benchmarks.network import LOOPBACK, Network, NoNetworkError, Program, wait_until
 from torchtitan_diloco.utils import read_json_lines
 
 HEADER = "fault | what happened | seconds | steps lost | as promised | n"
@@ -105,7 +105,8 @@ def running(
         job, number = Job(network, folder, []), time.time()
         for worker in range(network.workers):
             log = folder / f"log-{number:.0f}-{worker}.txt"
-            job.programs.append(network.start(worker, command, log))
+            env = {"GLOO_SOCKET_IFNAME": LOOPBACK} if launcher else {}
+            job.programs.append(network.start(worker, command, log, env))
         yield job
 
 
