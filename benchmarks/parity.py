@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import core
-from benchmarks.parity_runs import FOREVER, Runs, run_folder
+from benchmarks.parity_runs import run_folder, train_all
 from benchmarks.parity_tables import RESERVED, TABLES, Table
 from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config.loader import load_config
@@ -82,8 +82,6 @@ def main() -> None:
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     jobs_help = "training processes at once; a run has as many as workers"
     parser.add_argument("--jobs", type=core.positive, default=1, help=jobs_help)
-    seconds_help = "time after which runs stop; the same command continues them"
-    parser.add_argument("--seconds", type=core.positive_number, help=seconds_help)
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
@@ -104,13 +102,11 @@ def main() -> None:
                 path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
                 run["checkpoint.resume"] = str(path)
             todo.append((seed, name, run))
-    trained = Runs(options.out, options.jobs, options.seconds or FOREVER).train(
-        [(f"seed {seed}, {name}", run) for seed, name, run in todo]
-    )
+    named = [(f"seed {seed}, {name}", run) for seed, name, run in todo]
+    trained = train_all(options.out, named, options.jobs)
     losses: dict[str, dict[int, float]] = {name: {} for name in names}
     for (seed, name, _), loss in zip(todo, trained, strict=True):
-        if loss is not None:
-            losses[name][seed] = loss
+        losses[name][seed] = loss
     print_losses(table, steps, losses)
 
 
