@@ -101,12 +101,13 @@ def running(
     settings = SETTINGS | (more or {}) | own
     module = "torchtitan_diloco.launch" if launcher else "torchtitan_diloco.train"
     command = [sys.executable, "-u", "-m", module, *core.command_line(settings)]
+    if launcher:
+        command = ["env", f"GLOO_SOCKET_IFNAME={LOOPBACK}", *command]
     with Network(1 if launcher else workers) as network:
         job, number = Job(network, folder, []), time.time()
         for worker in range(network.workers):
             log = folder / f"log-{number:.0f}-{worker}.txt"
-            env = {"GLOO_SOCKET_IFNAME": LOOPBACK} if launcher else {}
-            job.programs.append(network.start(worker, command, log, env))
+            job.programs.append(network.launch(worker, command, log))
         yield job
 
 

@@ -42,7 +42,7 @@ class Run:
         command += [str(self.folder / "server"), "--address", self.network.address(self.islands)]
         if not self.join:
             command += ["--keep-gb", "1"]
-        self.server = self.network.start(self.islands, command, out)
+        self.server = self.network.launch(self.islands, command, out)
         wait_until(lambda: "nats+tls://" in self.server.printed(), "the server", out)
         self.join = self.server.printed().splitlines()[0]
 
@@ -59,7 +59,7 @@ class Run:
         job["path"] = str(self._path(name))
         command = [*inside, sys.executable, "-m", "benchmarks.islands_program", "island"]
         log = self.folder / f"{name}.txt"
-        self.programs[name] = self.network.start(worker, [*command, json.dumps(job)], log)
+        self.programs[name] = self.network.launch(worker, [*command, json.dumps(job)], log)
 
     def start_all(self, workers: int, steps: int) -> None:
         """Start islands, and wait until all have done so many steps."""

@@ -1,7 +1,7 @@
 """Networks for benchmarks: Linux network namespaces, with links as slow as asked.
 
     with Network(3, up=10, down=20) as network:  # Mbit/s; math.inf: no limit
-        program = network.start(1, [sys.executable, "-m", ...], Path("log.txt"))
+        program = network.launch(1, [sys.executable, "-m", ...], Path("log.txt"))
         sent, received = network.counters(1)
         network.set_rate(1, up=5, down=5)  # while the program runs
 
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import IO, Any, Self
 
 INTERFACE, LOOPBACK = "eth0", "lo"
 PORT = 29500
@@ -59,6 +59,20 @@ def run_command(command: Sequence[str]) -> str:
     return done.stdout
 
 
+def require(*commands: str) -> None:
+    path = ENVIRONMENT["PATH"]
+    missing = [command for command in commands if shutil.which(command, path=path) is None]
+    if missing:
+        raise NoNetworkError(
+            f"network namespaces need {', '.join(missing)}: install util-linux and iproute2"
+        )
+
+
+def unshare() -> list[str]:
+    """Return the command that starts a program in a new network namespace."""
+    return ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--net", "--uts"]
+
+
 def read_counters(interface: str, process: int | str = "self") -> tuple[int, int]:
     """Return the bytes that an interface has sent and received so far, headers included."""
     for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
@@ -78,10 +92,20 @@ def wait_until(condition: Callable[[], bool], what: str, log: Path | None = None
         time.sleep(0.02)
 
 
+def end(process: "subprocess.Popen[Any]", seconds: float) -> int | None:
+    """Return the exit code; None and a kill if it does not end in time."""
+    try:
+        return process.wait(max(0.1, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
+
+
 class Program:
     """A program in a network, and what it has printed to its log."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[Any]", log: Path) -> None:
         self.process, self.log = process, log
         self.pid = process.pid
 
@@ -104,11 +128,7 @@ class Program:
         return time.monotonic() - started if self.line(pattern) else None
 
     def wait(self, seconds: float = PATIENCE_SECONDS) -> int | None:
-        """Return the exit code; None and a kill if it does not end in time."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(max(0.1, seconds))
-        self.kill()
-        return None
+        return end(self.process, seconds)
 
     def kill(self) -> None:
         self.process.kill()
@@ -121,7 +141,7 @@ class Network:
         self.workers, self._up, self._down = workers, up, down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
-        self._programs: list[Program] = []
+        self._processes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> Self:
         try:
@@ -135,23 +155,31 @@ class Network:
         self.close()
 
     def start(
-        self, worker: int, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-    ) -> Program:
-        """Start a program as a worker; `log` receives its standard output and errors.
+        self,
+        worker: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: IO[Any] | None = None,
+    ) -> "subprocess.Popen[Any]":
+        """Start a program as a worker; `output` receives its standard output and errors.
 
-        The process is the program itself. Its environment has the variables of a rank, and `env`.
+        The process is the program itself. Its environment is `env` and the variables of a rank.
         """
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.rank_variables(worker)
+        process = subprocess.Popen(
+            [*self.inside(self.namespace(worker)), *command],
+            env={**env, **self.rank_variables(worker)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+        )
+        self._processes.append(process)
+        return process
+
+    def launch(self, worker: int, command: Sequence[str], log: Path, **env: str) -> Program:
+        """Start a program of one thread whose output is appended to a log."""
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                [*self.inside(self.namespace(worker)), *command],
-                env=environment | dict(env or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        self._programs.append(Program(process, log))
-        return self._programs[-1]
+            variables = os.environ | {"OMP_NUM_THREADS": "1", **env}
+            return Program(self.start(worker, command, variables, output), log)
 
     def run(self, worker: int, command: Sequence[str]) -> str:
         """Run a command as a worker to its end, and return what it prints."""
@@ -187,14 +215,13 @@ class Network:
 
     def close(self) -> None:
         """End all programs and then the namespaces."""
-        for program in self._programs:
-            with suppress(ProcessLookupError):
-                program.process.terminate()
-        for program in self._programs:
-            program.wait(10)
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            end(process, 10)
         for holder in reversed(self._holders):
             holder.communicate()  # closes its standard input
-        self._programs, self._holders = [], []
+        self._processes, self._holders = [], []
 
     @property
     def switch(self) -> "subprocess.Popen[str]":
@@ -207,11 +234,8 @@ class Network:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
     def _build(self) -> None:
-        for command in ("unshare", "nsenter", "ip", "tc"):
-            if shutil.which(command, path=ENVIRONMENT["PATH"]) is None:
-                raise NoNetworkError(f"{command} is missing: install util-linux and iproute2")
-        user = [] if os.geteuid() == 0 else ["--map-root-user"]
-        self._hold(["unshare", *user, "--net", "--uts"], "switch")
+        require("unshare", "nsenter", "ip", "tc")
+        self._hold(unshare(), "switch")
         self._run(self.switch, "ip link add name switch type bridge")
         self._run(self.switch, "ip link set switch up")
         for worker in range(self.workers):

@@ -177,7 +177,7 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
     samples, limited, workers = Samples(), False, range(int(settings["diloco.workers"]))
     with Network(len(workers)) as network:
         programs = [
-            network.start(worker, command, log, {"WORKER_ADDRESS": network.address(worker)})
+            network.launch(worker, command, log, WORKER_ADDRESS=network.address(worker))
             for worker in workers
         ]
         running = True

@@ -46,7 +46,7 @@ def network() -> Iterator[Network]:
 
 def outputs(network: Network, programs: dict[int, list[str]], folder: Path) -> dict[int, str]:
     started = {
-        worker: network.start(
+        worker: network.launch(
             worker, [sys.executable, "-S", "-c", *words], folder / f"{worker}.txt"
         )
         for worker, words in programs.items()
@@ -110,7 +110,7 @@ def rates_of(network: Network, worker: int) -> tuple[str, str]:
 def test_closing_ends_what_still_runs_and_the_namespaces(tmp_path: Path) -> None:
     with network_of(1) as network:
         sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-        program = network.start(0, sleeps, tmp_path / "log")
+        program = network.launch(0, sleeps, tmp_path / "log")
         holders = [network.switch, network.namespace(0)]
     assert not program.running
     assert all(holder.returncode == 0 for holder in holders)

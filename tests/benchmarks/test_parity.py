@@ -35,11 +35,11 @@ def test_runs_are_valid_distinct_and_of_equal_tokens(table: Table) -> None:
 
 
 def test_names_are_settings() -> None:
-    assert parse_terms("streaming, M=4, lr 0.7, inner lr 2e-3, means in bf16, lr 0.4") == {
+    assert parse_terms("streaming, M=4, lr 0.7, inner lr 2e-3, blocks of 32, lr 0.4") == {
         "diloco.workers": "4",
         "diloco.outer_optimizer.lr": "0.4",
         "optimizer.lr": "2e-3",
-        "diloco.quantization.gather_codec": "bf16",
+        "diloco.quantization.block_size": "32",
     }
     later = "after 1000 steps of data parallelism"
     table = TABLES["parity"]
