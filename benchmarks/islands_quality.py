@@ -91,9 +91,6 @@ def settings(tokens: int, seed: int) -> core.Settings:
     return run | {"lr_schedule.warmup_steps": str(3 * steps // 10), "run.seed": str(seed)}
 
 
-# --- an island ------------------------------------------------------------------------------------
-
-
 class LateIsland(IslandDiLoCo):
     """An island on a slow link."""
 
@@ -109,22 +106,23 @@ class Island(threading.Thread):
 
     def __init__(self, run: "Run", number: int) -> None:
         super().__init__(name=f"island-{number}", daemon=True)
-        last = number == run.case.islands[0] - 1
-        self.run_, self.number, config = run, number, run.config
-        self.slow = run.case.slow if last else 1.0
+        case, config = run.case, run.config
+        last = number == case.islands[0] - 1
+        self.run_, self.number, self.slow = run, number, case.slow if last else 1.0
         self.leaves, self.dies = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
         self.shared: dict[str, Tensor] = {}
         self.model = run.build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, config.training.steps)
-        begin, slots = run.case.islands[0], max(run.case.islands)
-        settings = Islands(
-            str(run.join), self.name, slots=slots, begin=begin, grace_seconds=run.case.grace
-        )
-        late = run.case.late and last
-        self.outer = (LateIsland if late else IslandDiLoCo)(
+        self.outer = (LateIsland if case.late and last else IslandDiLoCo)(
             self.model,
-            settings,
+            Islands(
+                str(run.join),
+                self.name,
+                slots=max(case.islands),
+                begin=case.islands[0],
+                grace_seconds=case.grace,
+            ),
             config.diloco,
             total_tokens=run.tokens,
             optimizer=self.optimizer,
@@ -144,37 +142,33 @@ class Island(threading.Thread):
             self.outer.close()
 
     def _train(self) -> None:
-        outer, config = self.outer, self.run_.config.training
+        outer, run, training = self.outer, self.run_, self.run_.config.training
         outer.join()
-        batches = iter(self.run_.load(outer, config.batch_size))
+        batches = iter(run.load(outer))
         while not outer.finished and not self.leaves.is_set():
             started = time.perf_counter()
             self._step(*next(batches))
             if self.number == 0:
-                self.run_.latest_seconds.append(time.perf_counter() - started)
-            time.sleep((self.slow - 1) * self.run_.usual_seconds())
+                run.latest_seconds.append(time.perf_counter() - started)
+            time.sleep((self.slow - 1) * run.usual_seconds())
             if self.dies.is_set():
                 return
-            self.run_.trained[outer.seat.slot] += config.batch_size
-            outer.step(weight=config.batch_size * config.sequence_length)
+            run.trained[outer.seat.slot] += training.batch_size
+            outer.step(weight=training.batch_size * training.sequence_length)
         outer.drain()
         if not self.leaves.is_set():
             self.shared = {name: one.clone() for name, one in outer.global_state_dict().items()}
 
     def _step(self, inputs: Tensor, targets: Tensor) -> None:
         """Take an inner step, as `Trainer.train_step` does."""
-        config = self.run_.config
-        share = self.outer.clock / self.run_.tokens * config.training.steps + 1
-        set_lr(self.optimizer, lr_factor(share, config.training.steps, config.lr_schedule))
-        training = config.training
+        config, training = self.run_.config, self.run_.config.training
+        share = self.outer.clock / self.run_.tokens * training.steps + 1
+        set_lr(self.optimizer, lr_factor(share, training.steps, config.lr_schedule))
         head = loss_head(targets, z_loss=training.z_loss, chunk_tokens=training.loss_chunk_tokens)
         (self.model(inputs, head=head).objective / inputs.numel()).backward()
         norm = gradient_norm(self.model.parameters())
         clipped_step(self.optimizer, norm, training.max_gradient_norm)
         self.optimizer.zero_grad()
-
-
-# --- a run ----------------------------------------------------------------------------------------
 
 
 class Run:
@@ -202,24 +196,26 @@ class Run:
         model.init_weights(self.config.run.seed)
         return model
 
-    def load(self, outer: IslandDiLoCo, batch: int) -> TrainLoader:
+    def load(self, outer: IslandDiLoCo) -> TrainLoader:
         """Return batches from where the island begins to read its stream."""
+        training, seat = self.config.training, outer.seat
         return TrainLoader(
             [self._text],
-            sequence_length=self.config.training.sequence_length,
-            batch_size=batch,
+            sequence_length=training.sequence_length,
+            batch_size=training.batch_size,
             accumulation=1,
             rank=0,
             ranks=1,
             seed=self.config.run.seed,
             shuffle=True,
             processes=0,
-            start=outer.seat.position,
-            stream=Stream(outer.seat.slot, outer.seat.slots, batch),
+            start=seat.position,
+            stream=Stream(seat.slot, seat.slots, training.batch_size),
         )
 
     def train(self) -> dict[str, Any]:
         """Start and stop islands as the case says, and return what came of the run."""
+        case = self.case
         latest: dict[int, Island] = {}
         started: list[Island] = []
 
@@ -231,17 +227,17 @@ class Run:
         life = ROUNDS_OF_A_LIFE * self.config.diloco.sync_every * TOKENS_PER_STEP
         died = 0
         while not any(island.shared for island in started):
-            _raise_failures(started)
+            raise_failures(started)
             clock = max((island.outer.clock for island in started), default=0)
-            ends = (share for share in self.case.ends if clock < share * self.tokens)
-            wanted = self.case.islands[self.case.ends.index(next(ends, 1.0))]
-            for number in range(max(self.case.islands)):
+            phases = zip(case.ends, case.islands, strict=True)
+            wanted = next((n for end, n in phases if clock < end * self.tokens), case.islands[-1])
+            for number in range(max(case.islands)):
                 alive = number in latest and latest[number].is_alive()
                 if number >= wanted and alive:
                     latest[number].leaves.set()
                 elif number < wanted and not alive and clock < self.tokens:
                     start(number)
-            if self.case.dies and life * (died + 1) < clock < 0.9 * self.tokens:
+            if case.dies and life * (died + 1) < clock < 0.9 * self.tokens:
                 died += 1
                 latest[1].dies.set()
                 latest[1].join()
@@ -250,11 +246,11 @@ class Run:
         for island in started:
             island.join(60.0)
             assert not island.is_alive(), f"{island.name} does not end"
-        _raise_failures(started)
-        shared = [island.shared for island in started if island.shared]
-        for one in shared:
-            assert all(torch.equal(one[name], value) for name, value in shared[0].items())
-        return {"loss": self.evaluate(shared[0])} | self.read_log()
+        raise_failures(started)
+        first, *rest = [island.shared for island in started if island.shared]
+        for one in rest:
+            assert all(torch.equal(one[name], value) for name, value in first.items())
+        return {"loss": self.evaluate(first)} | self.read_log()
 
     @torch.no_grad()
     def evaluate(self, shared: dict[str, Tensor]) -> float:
@@ -289,7 +285,7 @@ class Run:
         }
 
 
-def _raise_failures(islands: list[Island]) -> None:
+def raise_failures(islands: list[Island]) -> None:
     for island in islands:
         if island.failure is not None:
             raise island.failure
