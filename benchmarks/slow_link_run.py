@@ -3,7 +3,6 @@ its interfaces count meanwhile."""
 
 import math
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -85,48 +84,39 @@ def build_settings(
     return MODEL | outer | METHODS[method] | dict(extra)
 
 
-def length_settings(steps: int, log_every: int) -> core.Settings:
-    return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
-
-
-def cycles_length(sync_every: int, cycles: int, delay: int) -> core.Settings:
-    """Return the length of a run with an outer loop. Nothing is sent in its first cycle."""
-    return length_settings((1 + cycles) * sync_every + max(delay, LATE) + 1, sync_every // 2)
+def run_length(sync_every: int, delay: int) -> core.Settings:
+    """Return the length of a run with an outer loop: a cycle in which nothing is sent, and one."""
+    return _length(2 * sync_every + max(delay, LATE) + 1, sync_every // 2)
 
 
 def data_parallel_length(seconds_per_step: float) -> core.Settings:
     """Return the length of a run with data parallelism, whose steps are alike and may be slow."""
     if seconds_per_step < 1:
-        return length_settings(51, 10)
-    return length_settings(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
+        return _length(51, 10)
+    return _length(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
+
+
+def _length(steps: int, log_every: int) -> core.Settings:
+    return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
 
 
 @dataclass
-class Window:
-    """Steps that are measured together."""
+class Measured:
+    """The steady part of a run."""
 
     steps: int
     seconds_per_step: float
     tokens_per_second: float
     exposed_seconds: float | None
     """Per step, by the trainer's own clock; None with data parallelism."""
-
-
-@dataclass
-class Measured:
-    windows: list[Window]
     sent_per_step: float
-    """Bytes that a worker's interface sends in a measured step, mean over workers."""
+    """Bytes that a worker's interface sends in a step, mean over workers."""
     peak_mbit: float
     """Rate of the worker that sends most in half a second."""
     observed: Conditions | None = None
     """Link and steps that the trainer has measured; None without our outer loop."""
     fragments: list[int] = field(default_factory=list)
     """Parameters of each."""
-
-    def median(self, name: str) -> float:
-        """Return the median of a field of the windows."""
-        return float(statistics.median(getattr(window, name) for window in self.windows))
 
 
 def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:
@@ -198,38 +188,36 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
 
 
 def summarise(samples: Samples, sync_every: int | None) -> Measured:
-    """Measure the steady part of a run: whole cycles of `sync_every` steps after the first, or
-    (None: data parallelism) all records after the link has become slow."""
+    """Measure the cycle of `sync_every` steps after the first one, or (None: data parallelism) all
+    records after the link has become slow."""
     steps = [int(record["step"]) for _, record in samples.records]
     if sync_every is None:
         first = next(number for number, step in enumerate(steps) if step >= SETTLED - 1)
-        ends = list(range(first, len(steps) - 1))  # the last record comes earlier than the others
+        last = len(steps) - 2  # the last record comes earlier than the others
     else:
-        ends = [number for number, step in enumerate(steps) if step % sync_every == 0]
-    windows = [_window(samples, *pair) for pair in pairwise(ends)]
-    start, end = samples.records[ends[0]][0], samples.records[ends[-1]][0]
+        first, last = steps.index(sync_every), steps.index(2 * sync_every)
+    records = [record for _, record in samples.records[first + 1 : last + 1]]
+    counts = [now - before for before, now in pairwise(steps[first : last + 1])]
+    count, key = sum(counts), "diloco/exposed_seconds_mean_over_ranks"
+    seconds = math.fsum(
+        number * record["speed/seconds_per_step"]
+        for number, record in zip(counts, records, strict=True)
+    )
+    tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
+    exposed = [record[key] for record in records if key in record]
+    start, end = samples.records[first][0], samples.records[last][0]
     sent = sum(samples.sent[end]) - sum(samples.sent[start])
-    sent_per_step = sent / len(samples.sent[0]) / (steps[ends[-1]] - steps[ends[0]])
     peak = 0.0
     for number in range(start, end + 1 - PEAK_SAMPLES):
         later = number + PEAK_SAMPLES
         pairs = zip(samples.sent[number], samples.sent[later], strict=True)
-        seconds = samples.times[later] - samples.times[number]
-        peak = max(peak, max(now - before for before, now in pairs) * 8e-6 / seconds)
-    return Measured(windows, sent_per_step, peak)
-
-
-def _window(samples: Samples, first: int, last: int) -> Window:
-    """Return what was measured between two records."""
-    records = [record for _, record in samples.records[first : last + 1]]
-    counts = [int(now["step"] - before["step"]) for before, now in pairwise(records)]
-    steps, records = sum(counts), records[1:]
-    seconds = math.fsum(
-        count * record["speed/seconds_per_step"]
-        for count, record in zip(counts, records, strict=True)
+        duration = samples.times[later] - samples.times[number]
+        peak = max(peak, max(now - before for before, now in pairs) * 8e-6 / duration)
+    return Measured(
+        steps=count,
+        seconds_per_step=seconds / count,
+        tokens_per_second=tokens * count / seconds,
+        exposed_seconds=math.fsum(exposed) / count if exposed else None,
+        sent_per_step=sent / len(samples.sent[0]) / count,
+        peak_mbit=peak,
     )
-    tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
-    key = "diloco/exposed_seconds_mean_over_ranks"
-    exposed = [record[key] for record in records if key in record]
-    exposed_seconds = math.fsum(exposed) / steps if exposed else None
-    return Window(steps, seconds / steps, tokens * steps / seconds, exposed_seconds)

@@ -65,7 +65,7 @@ def test_a_wrong_configuration_is_no_traceback(capsys: pytest.CaptureFixture[str
     ("main", "words"),
     [
         (slow_link.main, ["--workers", "1"]),
-        (slow_link.main, ["--cycles", "0"]),
+        (slow_link.main, ["--repeats", "0"]),
         (slow_link.main, ["--methods", "telepathy"]),
         (slow_link.main, ["--diloco.quantization.codec", "int8"]),
         (slow_link.main, ["--optimizer.lr", "fast"]),
