@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib import util
 from itertools import product
 from pathlib import Path
@@ -23,7 +22,6 @@ from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import METADATA, read_manifest
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
-from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
@@ -147,19 +145,14 @@ def outer_round(model_device: torch.device, state_device: torch.device) -> tuple
 
 
 def codec(scale: Scale, _: Path) -> list[Check]:
-    """Compare encode + decode with a copy, from a background thread as an exchange does it."""
-    on_gpu = scale.device.type == "cuda"
-
-    def measure(name: str, megabytes: float) -> float:
+    """Compare encode + decode with a copy, on the stream of an exchange."""
+    on_gpu, checks = scale.device.type == "cuda", []
+    for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
         values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
         made = build_codec(Quantization(name))  # type: ignore[arg-type]
         with torch.cuda.stream(background_stream(scale.device)) if on_gpu else nullcontext():
             found = codecs.measure_codec(made, values, scale.rounds)
-        return statistics.median(codecs.share_of_copy(found))
-
-    thread, checks = BackgroundThread("codec"), []
-    for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
-        share = thread.submit(partial(measure, name, megabytes)).result()
+        share = statistics.median(codecs.share_of_copy(found))
         # Launches take longer than the work on 2 MB.
         passed = share >= 0.5 if on_gpu and megabytes >= 64 else None
         what = f"{name}, {megabytes:g} MB"

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import core
+from benchmarks.islands_program import audit
 from benchmarks.parity_tables import DEFAULTS, MANY_STEPS
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -36,14 +37,14 @@ from torchtitan_diloco.components.optimizer import (
     lr_factor,
     set_lr,
 )
+from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, leader
 from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.log import Outcome
 from torchtitan_diloco.islands.server import local_server
-from torchtitan_diloco.islands.status import open_reader
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
 EXPIRY_SECONDS, BEAT_SECONDS = 2.0, 0.1
@@ -252,36 +253,29 @@ class Run:
             assert all(torch.equal(one[name], value) for name, value in first.items())
         return {"loss": self.evaluate(first)} | self.read_log()
 
-    @torch.no_grad()
     def evaluate(self, shared: dict[str, Tensor]) -> float:
         """Return the loss of the shared copy on held-out text."""
-        model, total, tokens = self.build_model(), 0.0, 0
+        model = self.build_model()
         model.load_state_dict(shared)
         length, sequences = self.config.training.sequence_length, self.config.validation.sequences
         shape = {"sequence_length": length, "batch_size": 8, "sequences": sequences}
         batches = ValidationBatches(self._held_out, rank=0, ranks=1, **shape)
-        for inputs, targets in batches:
-            sums = model(inputs, head=loss_head(targets, z_loss=0.0, chunk_tokens=1024))
-            total, tokens = total + sums.cross_entropy.item(), tokens + int(sums.tokens)
-        return total / tokens
+        world = World(rank=0, size=1, workers=1, device=core.CPU)
+        return validate(model, batches, world, chunk_tokens=1024).loss
 
     def read_log(self) -> dict[str, Any]:
         """Return what the log tells of the rounds, and of the samples that were trained."""
-        outcomes: list[Outcome] = []
-        with open_reader(self.join, outcomes.append) as reader:
-            state = reader.state
-        entries = [one.entry for one in outcomes if one.entry is not None]
-        merged = [0.0] * len(state.slots)
-        for number, slot in enumerate(state.slots):
-            for span in (span for ledger in slot.ledgers for span in ledger.spans):
-                if span.fate == "merged":
-                    merged[number] += (span.end - span.start) / len(slot.ledgers)
-        late = [entry.close.version - 1 - one.base for entry in entries for one in entry.parts]
+        found = audit(self.join)
+        merged, late = [], found["late"]
+        for number, slot in enumerate(found["ledger"]):
+            spans = [span for spans in slot for span in spans if span[2] == "merged"]
+            samples = sum(end - start for start, end, _ in spans)
+            merged.append(samples / len(slot) / self.trained[number])
         return {
-            "merged": [count / self.trained[slot] for slot, count in enumerate(merged)],
-            "rounds": len(entries) / len(state.fragments),
+            "merged": merged,
+            "rounds": len(found["participants"]) / len(found["ledger"][0]),
             "late": [late.count(versions) for versions in range(max(late) + 1)],
-            "parts": statistics.mean(len(entry.parts) for entry in entries),
+            "parts": statistics.mean(found["participants"]),
         }
 
 

@@ -95,7 +95,6 @@ NUMBERS = {
     "top ": "diloco.quantization.top_values",
     "blocks of ": "diloco.quantization.block_size",
     "drop probability ": "diloco.link.drop_probability",
-    "shards: ": "data.shard_by",
 }
 """Settings of terms that end with a value, by what precedes it."""
 
@@ -145,8 +144,6 @@ DEFAULT_RUN: Settings = {
     "training.sequence_length": "128",
 }
 """0.45M parameters, 2,048 tokens a step: that of ./run_train.sh."""
-ALL_HELD_OUT = MANY_STEPS | {"validation.sequences": "4096"}
-"""With all held-out text: a corpus may have several kinds of text, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +272,6 @@ WAYS = [
     "streaming, Muon",
 ]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
-SHARDS = [f"shards: {kind}" for kind in ("none", "random")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
 WARM_UPS = (100, 300, 600, 1000)
 BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)]
@@ -305,7 +301,6 @@ TABLES = {
     ),
     "first-steps": Table(MANY_STEPS, 2000, [CONTROL, "streaming", *BEGINS], keep_every=125),
     "robustness-drops": Table(MANY_STEPS, 2000, DROPS, paper={DROPS[3]: "+2.1 % perplexity"}),
-    "robustness-shards": Table(ALL_HELD_OUT, 2000, SHARDS),
     "sync-every": Table(
         MANY_STEPS, 2000, [CONTROL, *(f"streaming, H={H}" for H in (5, 10, 30, 100, 300))]
     ),
