@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks import core
 from benchmarks.islands_program import audit
+from benchmarks.parity import against
 from benchmarks.parity_tables import DEFAULTS, MANY_STEPS
 from torchtitan_diloco.components.loss import loss_head
 from torchtitan_diloco.components.optimizer import (
@@ -315,28 +316,21 @@ def read_results(path: Path, tokens: int) -> dict[tuple[str, int], dict[str, Any
 
 
 def print_losses(results: dict[tuple[str, int], dict[str, Any]], tokens: int) -> None:
-    """Compare with the control seed by seed: what the runs of a seed share cancels."""
-    rows = []
-    for name in CASES:
-        seeds = [seed for case, seed in results if case == name and (CONTROL, seed) in results]
-        runs = [results[name, seed] for seed in seeds]
-        if not runs:
+    rows, found = [], {name: losses_of(results, name) for name in CASES}
+    for name, losses in found.items():
+        if not losses:
             continue
-        losses, late = [run["loss"] for run in runs], [run["late"] for run in runs]
-        more = [
-            100 * (run["loss"] / results[CONTROL, seed]["loss"] - 1)
-            for seed, run in zip(seeds, runs, strict=True)
-        ]
-        merged = [100 * min(run["merged"]) for run in runs]
-        share = [100 * (1 - counts[0] / sum(counts)) for counts in late]
+        runs = [results[name, seed] for seed in losses]
+        late = [run["late"] for run in runs]
+        share = statistics.mean(100 * (1 - counts[0] / sum(counts)) for counts in late)
         rows.append(
             [
                 name,
                 str(len(runs)),
-                core.mean(losses, ".4f"),
-                "" if name == CONTROL else f"{core.mean(more, '+.2f')} %",
-                f"{min(merged):.1f} %",
-                f"{statistics.mean(share):.0f} %, {max(map(len, late)) - 1}",
+                core.mean(list(losses.values()), ".4f"),
+                "" if name == CONTROL else against(losses, found[CONTROL]),
+                f"{100 * min(min(run['merged']) for run in runs):.1f} %",
+                f"{share:.0f} %, {max(map(len, late)) - 1}",
                 f"{statistics.mean(run['rounds'] for run in runs):.0f}",
                 f"{statistics.mean(run['parts'] for run in runs):.2f}",
             ]
@@ -344,6 +338,10 @@ def print_losses(results: dict[tuple[str, int], dict[str, Any]], tokens: int) ->
     title = f"validation loss of the shared copy after {tokens:,} tokens, mean (min ... max)"
     header = "case | n | loss | against lockstep | merged, least | late parts, versions"
     core.print_table(title, f"{header} | rounds | parts a round", rows)
+
+
+def losses_of(results: dict[tuple[str, int], dict[str, Any]], name: str) -> dict[int, float]:
+    return {seed: run["loss"] for (case, seed), run in results.items() if case == name}
 
 
 if __name__ == "__main__":
