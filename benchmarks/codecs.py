@@ -7,6 +7,9 @@ thread takes with the mean that comes back. GB/s are of fp32 values: 33.6 MB in 
 copy reads and writes all values: a format that reads as much and writes less may be faster.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -31,8 +34,7 @@ turns. Outer step, in a measured round: norm of the mean, Nesterov, norm of the 
 def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[float]]:
     """Return seconds of encoding, decoding and copying, in pieces as an exchange calls a codec."""
     piece = GPU_CHUNK if values.device.type == "cuda" else PIECE
-    size = codec.wire_bytes(values.numel())
-    payload = torch.empty(size, dtype=torch.uint8, device=values.device)
+    payload = torch.empty(codec.wire_bytes(len(values)), dtype=torch.uint8, device=values.device)
     decoded = torch.empty_like(values)
     encoded = payload.split(codec.wire_bytes(piece))
 
@@ -44,32 +46,27 @@ def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[f
         for source, part in zip(encoded, decoded.split(piece), strict=True):
             codec.decode(source, part)
 
-    return core.take_turns(
-        {
-            "encode": lambda: core.timed(encode, values.device).wall,
-            "decode": lambda: core.timed(decode, values.device).wall,
-            "copy": lambda: core.timed(lambda: decoded.copy_(values), values.device).wall,
-        },
-        rounds,
-    )
+    tasks: dict[str, Callable[[], object]]
+    tasks = {"encode": encode, "decode": decode, "copy": lambda: decoded.copy_(values)}
+    turns = {name: partial(core.timed, task, values.device) for name, task in tasks.items()}
+    found = core.take_turns(turns, rounds)
+    return {name: [one.wall for one in times] for name, times in found.items()}
 
 
 def share_of_copy(found: dict[str, list[float]]) -> list[float]:
-    both = [sum(pair) for pair in zip(found["encode"], found["decode"], strict=True)]
-    return [2 * copy / coding for coding, copy in zip(both, found["copy"], strict=True)]
+    turns = zip(found["encode"], found["decode"], found["copy"], strict=True)
+    return [2 * copy / (encode + decode) for encode, decode, copy in turns]
 
 
 def codec_row(codec: Codec, values: Tensor, rounds: int) -> list[str]:
     found = measure_codec(codec, values, rounds)
     both = [sum(pair) for pair in zip(found["encode"], found["decode"], strict=True)]
+    speeds = [[values.nbytes / 1e9 / one for one in column] for column in found.values()]
     return [
         codec.name,
         f"{8 * codec.wire_bytes(values.numel()) / values.numel():.3f}",
         f"{values.nbytes / 1e6:.1f}",
-        *(
-            core.summary([values.nbytes / 1e9 / one for one in column], 2)
-            for column in found.values()
-        ),
+        *(core.summary(column, 2) for column in speeds),
         core.summary(both, 2, 1e3),
         core.summary(share_of_copy(found), 0, 100) + " %",
         str(rounds),
@@ -92,18 +89,19 @@ def outer_step_row(values: int, device: torch.device, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=list(CODECS))
+    parser.add_argument("--codecs", default="", help="default: all")
     parser.add_argument("--megabytes", type=core.list_of(core.positive_number), default=[4.2, 33.6])
     parser.add_argument("--threads", type=core.positive, default=1)
     parser.add_argument("--rounds", type=core.positive, default=15)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
+    names = core.parse_names(parser, "--codecs", options.codecs, CODECS, ",")
     torch.set_num_threads(options.threads)
     device, rows, steps = torch.device(options.device), [], []
     for megabytes in options.megabytes:
         values = 1e-3 * torch.randn(round(megabytes * 1e6 / 4), device=device)
-        for name in options.codecs:
-            codec = build_codec(Quantization(codec=name))
+        for name in names:
+            codec = build_codec(Quantization(codec=name))  # type: ignore[arg-type]
             rows.append(codec_row(codec, values, options.rounds))
         steps.append(outer_step_row(values.numel(), device, options.rounds))
     title = f"{describe_device(device)}; {options.threads} CPU threads; torch {torch.__version__}"

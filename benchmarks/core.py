@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
-from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.utils import markdown_table
 
 Settings = dict[str, str]
@@ -37,23 +36,14 @@ def positive(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
     return value
 
 
-def codec_name(text: str) -> str:
-    if text not in CODECS:
-        raise argparse.ArgumentTypeError(f"{text}: choose from {', '.join(CODECS)}")
-    return text
-
-
 def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
-    """Return an argparse type for comma-separated values, none for an empty text."""
+    """Return an argparse type for comma-separated values."""
 
     def parse(text: str) -> list[Item]:
         try:
@@ -62,6 +52,21 @@ def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
             raise argparse.ArgumentTypeError(f"{text}: give numbers, such as 1,5") from None
 
     return parse
+
+
+def parse_names(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    text: str,
+    known: Collection[str],
+    separator: str = ";",
+) -> list[str]:
+    """Return the names in a text; all if it is empty."""
+    names = [name.strip() for name in text.split(separator) if name.strip()]
+    for name in names:
+        if name not in known:
+            parser.error(f"{flag} {name!r}: there are {f'{separator} '.join(known)}")
+    return names or list(known)
 
 
 def parse_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> Config:
@@ -84,21 +89,9 @@ def parse_settings(
     settings = {
         key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
     }
-    for key, value in settings.items():
-        if key in reserved:
-            parser.error(f"--{key} {value}: the table sets this itself; see --help")
+    for key in settings.keys() & set(reserved):
+        parser.error(f"--{key} {settings[key]}: the table sets this itself; see --help")
     return settings
-
-
-def parse_names(
-    parser: argparse.ArgumentParser, flag: str, text: str, known: Sequence[str]
-) -> list[str]:
-    """Return the names in a text that separates them by semicolons; all if it is empty."""
-    names = [name.strip() for name in text.split(";") if name.strip()]
-    for name in names:
-        if name not in known:
-            parser.error(f"{flag} {name!r}: there are {'; '.join(known)}")
-    return names or list(known)
 
 
 def command_line(settings: Mapping[str, str]) -> list[str]:
@@ -172,9 +165,11 @@ def summary(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> st
     return f"{middle} ({min(scaled):,.{digits}f} ... {max(scaled):,.{digits}f})"
 
 
-def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:
-    """Print a table that reads well in a terminal and is valid Markdown.
+def mean(values: Sequence[float], form: str) -> str:
+    """Return `mean (min ... max)`."""
+    return f"{statistics.mean(values):{form}} ({min(values):{form}} ... {max(values):{form}})"
 
-    `header`: names of the columns, separated by " | ".
-    """
+
+def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table. `header`: names of the columns, separated by " | "."""
     print(f"\n{title}\n\n{markdown_table(header.split(' | '), rows)}", flush=True)

@@ -4,11 +4,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib import util
 from itertools import product
 from pathlib import Path
@@ -18,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import checkpoint, codecs, core, train_step
 from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import METADATA, read_manifest
-from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
 from torchtitan_diloco.diloco.background import BackgroundThread
@@ -33,11 +29,7 @@ from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
 from torchtitan_diloco.models.chinchilla.model import Decoder
-from torchtitan_diloco.utils import (
-    GIB,
-    REPOSITORY,
-    read_json_lines,
-)
+from torchtitan_diloco.utils import GIB, REPOSITORY, read_json_lines
 
 
 @dataclass
@@ -154,19 +146,14 @@ def outer_round(model_device: torch.device, state_device: torch.device) -> tuple
 
 
 def codec(scale: Scale, _: Path) -> list[Check]:
-    """Compare encode + decode with a copy, from a background thread as an exchange does it."""
-    on_gpu = scale.device.type == "cuda"
-
-    def measure(name: str, megabytes: float) -> float:
+    """Compare encode + decode with a copy, on the stream of an exchange."""
+    on_gpu, checks = scale.device.type == "cuda", []
+    for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
         values = torch.randn(round(megabytes * 1e6 / 4), device=scale.device)
         made = build_codec(Quantization(name))  # type: ignore[arg-type]
         with torch.cuda.stream(background_stream(scale.device)) if on_gpu else nullcontext():
             found = codecs.measure_codec(made, values, scale.rounds)
-        return statistics.median(codecs.share_of_copy(found))
-
-    thread, checks = BackgroundThread("codec"), []
-    for megabytes, name in product(scale.megabytes, ("fp32", "bf16", "int8", "fp4_e3m0")):
-        share = thread.submit(partial(measure, name, megabytes)).result()
+        share = statistics.median(codecs.share_of_copy(found))
         # Launches take longer than the work on 2 MB.
         passed = share >= 0.5 if on_gpu and megabytes >= 64 else None
         what = f"{name}, {megabytes:g} MB"
@@ -197,39 +184,7 @@ def step(scale: Scale, _: Path) -> list[Check]:
             elif name == train_step.TITAN and compiled:
                 expected, passed = "ratio at most 1 / 0.95", ours / seconds <= 1 / 0.95
             checks.append(Check(f"{name}, {kind}", expected, measured, passed))
-    return [*checks, *(idle_gaps(scale) if on_gpu else [])]
-
-
-def idle_gaps(scale: Scale) -> list[Check]:
-    """Return how long the GPU waits for the host in a step, and how often the host for the GPU."""
-    words = core.command_line(scale.step | {"training.batch_size": "4"})
-    config = from_command_line([*words, *train_step.ONE_WORKER])
-    assert config is not None
-    loop = train_step.build_trainer_loop(config)[2]
-    train_step.run_steps(loop, 3, scale.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        train_step.run_steps(loop, 4, scale.device)
-    work = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if str(event.device_type).endswith("CUDA")
-    )
-    waits = Counter(event.name for event in found.events() if "Synchronize" in event.name)
-    print(f"waits of the host in 4 steps: {dict(waits)}")
-    # In the first step the host starts from nothing: the profiler has waited for the GPU.
-    middle = work[0][0] + (work[-1][1] - work[0][0]) / 4
-    share = share_of_gaps([one for one in work if one[0] >= middle])
-    measured = f"idle {share:.1%}, {waits.total() / 4:.1f} waits a step"
-    return [Check("gaps in the GPU's work, batch 4, eager", "idle 2 %", measured, share <= 0.02)]
-
-
-def share_of_gaps(work: list[tuple[float, float]], least: float = 50.0) -> float:
-    """Return the share of the time between intervals of work that do not follow each other within
-    `least` microseconds. Two kernels that are queued have a few between them."""
-    idle, end = 0.0, work[0][1]
-    for begin, finish in work:
-        idle, end = idle + (begin - end) * (begin - end >= least), max(end, finish)
-    return idle / (end - work[0][0])
+    return checks
 
 
 def outer(scale: Scale, _: Path) -> list[Check]:

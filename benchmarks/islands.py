@@ -16,88 +16,64 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import core
-from benchmarks.faults import cut
-from benchmarks.faults_run import PATIENCE_SECONDS, wait_until
 from benchmarks.islands_program import SAMPLES, TOKENS
 from benchmarks.islands_run import STEP, Found, Run, running
+from benchmarks.network import wait_until
 
 HEADER = "case | measured | goal | found | torchft | n"
 STORM_EVERY = 40.0
+MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
+"""The parts of a round take 0.1 s; with a tenth of the rate, half of the round."""
+LARGE: dict[str, Any] = {"blocks": 8, "width": 512}
+"""2.1M parameters: 8.4 MB in fp32, a snapshot of 16.8 MB."""
+FAULTS: dict[str, dict[str, Any]] = {
+    "control": {},
+    "killed": {},
+    "killed in an exchange": MEDIUM,
+    "stopped for 8 s": {},
+    "link cut for 10 s": {},
+    "link at 1/10": MEDIUM,
+    "server away for 6 s": {},
+}
 
 
 def others(run: Run, gone: str) -> list[str]:
     return [name for name in run.programs if name != gone]
 
 
-def losses(run: Run, audit: dict[str, Any], names: Iterable[str]) -> Found:
-    """Return the steps of islands whose work is lost or was done again, and what is wrong."""
-    slots = [int(run.event(name, "joined")["slot"]) for name in names]
-    samples = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
-    return {
-        "steps lost": samples / SAMPLES,
-        "most versions late": max(audit["late"]),
-        "problems": len(audit["problems"]),
-    }
-
-
-# --- faults ---------------------------------------------------------------------------------------
-
-SMALL: dict[str, Any] = {}
-MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
-"""The parts of a round take 0.1 s; with a tenth of the rate, half of the round."""
-LARGE: dict[str, Any] = {"blocks": 8, "width": 512}
-"""2.1M parameters: 8.4 MB in fp32, a snapshot of 16.8 MB."""
-FAULTS = {
-    "control": SMALL,
-    "killed": SMALL,
-    "killed in an exchange": MEDIUM,
-    "stopped for 8 s": SMALL,
-    "link cut for 10 s": SMALL,
-    "link at 1/10": MEDIUM,
-    "server away for 6 s": SMALL,
-    "started twice": SMALL,
-}
-
-
 def strike(run: Run, fault: str, worker: int) -> None:
     """Cause a fault at a worker, and return when its cause is gone."""
-    name = f"island-{worker}"
+    network = run.network
+    program = run.programs[f"island-{worker}"]
     match fault:
         case "killed":
-            run.kill(name)
+            program.kill()
         case "killed in an exchange":
-            sent = run.network.counters(worker)[0]
-            run.network.set_rate(worker, up=4, down=4)
-            wait_until(lambda: run.network.counters(worker)[0] > sent + 100_000, "an upload")
-            run.kill(name)
+            sent = network.counters(worker)[0]
+            network.set_rate(worker, up=4, down=4)
+            wait_until(lambda: network.counters(worker)[0] > sent + 100_000, "an upload")
+            program.kill()
         case "stopped for 8 s":
-            os.kill(run.programs[name].pid, signal.SIGSTOP)
+            os.kill(program.pid, signal.SIGSTOP)
             time.sleep(8)
-            os.kill(run.programs[name].pid, signal.SIGCONT)
+            os.kill(program.pid, signal.SIGCONT)
         case "link cut for 10 s":
-            cut(run.network, worker, closed=True)
+            network.cut(worker, closed=True)
             time.sleep(10)
-            cut(run.network, worker, closed=False)
+            network.cut(worker, closed=False)
         case "link at 1/10":
-            run.network.set_rate(worker, up=4, down=4)
+            network.set_rate(worker, up=4, down=4)
             time.sleep(20)
         case "server away for 6 s":
             run.kill_server()
             time.sleep(6)
             run.serve()
-        case "started twice":
-            first = run.programs[name]
-            run.start(worker)
-            code = run.programs[name].wait(PATIENCE_SECONDS)
-            run.programs[name] = first
-            if not code or "is running already" not in run.log(name).read_text():
-                raise SystemExit(f"the second {name} was not refused; see {run.folder}")
 
 
 def fault_case(folder: Path, fault: str) -> Found:
@@ -110,20 +86,16 @@ def fault_case(folder: Path, fault: str) -> Found:
         back, audit = time.time(), run.finish(dead)
         found = run.seen(others(run, victim), since)
         found["next round, s"] = run.next_round(others(run, dead), back)
-        if victim and not dead:
-            own = run.seen([victim], since)["longest stall, steps"]
-            found["longest stall of that island, steps"] = own
-        return found | losses(run, audit, others(run, dead))
-
-
-# --- joining --------------------------------------------------------------------------------------
+        return found | run.losses(audit, others(run, dead))
 
 
 def join(folder: Path) -> Found:
     """Let an island join two others over 200 Mbit/s."""
     with running(folder, seconds=50, rate=200, begin=2, **LARGE) as run:
         run.start_all(2, 50)
-        return _join(run, ["island-0", "island-1"])
+        since = time.time()
+        run.start(2)
+        return joined(run, "", since)
 
 
 def donor_dies(folder: Path) -> Found:
@@ -137,40 +109,21 @@ def donor_dies(folder: Path) -> Found:
             return run.network.counters(worker)[0] - sent[worker]
 
         wait_until(lambda: max(given(0), given(1)) > 3e6, "a snapshot on its way")
-        donor = int(given(1) > given(0))
-        run.kill(f"island-{donor}")
-        return _join(run, [f"island-{1 - donor}"], f"island-{donor}")
+        donor = f"island-{int(given(1) > given(0))}"
+        run.programs[donor].kill()
+        return joined(run, donor, time.time())
 
 
-def joiner_killed(folder: Path) -> Found:
-    """Kill a joiner five times, at random moments, and then let it join."""
-    generator = random.Random(str(folder))
-    with running(folder, seconds=60, rate=200, begin=2, **LARGE) as run:
-        run.start_all(2, 30)
-        for count in range(1, 6):
-            run.start(2)
-            run.wait_for_start("island-2", count)
-            time.sleep(5 * generator.random())
-            run.kill("island-2")
-        run.start(2)
-        return _join(run, ["island-0", "island-1"])
-
-
-def _join(run: Run, names: list[str], dead: str = "") -> Found:
-    """Let island-2 join, if it does not already, and say how it went for all."""
-    since = time.time()
-    if "island-2" not in run.programs:
-        run.start(2)
-    run.reach("island-2", len(run.steps("island-2")) + 50)
+def joined(run: Run, dead: str, since: float) -> Found:
+    """Wait until island-2 has joined, and say how it went for all."""
+    run.reach("island-2", 50)
     audit = run.finish(dead)
     joined = run.event("island-2", "joined")["time"]
     merged = next(one for one in run.steps("island-2", joined) if one["own"])
-    found = run.seen(names, since, merged["time"]) | losses(run, audit, names)
+    names = [name for name in others(run, "island-2") if name != dead]
+    found = run.seen(names, since, merged["time"]) | run.losses(audit, names)
     found["start until joined, s"] = joined - run.event("island-2", "started")["time"]
     return found | {"first part merged after, steps": merged["step"]}
-
-
-# --- unequal islands ------------------------------------------------------------------------------
 
 
 def fast_and_slow(folder: Path) -> Found:
@@ -184,7 +137,7 @@ def fast_and_slow(folder: Path) -> Found:
         # What is trained after the last round can no longer be merged.
         before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
         merged = statistics.mean(spans[-1][1] for spans in audit["ledger"][slot]) / SAMPLES
-        found = run.seen(["island-0"], since) | losses(run, audit, run.programs)
+        found = run.seen(["island-0"], since) | run.losses(audit, run.programs)
     found["slow one's steps merged, %"] = 100 * merged / before
     return found | {"its steps after the last round": len(steps) - before}
 
@@ -197,7 +150,7 @@ def clocks(folder: Path) -> Found:
             run.start(worker, inside=ahead if worker == 2 else ())
         run.reach("island-2", 20)
         since, audit = time.time(), run.finish()
-        return run.seen(run.programs, since) | losses(run, audit, run.programs)
+        return run.seen(run.programs, since) | run.losses(audit, run.programs)
 
 
 def storm(folder: Path, seconds: float) -> Found:
@@ -208,7 +161,8 @@ def storm(folder: Path, seconds: float) -> Found:
         run.start_all(4, 20)
         began, merged = time.time(), run.steps("island-0")[-1]["merged"]
         for number in range(int(seconds // STORM_EVERY)):
-            generator.shuffle(faults) if number % len(faults) == 0 else None
+            if number % len(faults) == 0:
+                generator.shuffle(faults)
             fault, worker = faults[number % len(faults)], generator.randrange(4)
             time.sleep(max(0.0, began + (number + 0.25) * STORM_EVERY - time.time()))
             print(f"storm: {fault}, island-{worker}", flush=True)
@@ -219,7 +173,7 @@ def storm(folder: Path, seconds: float) -> Found:
         audit = run.finish()
         ended = max(run.event(name, "ended")["time"] for name in run.programs)
         usual = statistics.median(map(run.usual, run.programs))
-        found = losses(run, audit, run.programs)
+        found = run.losses(audit, run.programs)
     full = 4 * TOKENS * (ended - began) / usual
     return found | {
         "goodput, %": 100 * (audit["merged_tokens"] - merged) / full,
@@ -233,7 +187,6 @@ CASES: dict[str, Callable[[Path], Found]] = {
     **{fault: partial(fault_case, fault=fault) for fault in FAULTS},
     "join": join,
     "donor dies": donor_dies,
-    "joiner killed": joiner_killed,
     "fast and slow": fast_and_slow,
     "clocks an hour apart": clocks,
 }
@@ -248,25 +201,15 @@ GOALS = {
 }
 
 
-def build_rows(name: str, found: Sequence[Found]) -> list[list[str]]:
-    rows = []
-    for measure in found[0] if found else ():
-        goal, torchft = GOALS.get(measure, ("", ""))
-        values = [one[measure] for one in found]
-        rows.append([name, measure, goal, core.summary(values, 1), torchft, str(len(values))])
-    return rows
-
-
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--cases", type=core.list_of(str), default=list(CASES))
+    parser.add_argument("--cases", default="", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--repeats", type=core.positive, default=3)
     parser.add_argument("--storm", type=core.positive_number, default=0.0, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("outputs/islands"))
     options = parser.parse_args()
-    cases = {name: CASES[name] for name in options.cases if name in CASES}
-    if len(cases) < len(options.cases):
-        parser.error(f"--cases {','.join(options.cases)}: there are {','.join(CASES)}")
+    names = core.parse_names(parser, "--cases", options.cases, CASES, ",")
+    cases = {name: CASES[name] for name in names}
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
@@ -278,7 +221,10 @@ def main() -> None:
                 found.append(task(out / re.sub(r"\W+", "-", name) / str(number)))
             except (SystemExit, TimeoutError, IndexError) as error:
                 print(f"PROBLEM in {name}: {error}", flush=True)
-        rows += build_rows(name, found)
+        for measure in found[0] if found else ():
+            goal, torchft = GOALS.get(measure, ("", ""))
+            values = core.summary([one[measure] for one in found], 1)
+            rows.append([name, measure, goal, values, torchft, str(len(found))])
         print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
     core.print_table(f"Islands, load {os.getloadavg()[0]:.1f}", HEADER, rows)
 

@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -28,25 +27,8 @@ from torchtitan_diloco.islands.status import open_reader
 
 TOKENS, SAMPLES = 4, 2
 """Weight of a step, and samples of the slot that it reads."""
-
-
-class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """Settings of an island. Those of a run differ only in name and speed."""
-
-    join: str
-    name: str
-    path: str
-    total_tokens: int
-    begin: int = 3
-    slots: int = 3
-    step_seconds: float = 0.1
-    sync_every: int = 20
-    delay: int = 5
-    grace_seconds: float = 0.5
-    """As long as `delay` steps."""
-    blocks: int = 4
-    width: int = 32
-    codec: str = "fp4_e3m0"
+DELAY = 5
+"""tau. The grace is as long as so many steps of 0.1 s."""
 
 
 class Net(nn.Module):
@@ -63,16 +45,41 @@ class Net(nn.Module):
         return x
 
 
-def train(job: Job) -> None:
-    with Path(job.path).open("a", buffering=1) as file:
+def train(
+    join: str,
+    name: str,
+    path: str,
+    total_tokens: int,
+    *,
+    begin: int,
+    slots: int,
+    step_seconds: float = 0.1,
+    blocks: int = 4,
+    width: int = 32,
+    codec: str = "fp4_e3m0",
+) -> None:
+    """Train an island. Those of a run differ only in name and speed."""
+    with Path(path).open("a", buffering=1) as file:
 
         def note(**facts: Any) -> None:
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
 
         note(event="started")
-        model = Net(job.blocks, job.width)
+        model = Net(blocks, width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        outer = _build_outer(job, model, optimizer)
+        outer = IslandDiLoCo(
+            model,
+            Islands(join, name, slots=slots, begin=begin, grace_seconds=DELAY * 0.1),
+            DiLoCoConfig(
+                sync_every=20,
+                fragments=Fragments(layers_per_fragment=2),
+                overlap=Overlap(delay=DELAY),
+                quantization=Quantization(codec=codec),  # type: ignore[arg-type]
+            ),
+            total_tokens=total_tokens,
+            optimizer=optimizer,
+            samples_per_step=SAMPLES,
+        )
         outer.join()
         seat = outer.seat
         note(event="joined", slot=seat.slot, position=seat.position)
@@ -82,44 +89,22 @@ def train(job: Job) -> None:
         joined_at = [one.version for one in leader.state.fragments]
         while not outer.finished:
             step, started = step + 1, time.time()
-            time.sleep(job.step_seconds)
+            time.sleep(step_seconds)
             _inner_step(model, optimizer, seat.slot, step)
             computed = time.time()
             outer.step(weight=TOKENS)
             now = time.time()
-            own = sum(one.merged_in > at for one, at in zip(ledgers, joined_at, strict=True))
             note(
                 step=step,
                 seconds=now - started,
                 exposed=now - computed,
-                clock=outer.clock,
                 merged=max(one.clock for one in leader.state.fragments),
                 rounds=sum(one.version for one in leader.state.fragments),
-                own=own,
+                own=sum(one.merged_in > at for one, at in zip(ledgers, joined_at, strict=True)),
             )
         outer.drain()
         note(event="ended", digest=_digest(outer.global_state_dict()), ledger=_ledger(leader.state))
         outer.close()
-
-
-def _build_outer(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> IslandDiLoCo:
-    islands = Islands(
-        job.join, job.name, slots=job.slots, begin=job.begin, grace_seconds=job.grace_seconds
-    )
-    config = DiLoCoConfig(
-        sync_every=job.sync_every,
-        fragments=Fragments(layers_per_fragment=2),
-        overlap=Overlap(delay=job.delay),
-        quantization=msgspec.convert({"codec": job.codec}, Quantization),
-    )
-    return IslandDiLoCo(
-        model,
-        islands,
-        config,
-        total_tokens=job.total_tokens,
-        optimizer=optimizer,
-        samples_per_step=SAMPLES,
-    )
 
 
 def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, slot: int, step: int) -> None:
@@ -159,8 +144,6 @@ def audit(join: Join) -> dict[str, Any]:
     return {
         "problems": list(_problems(state, entries)),
         "ended": state.ended,
-        "records": state.sequence,
-        "void": sum(bool(one.void) for one in outcomes),
         "ledger": _ledger(state),
         "merged_tokens": sum(one.clock for one in state.fragments) / fragments,
         "lost_samples": [
@@ -199,7 +182,7 @@ def _problems(state: State, entries: Sequence[Entry]) -> list[str]:
 def main(command: str, text: str) -> None:
     torch.set_num_threads(1)
     if command == "island":
-        train(msgspec.json.decode(text, type=Job))
+        train(**json.loads(text))
     else:
         print(json.dumps(audit(Join.parse(text))))
 

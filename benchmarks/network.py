@@ -1,7 +1,7 @@
 """Networks for benchmarks: Linux network namespaces, with links as slow as asked.
 
     with Network(3, up=10, down=20) as network:  # Mbit/s; math.inf: no limit
-        program = network.start(1, [sys.executable, "-m", ...], os.environ)
+        program = network.launch(1, [sys.executable, "-m", ...], Path("log.txt"))
         sent, received = network.counters(1)
         network.set_rate(1, up=5, down=5)  # while the program runs
 
@@ -17,10 +17,13 @@ missing.
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -37,8 +40,8 @@ BURST_SECONDS, BURST_BYTES = 0.005, 16_384
 QUEUE_SECONDS, QUEUE_BYTES = 0.1, 262_144
 """Queue beyond the burst before packets are lost, as in a router. TCP hands over up to 64 kB at
 once: a short queue would lose most of it, and one would measure TCP's recovery."""
-END_SECONDS = 10
-"""Time for programs to end after SIGTERM."""
+PATIENCE_SECONDS = 90.0
+"""Limit of each wait. An event that takes longer counts as one that never came."""
 
 HOLDER = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
 """A namespace exists as long as a process in it. This one waits until its standard input is closed,
@@ -49,10 +52,11 @@ class NoNetworkError(RuntimeError):
     """The kernel or the machine does not let this user have network namespaces."""
 
 
-def run_command(command: Sequence[str]) -> None:
+def run_command(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     if done.returncode:
         raise NoNetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def require(*commands: str) -> None:
@@ -79,13 +83,65 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
     raise NoNetworkError(f"/proc/{process}/net/dev has no {interface}")
 
 
+def wait_until(condition: Callable[[], bool], what: str, log: Path | None = None) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            said = log.read_text(errors="replace")[-2000:] if log else ""
+            raise TimeoutError(f"{what} did not come in {PATIENCE_SECONDS:g} s:\n{said}")
+        time.sleep(0.02)
+
+
+def end(process: "subprocess.Popen[Any]", seconds: float) -> int | None:
+    """Return the exit code; None and a kill if it does not end in time."""
+    try:
+        return process.wait(max(0.1, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
+
+
+class Program:
+    """A program in a network, and what it has printed to its log."""
+
+    def __init__(self, process: "subprocess.Popen[Any]", log: Path) -> None:
+        self.process, self.log = process, log
+        self.pid = process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def line(self, pattern: str) -> str:
+        """Return the first line of the log that has the pattern, or an empty text."""
+        return next((one for one in self.printed().splitlines() if re.search(pattern, one)), "")
+
+    def seconds_until(self, pattern: str) -> float | None:
+        """Return after how many seconds the log has a line, or None for never."""
+        started = time.monotonic()
+        with suppress(TimeoutError):
+            wait_until(lambda: bool(self.line(pattern)) or not self.running, pattern)
+        return time.monotonic() - started if self.line(pattern) else None
+
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int | None:
+        return end(self.process, seconds)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class Network:
     def __init__(self, workers: int, *, up: float = math.inf, down: float = math.inf) -> None:
         """`up`, `down`: Mbit/s from and to each worker."""
         self.workers, self._up, self._down = workers, up, down
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen[str]] = []
-        self._programs: list[subprocess.Popen[Any]] = []
+        self._processes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> Self:
         try:
@@ -104,20 +160,30 @@ class Network:
         command: Sequence[str],
         env: Mapping[str, str],
         output: IO[Any] | None = None,
-    ) -> subprocess.Popen[Any]:
+    ) -> "subprocess.Popen[Any]":
         """Start a program as a worker; `output` receives its standard output and errors.
 
         The process is the program itself. Its environment is `env` and the variables of a rank.
         """
-        program = subprocess.Popen(
+        process = subprocess.Popen(
             [*self.inside(self.namespace(worker)), *command],
             env={**env, **self.rank_variables(worker)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
         )
-        self._programs.append(program)
-        return program
+        self._processes.append(process)
+        return process
+
+    def launch(self, worker: int, command: Sequence[str], log: Path, **env: str) -> Program:
+        """Start a program of one thread whose output is appended to a log."""
+        with log.open("ab") as output:
+            variables = os.environ | {"OMP_NUM_THREADS": "1", **env}
+            return Program(self.start(worker, command, variables, output), log)
+
+    def run(self, worker: int, command: Sequence[str]) -> str:
+        """Run a command as a worker to its end, and return what it prints."""
+        return run_command([*self.inside(self.namespace(worker)), *command])
 
     def address(self, worker: int) -> str:
         return f"10.0.0.{worker + 1}"
@@ -142,28 +208,29 @@ class Network:
         self._limit(self.namespace(worker), INTERFACE, up)
         self._limit(self.switch, port_of(worker), down)
 
+    def cut(self, worker: int, *, closed: bool) -> None:
+        """Drop all packets of a worker's link without a word, or let them pass again."""
+        change = "nomaster" if closed else "master switch"
+        self._run(self.switch, f"ip link set {port_of(worker)} {change}")
+
     def close(self) -> None:
         """End all programs and then the namespaces."""
-        for program in self._programs:
-            program.terminate()
-        for program in self._programs:
-            try:
-                program.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                program.kill()
-                program.wait()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            end(process, 10)
         for holder in reversed(self._holders):
             holder.communicate()  # closes its standard input
-        self._programs, self._holders = [], []
+        self._processes, self._holders = [], []
 
     @property
-    def switch(self) -> subprocess.Popen[str]:
+    def switch(self) -> "subprocess.Popen[str]":
         return self._holders[0]
 
-    def namespace(self, worker: int) -> subprocess.Popen[str]:
+    def namespace(self, worker: int) -> "subprocess.Popen[str]":
         return self._holders[1 + worker]
 
-    def inside(self, namespace: subprocess.Popen[str]) -> list[str]:
+    def inside(self, namespace: "subprocess.Popen[str]") -> list[str]:
         return ["nsenter", "--target", str(namespace.pid), *self._user, "--net", "--uts", "--"]
 
     def _build(self) -> None:
@@ -199,10 +266,10 @@ class Network:
             raise NoNetworkError(f"{' '.join(command)}: {holder.communicate()[1].strip()}")
         self._holders.append(holder)
 
-    def _run(self, namespace: subprocess.Popen[str], command: str) -> None:
+    def _run(self, namespace: "subprocess.Popen[str]", command: str) -> None:
         run_command([*self.inside(namespace), *command.split()])
 
-    def _limit(self, namespace: subprocess.Popen[str], device: str, rate: float) -> None:
+    def _limit(self, namespace: "subprocess.Popen[str]", device: str, rate: float) -> None:
         """Limit what leaves through a device."""
         queue = "pfifo limit 1000"
         if rate < math.inf:
@@ -230,12 +297,11 @@ def enter_own_network(module: str, rate: str = "") -> None:
     if MARK in os.environ:
         return
     with Network(1) as network:
-        inside = network.inside(network.namespace(0))
         if rate:
-            bucket = ["rate", rate, "burst", "512kb", "latency", "2000ms"]
-            run_command([*inside, "tc", "qdisc", "add", "dev", LOOPBACK, "root", "tbf", *bucket])
-        command = [*inside, sys.executable, "-m", module, *sys.argv[1:]]
-        sys.exit(subprocess.call(command, env=os.environ | {MARK: "1"}))
+            bucket = f"tbf rate {rate} burst 512kb latency 2000ms"
+            network.run(0, f"tc qdisc add dev {LOOPBACK} root {bucket}".split())
+        command = [*network.inside(network.namespace(0)), sys.executable, "-m", module]
+        sys.exit(subprocess.call([*command, *sys.argv[1:]], env=os.environ | {MARK: "1"}))
 
 
 def loopback_bytes() -> int:

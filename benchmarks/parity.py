@@ -12,12 +12,11 @@ also has is not repeated. Runs start seed by seed, in the order of the table, wi
 each process. Without --corpus, the text is the source of the Python standard library.
 """
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import core
-from benchmarks.parity_runs import FOREVER, Runs, run_folder
+from benchmarks.parity_runs import run_folder, train_all
 from benchmarks.parity_tables import RESERVED, TABLES, Table
 from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config.loader import load_config
@@ -31,15 +30,10 @@ Losses = Mapping[int, float]
 """Loss of each seed."""
 
 
-def mean(values: Sequence[float], form: str) -> str:
-    """Return `mean (min ... max)`."""
-    return f"{statistics.mean(values):{form}} ({min(values):{form}} ... {max(values):{form}})"
-
-
 def against(losses: Losses, control: Losses) -> str:
     """Compare seed by seed: what the runs of a seed share cancels."""
     more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
-    return f"{mean(more, '+.2f')} %" if more else ""
+    return f"{core.mean(more, '+.2f')} %" if more else ""
 
 
 def bytes_of_gradients(settings: core.Settings) -> float:
@@ -66,7 +60,7 @@ def print_losses(table: Table, steps: int, losses: Mapping[str, Losses]) -> None
             share = f"1/{bytes_of_gradients(run):.0f}" if chosen.workers > 1 else "0"
         of_control = "control" if name == control else against(found, losses[control])
         of_first = "" if first in (name, control) else against(found, losses.get(first, {}))
-        loss, paper = mean(list(found.values()), ".4f"), table.paper.get(name, "")
+        loss, paper = core.mean(list(found.values()), ".4f"), table.paper.get(name, "")
         rows.append([name, share, rounds, str(len(found)), loss, of_control, of_first, paper])
     title = (
         f"validation loss of the shared model after {steps:,} steps = "
@@ -88,8 +82,6 @@ def main() -> None:
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     jobs_help = "training processes at once; a run has as many as workers"
     parser.add_argument("--jobs", type=core.positive, default=1, help=jobs_help)
-    seconds_help = "time after which runs stop; the same command continues them"
-    parser.add_argument("--seconds", type=core.positive_number, help=seconds_help)
     parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
@@ -108,15 +100,13 @@ def main() -> None:
             if step := table.begin(name, steps):
                 control = runs[table.control_of(name)] | {"run.seed": str(seed)}
                 path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
-                run |= {"checkpoint.resume": str(path), "checkpoint.new_workers": "copy"}
+                run["checkpoint.resume"] = str(path)
             todo.append((seed, name, run))
-    trained = Runs(options.out, options.jobs, options.seconds or FOREVER).train(
-        [(f"seed {seed}, {name}", run) for seed, name, run in todo]
-    )
+    named = [(f"seed {seed}, {name}", run) for seed, name, run in todo]
+    trained = train_all(options.out, named, options.jobs)
     losses: dict[str, dict[int, float]] = {name: {} for name in names}
     for (seed, name, _), loss in zip(todo, trained, strict=True):
-        if loss is not None:
-            losses[name][seed] = loss
+        losses[name][seed] = loss
     print_losses(table, steps, losses)
 
 

@@ -7,19 +7,16 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import core
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.utils import read_json_lines
 
 LOSS = "validation/loss_nats_per_token_global"
-FOREVER = 1e6
-"""Seconds."""
 
 
 def resolved(settings: core.Settings) -> core.Settings:
@@ -36,79 +33,50 @@ def run_folder(out: Path, settings: core.Settings) -> Path:
     return out / f"{run['training.steps']}-steps-seed{run['run.seed']}-{digest}"
 
 
-class StoppedError(Exception):
-    """A run was stopped before its end. It can be continued."""
+def train_all(out: Path, named: Sequence[tuple[str, core.Settings]], jobs: int = 1) -> list[float]:
+    """Train runs, with so many processes at once, and return their last validation losses.
 
+    They start in this order. One that begins from a checkpoint waits for those before it.
+    """
+    free = threading.Semaphore(jobs)
+    futures: list[Future[float]] = []
 
-@dataclass
-class Runs:
-    """Trains runs one after the other, or as many at once as there is room for."""
-
-    out: Path
-    jobs: int = 1
-    """Training processes at once. A run has as many as workers."""
-    seconds: float = FOREVER
-    """Time until runs stop. Each saves a checkpoint, from which the same command continues it."""
-    _started: float = field(default_factory=time.monotonic)
-    _free: threading.Semaphore = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._free = threading.Semaphore(self.jobs)
-
-    def train(self, named: Sequence[tuple[str, core.Settings]]) -> list[float | None]:
-        """Return the last validation loss of each run, None if it did not finish in time.
-
-        Runs start in this order. One that begins from a checkpoint waits for those before it.
-        """
-        futures: list[Future[float | None]] = []
-        with ThreadPoolExecutor(self.jobs) as pool:
-            for name, settings in named:
-                if "checkpoint.resume" in settings:
-                    for future in futures:
-                        future.exception()
-                needed = min(self.jobs, int(settings.get("diloco.workers", "1")))
-                for _ in range(needed):
-                    self._free.acquire()
-                futures.append(pool.submit(self._train, name, settings, needed))
-        return [future.result() for future in futures]
-
-    def _train(self, name: str, settings: core.Settings, room: int) -> float | None:
-        folder, loss = run_folder(self.out, settings), None
+    def train(name: str, settings: core.Settings, room: int) -> float:
         try:
-            kept = core.kept(folder, resolved(settings), lambda: self._run(folder, settings))
-            loss = float(kept["loss"])
-        except StoppedError:
-            pass
+            folder = run_folder(out, settings)
+            kept = core.kept(folder, resolved(settings), lambda: run(folder, settings))
         finally:
-            self._free.release(room)
-        print(f"{name}: {'not finished' if loss is None else f'{loss:.4f}'}", flush=True)
-        return loss
+            free.release(room)
+        print(f"{name}: {kept['loss']:.4f}", flush=True)
+        return float(kept["loss"])
 
-    def _run(self, folder: Path, settings: core.Settings) -> dict[str, float]:
-        """Start or resume a run. Return its last validation loss."""
-        left = self._started + self.seconds - time.monotonic()
-        if left <= 0:
-            raise StoppedError
-        if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that cannot be resumed
-        words = core.command_line(settings | {"run.folder": str(folder)})
-        command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        into = subprocess.PIPE
-        process = subprocess.Popen(command, stdout=into, stderr=into, text=True, env=environment)
-        try:
-            output, errors = process.communicate(timeout=left)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.communicate()
-            raise StoppedError from None
-        if process.returncode:
-            text = output[-2000:] + errors[-2000:]
-            raise SystemExit(f"{' '.join(command)} failed:\n{text}")
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses = [record[LOSS] for record in records if LOSS in record]
-        if not losses:  # by a signal
-            raise StoppedError
-        if "checkpoint.keep_every" not in settings:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return {"loss": losses[-1]}
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, settings in named:
+            if "checkpoint.resume" in settings:
+                for future in futures:
+                    future.result()
+            room = min(jobs, int(settings.get("diloco.workers", "1")))
+            for _ in range(room):
+                free.acquire()
+            futures.append(pool.submit(train, name, settings, room))
+    return [future.result() for future in futures]
+
+
+def run(folder: Path, settings: core.Settings) -> dict[str, float]:
+    """Start a run, or resume it if it was interrupted. Return its last validation loss."""
+    if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that cannot be resumed
+    words = core.command_line(settings | {"run.folder": str(folder)})
+    command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        text = done.stdout[-2000:] + done.stderr[-2000:]
+        raise SystemExit(f"{' '.join(command)} failed:\n{text}")
+    records, _ = read_json_lines(folder / "metrics.jsonl")
+    losses = [record[LOSS] for record in records if LOSS in record]
+    if not losses:
+        raise SystemExit(f"{folder} was interrupted: the same command continues it")
+    if "checkpoint.keep_every" not in settings:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return {"loss": losses[-1]}

@@ -57,22 +57,19 @@ CONTROL = "data parallel"
 AFTER = "after {} steps of data parallelism"
 """Term of a run that continues from a checkpoint of its control."""
 CODECS = ("fp32", "bf16", "int8", "fp4_e2m1", "fp4_e3m0", "ternary")
-WHOLE_MODEL = {
-    "diloco.fragments.layers_per_fragment": "0",
-    "diloco.overlap.delay": "0",
-    "diloco.overlap.mixing": "0",
-    "diloco.quantization.codec": "fp32",
-}
-"""The whole model at once, waited for, and taken as it is."""
 TERMS: dict[str, Settings] = {
     # In one process: the samples of a step are those of any number of ranks.
     CONTROL: {"diloco.method": "none", "diloco.workers": "1"},
     "streaming": {},
-    "DiLoCo": WHOLE_MODEL
-    # Little more than averaging: lr / (1 - momentum) = 1.4.
-    | {"diloco.outer_optimizer.lr": "0.7", "diloco.outer_optimizer.momentum": "0.5"},
-    "averaged": WHOLE_MODEL
-    | {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"},
+    "DiLoCo": {  # the whole model at once, waited for, and taken as it is
+        "diloco.fragments.layers_per_fragment": "0",
+        "diloco.overlap.delay": "0",
+        "diloco.overlap.mixing": "0",
+        "diloco.quantization.codec": "fp32",
+        # Little more than averaging: lr / (1 - momentum) = 1.4.
+        "diloco.outer_optimizer.lr": "0.7",
+        "diloco.outer_optimizer.momentum": "0.5",
+    },
     "SparseLoCo": {
         "diloco.quantization.codec": "topk",
         "diloco.overlap.mixing": "0",  # as in the paper
@@ -94,12 +91,10 @@ NUMBERS = {
     "lr ": "diloco.outer_optimizer.lr",
     "momentum ": "diloco.outer_optimizer.momentum",
     "inner lr ": "optimizer.lr",
-    "matrix lr ": "optimizer.matrix_lr",
     "warm-up ": "lr_schedule.warmup_steps",
     "top ": "diloco.quantization.top_values",
     "blocks of ": "diloco.quantization.block_size",
     "drop probability ": "diloco.link.drop_probability",
-    "shards: ": "data.shard_by",
 }
 """Settings of terms that end with a value, by what precedes it."""
 
@@ -139,7 +134,6 @@ MANY_STEPS: Settings = {
     "training.sequence_length": "64",
 }
 """0.12M parameters, 512 tokens a step: a run of some minutes has hundreds of outer rounds."""
-LARGER_BATCH = MANY_STEPS | {"training.global_batch_size": "32"}
 DEFAULT_RUN: Settings = {
     "model.layers": "4",
     "model.width": "96",
@@ -150,8 +144,6 @@ DEFAULT_RUN: Settings = {
     "training.sequence_length": "128",
 }
 """0.45M parameters, 2,048 tokens a step: that of ./run_train.sh."""
-ALL_HELD_OUT = MANY_STEPS | {"validation.sequences": "4096"}
-"""With all held-out text: a corpus may have several kinds of text, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -228,13 +220,6 @@ def _parity() -> Table:
     return Table(MANY_STEPS, 9000, runs, "warm-up 1000", keep_every=1000, paper=paper)
 
 
-def _warm_ups(shape: Settings, steps: int, warm_ups: Sequence[int]) -> Table:
-    """Compare each run with data parallelism of as many steps of warm-up."""
-    runs = [f"{method}, warm-up {one}" for one in warm_ups for method in (CONTROL, "streaming")]
-    controls = {name: f"{CONTROL}, {name.split(', ')[1]}" for name in runs}
-    return Table(shape, steps, runs, controls=controls)
-
-
 SETTINGS = [
     CONTROL,
     "DiLoCo, M=1, H=30, lr 0.4, momentum 0.9",
@@ -260,37 +245,7 @@ OUTER_OPTIMIZERS = [
     "sgd, lr 1",
     "sgd, lr 0.5",
 ]
-TUNING = [
-    CONTROL,
-    f"{CONTROL}, inner lr 2e-3",
-    f"{CONTROL}, inner lr 8e-3",
-    "alpha 0.5, lr 0.4, momentum 0.8",
-    "alpha 0.5, lr 0.4, momentum 0.8, fp32",
-    "alpha 0.5, lr 0.4, momentum 0.8, inner lr 8e-3",
-    "alpha 0.5, lr 0.7, momentum 0.5",
-    "alpha 0, lr 0.7, momentum 0.5",
-    "alpha 0, lr 0.28, momentum 0.8",
-    "alpha 0.25, lr 0.7, momentum 0.5",
-    "alpha 0, tau 0, lr 0.7, momentum 0.5",
-    "DiLoCo, fp4_e3m0, alpha 0, tau 0, lr 0.7, momentum 0.5",
-    "averaged, H=1",
-    "averaged, H=1, inner lr 5.6e-3",
-    "averaged, H=10, inner lr 5.6e-3",
-]
-"""Settings that might bring short runs nearer to data parallelism."""
-OUTER_STEPS = [(0.4, 0.8), (0.4, 0.9), (0.7, 0.9), (0.7, 0.5)]
 BEGINNING = "beginning 300"
-ENDS = [
-    f"streaming, M={workers}, H={H}{what}"
-    for workers, H in ((2, 10), (2, 30), (4, 10))
-    for what in ("", ", alpha falls", f", {BEGINNING}", f", {BEGINNING}, alpha falls")
-]
-"""Ways to hold workers together at the start, and to bring them together at the end."""
-MUON = [
-    f"{CONTROL}, Muon",
-    *(f"{CONTROL}, Muon, matrix lr {rate}" for rate in ("3e-3", "1.2e-2")),
-    *(f"streaming, Muon, M={workers}, H={H}" for workers, H in ((2, 10), (2, 30), (4, 10))),
-]
 FRONTIER = [
     *(f"streaming, M=2, H={H}, {BEGINNING}, alpha falls" for H in (10, 30, 100)),
     *(f"streaming, Muon, M=2, H={H}" for H in (10, 30, 100)),
@@ -317,19 +272,11 @@ WAYS = [
     "streaming, Muon",
 ]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
-SHARDS = [f"shards: {kind}" for kind in ("none", "random")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
+WARM_UPS = (100, 300, 600, 1000)
 BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)]
 
 TABLES = {
-    "beginning": Table(MANY_STEPS, 3000, [CONTROL, *ENDS], "warm-up 300"),
-    "muon": Table(
-        MANY_STEPS,
-        3000,
-        [CONTROL, *MUON],
-        "warm-up 300",
-        controls=dict.fromkeys(MUON[1:], MUON[0]),
-    ),
     "bytes": Table(
         MANY_STEPS,
         3000,
@@ -341,24 +288,24 @@ TABLES = {
         DEFAULT_RUN, 1500, WAYS, "warm-up 300", controls={WAYS[-1]: f"{CONTROL}, Muon"}
     ),
     "parity": _parity(),
-    "parity-tuning": Table(
+    # Each run is compared with data parallelism of as many steps of warm-up.
+    "warm-up": Table(
         MANY_STEPS,
-        9000,
-        [CONTROL, *(f"streaming, lr {lr}, momentum {momentum}" for lr, momentum in OUTER_STEPS)],
-        "H=30, warm-up 1000",
-        keep_every=1000,
+        2000,
+        [f"{method}, warm-up {n}" for n in WARM_UPS for method in (CONTROL, "streaming")],
+        controls={
+            f"{method}, warm-up {n}": f"{CONTROL}, warm-up {n}"
+            for n in WARM_UPS
+            for method in (CONTROL, "streaming")
+        },
     ),
-    "larger-batch": _warm_ups(LARGER_BATCH, 3000, (333, 1000)),
-    "warm-up": _warm_ups(MANY_STEPS, 2000, (100, 300, 600, 1000)),
     "first-steps": Table(MANY_STEPS, 2000, [CONTROL, "streaming", *BEGINS], keep_every=125),
     "robustness-drops": Table(MANY_STEPS, 2000, DROPS, paper={DROPS[3]: "+2.1 % perplexity"}),
-    "robustness-shards": Table(ALL_HELD_OUT, 2000, SHARDS),
     "sync-every": Table(
         MANY_STEPS, 2000, [CONTROL, *(f"streaming, H={H}" for H in (5, 10, 30, 100, 300))]
     ),
     "outer-optimizers": Table(MANY_STEPS, 2000, OUTER_OPTIMIZERS),
     "workers": Table(MANY_STEPS, 2000, [CONTROL, *(f"streaming, M={M}" for M in (1, 2, 4, 8))]),
-    "tuning": Table(MANY_STEPS, 2000, TUNING),
     "codecs": _codecs(),
     "block-size": Table(WIDE_BATCH, 600, ["fp32", *BLOCKS]),
     "settings": Table(WIDE_BATCH, 1500, SETTINGS, "fp32, momentum 0.9"),

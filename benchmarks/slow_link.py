@@ -10,11 +10,8 @@ a tenth of its compute left, from its bytes and the seconds of a step without a 
 installed (`pip install -e .[bench]`), its DiLoCo replaces the outer loop of the same trainer
 (benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
 
-The short form above takes about a quarter of an hour on 2 quiet cores, the full one more than an
-hour a repeat. Finished runs are kept in --out, so that an interrupted table can be continued:
-
-    python -m benchmarks.slow_link --cycles 2 --repeats 3 --plot slow-link.png \\
-        --rates inf,10x,3x,1x,0.3x,0.1x,0.03x,0.01x
+The command above takes about a quarter of an hour on 2 quiet cores. Finished runs are kept in
+--out, so that an interrupted table can be continued.
 """
 
 import argparse
@@ -36,9 +33,9 @@ from benchmarks.slow_link_run import (
     TORCHFT,
     Measured,
     build_settings,
-    cycles_length,
     data_parallel_length,
     measure,
+    run_length,
 )
 from torchtitan_diloco.components.summary import UNLIMITED
 from torchtitan_diloco.diloco import DiLoCoConfig
@@ -57,7 +54,7 @@ exposed: the rest of a step, which does not depend on changes of the machine's s
 predicted: the same by the planner, from the rate less the headers of packets, the latency and the
 speed of coding without a limit, and the steps of the run itself; sent: bytes of one worker by the
 counter of its interface; peak: most in half a second, of the worker that sends most. Median (min
-... max) of n windows, of the prediction of runs."""
+... max) of n runs, in each of which so many steps are measured."""
 
 
 @dataclass
@@ -73,39 +70,28 @@ class Table:
     def methods(self) -> list[str]:
         return list(dict.fromkeys(method for _, method in self.runs))
 
-    @property
-    def free(self) -> list[list[Measured]]:
-        """All methods without a limit."""
-        return [runs for (rate, _), runs in self.runs.items() if rate == math.inf]
-
     def references(self) -> list[float]:
         """Return tokens/s of each repeat's fastest method without a limit."""
-        repeats = zip(*self.free, strict=True)
-        return [max(run.median("tokens_per_second") for run in repeat) for repeat in repeats]
+        repeats = zip(*(self.runs[math.inf, method] for method in self.methods), strict=True)
+        return [max(run.tokens_per_second for run in repeat) for repeat in repeats]
 
     def utilisations(self, rate: float, method: str) -> list[float]:
-        """Return percentages of the reference, for each window."""
-        return [
-            100 * window.tokens_per_second / reference
-            for run, reference in zip(self.runs[rate, method], self.references(), strict=True)
-            for window in run.windows
-        ]
-
-    def utilisation(self, rate: float, method: str) -> float:
-        return statistics.median(self.utilisations(rate, method))
+        """Return shares of the reference."""
+        pairs = zip(self.runs[rate, method], self.references(), strict=True)
+        return [run.tokens_per_second / reference for run, reference in pairs]
 
     def predictions(self, rate: float, method: str, diloco: DiLoCoConfig) -> list[float]:
-        """Return percentages of compute by the planner, for each run; none without an outer loop of
-        ours."""
+        """Return shares of compute by the planner; none without an outer loop of ours."""
         found = []
-        free_runs = self.runs[math.inf, method]
-        for free, run in zip(free_runs, self.runs[rate, method], strict=True):
+        for free, run in zip(self.runs[math.inf, method], self.runs[rate, method], strict=True):
             if free.observed is not None and run.observed is not None:
-                own = run.observed
-                link = replace(free.observed, step_seconds=own.step_seconds, jitter=own.jitter)
-                rate_left = min(UNLIMITED, rate * 1e6 * GOODPUT)
-                link = replace(link, bits_per_second=rate_left)
-                found.append(100 * predict(run.fragments, diloco, link).utilisation)
+                link = replace(
+                    free.observed,
+                    step_seconds=run.observed.step_seconds,
+                    jitter=run.observed.jitter,
+                    bits_per_second=min(UNLIMITED, rate * 1e6 * GOODPUT),
+                )
+                found.append(predict(run.fragments, diloco, link).utilisation)
         return found
 
     def free_step(self) -> tuple[float, float]:
@@ -113,7 +99,8 @@ class Table:
 
         Only of the first repeat, so that a table that is continued has the same rates.
         """
-        seconds = min(runs[0].median("seconds_per_step") for runs in self.free)
+        firsts = [self.runs[math.inf, method][0] for method in self.methods]
+        seconds = min(run.seconds_per_step for run in firsts)
         return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
 
     def rate_of(self, text: str) -> float:
@@ -142,13 +129,13 @@ def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Setti
         for text in dict.fromkeys(["inf", *options.rates]):
             rate = table.rate_of(text)
             for method, own in settings.items():
-                length = cycles_length(options.sync_every, options.cycles, options.delay)
+                length = run_length(options.sync_every, options.delay)
                 if method == DATA_PARALLEL:
                     length = data_parallel_length(table.expected_seconds(rate))
                 name = "".join(c if c.isalnum() else "-" for c in method)
                 run = measure(method, rate, own | length, options.out / f"{name}-{rate:g}-{repeat}")
                 table.runs.setdefault((rate, method), []).append(run)
-                speed = f"{run.median('tokens_per_second'):,.0f} tokens/s"
+                speed = f"{run.tokens_per_second:,.0f} tokens/s"
                 print(f"repeat {repeat}, {rate:.3g} Mbit/s, {method}: {speed}", flush=True)
     return table
 
@@ -157,31 +144,24 @@ def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Setti
 
 
 def build_row(table: Table, rate: float, method: str, diloco: DiLoCoConfig) -> list[str]:
-    runs = table.runs[rate, method]
-    windows = [window for run in runs for window in run.windows]
-    utilisations = table.utilisations(rate, method)
-    exposed = [window.exposed_seconds or 0.0 for window in windows]
+    runs, utilisations = table.runs[rate, method], table.utilisations(rate, method)
+    pairs = list(zip(utilisations, runs, strict=True))
+    exposed = [run.exposed_seconds or 0.0 for run in runs]
     if method == DATA_PARALLEL:
-        exposed = [
-            max(0.0, 1 - used / 100) * window.seconds_per_step
-            for used, window in zip(utilisations, windows, strict=True)
-        ]
-    not_exposed = [
-        1 - lost / window.seconds_per_step for lost, window in zip(exposed, windows, strict=True)
-    ]
+        exposed = [max(0.0, 1 - used) * run.seconds_per_step for used, run in pairs]
+    waited = [lost / run.seconds_per_step for lost, run in zip(exposed, runs, strict=True)]
     predicted = table.predictions(rate, method, diloco)
-    steps = sorted({window.steps for window in windows})
     return [
         "no limit" if rate == math.inf else f"{rate:.3g}",
         method,
-        core.summary([window.tokens_per_second for window in windows], 0),
-        core.summary(utilisations, 1),
-        core.summary(not_exposed, 1, 100),
-        core.summary(predicted, 1) if predicted else "-",
+        core.summary([run.tokens_per_second for run in runs], 0),
+        core.summary(utilisations, 1, 100),
+        core.summary([1 - share for share in waited], 1, 100),
+        core.summary(predicted, 1, 100) if predicted else "-",
         core.summary(exposed, 1, 1e3),
         core.summary([run.sent_per_step for run in runs], 1, 1e-3),
         core.summary([run.peak_mbit for run in runs], 1),
-        f"{len(windows)} ({' or '.join(map(str, steps))})",
+        f"{len(runs)} ({runs[0].steps})",
     ]
 
 
@@ -193,7 +173,7 @@ def plot(table: Table, title: str, path: Path) -> None:
     rates = [rate for rate in table.rates if rate < math.inf]
     for method in table.methods:
         line = "--" if method == TORCHFT else "-"
-        used = [table.utilisation(rate, method) for rate in rates]
+        used = [100 * statistics.median(table.utilisations(rate, method)) for rate in rates]
         axes.plot(rates, used, line, marker="o", label=method)
     axes.set(title=title, xlabel="link of each worker, Mbit/s", ylabel="compute utilisation, %")
     axes.set(xscale="log", ylim=(0, None))
@@ -220,8 +200,6 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--workers", type=core.positive, default=2)
     parser.add_argument("--sync-every", type=core.positive, default=100, help="H")
-    cycles_help = "measured cycles of H steps, after the first"
-    parser.add_argument("--cycles", type=core.positive, default=1, help=cycles_help)
     parser.add_argument("--delay", type=int, default=5, help="tau of the methods with overlap")
     parser.add_argument("--rates", type=core.list_of(parse_rate), default=["inf", "1x", "0.05x"])
     methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"

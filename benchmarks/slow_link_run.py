@@ -1,17 +1,15 @@
 """One run of `benchmarks.slow_link`: real trainers in a network of their own, and the bytes that
 its interfaces count meanwhile."""
 
-import itertools
-import json
 import math
-import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -53,11 +51,10 @@ METHODS: dict[str, core.Settings] = {
 }
 LATE = STEPS_APART + 1
 """Steps after which our trainer has written the record of a step, and one to spare."""
-SAMPLE_SECONDS, PEAK_SECONDS = 0.05, 0.5
-"""Time between two samples of the counters, and the time over which the peak is a mean."""
+SAMPLE_SECONDS, PEAK_SAMPLES = 0.05, 10
+"""Time between two samples of the counters, and samples over which the peak is a mean."""
 SETTLED = 4
 """Steps of data parallelism that are not measured: the link becomes slow during the third."""
-
 
 RESERVED = {
     "run.folder",
@@ -87,48 +84,39 @@ def build_settings(
     return MODEL | outer | METHODS[method] | dict(extra)
 
 
-def length_settings(steps: int, log_every: int) -> core.Settings:
-    return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
-
-
-def cycles_length(sync_every: int, cycles: int, delay: int) -> core.Settings:
-    """Return the length of a run with an outer loop. Nothing is sent in its first cycle."""
-    return length_settings((1 + cycles) * sync_every + max(delay, LATE) + 1, sync_every // 2)
+def run_length(sync_every: int, delay: int) -> core.Settings:
+    """Return the length of a run with an outer loop: a cycle in which nothing is sent, and one."""
+    return _length(2 * sync_every + max(delay, LATE) + 1, sync_every // 2)
 
 
 def data_parallel_length(seconds_per_step: float) -> core.Settings:
     """Return the length of a run with data parallelism, whose steps are alike and may be slow."""
     if seconds_per_step < 1:
-        return length_settings(51, 10)
-    return length_settings(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
+        return _length(51, 10)
+    return _length(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
+
+
+def _length(steps: int, log_every: int) -> core.Settings:
+    return {"training.steps": str(steps), "metrics.log_every": str(log_every)}
 
 
 @dataclass
-class Window:
-    """Steps that are measured together."""
+class Measured:
+    """The steady part of a run."""
 
     steps: int
     seconds_per_step: float
     tokens_per_second: float
     exposed_seconds: float | None
     """Per step, by the trainer's own clock; None with data parallelism."""
-
-
-@dataclass
-class Measured:
-    windows: list[Window]
     sent_per_step: float
-    """Bytes that a worker's interface sends in a measured step, mean over workers."""
+    """Bytes that a worker's interface sends in a step, mean over workers."""
     peak_mbit: float
     """Rate of the worker that sends most in half a second."""
     observed: Conditions | None = None
     """Link and steps that the trainer has measured; None without our outer loop."""
     fragments: list[int] = field(default_factory=list)
     """Parameters of each."""
-
-    def median(self, name: str) -> float:
-        """Return the median of a field of the windows."""
-        return float(statistics.median(getattr(window, name) for window in self.windows))
 
 
 def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:
@@ -157,15 +145,14 @@ class Samples:
     times: list[float] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
     """By sample and worker."""
-    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    records: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Records of logged steps, each with the number of the first sample at which it was there."""
 
     def take(self, network: Network, path: Path) -> None:
         self.times.append(time.perf_counter())
         self.sent.append([network.counters(worker)[0] for worker in range(network.workers)])
-        text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be incomplete
-        records = [record for record in map(json.loads, lines) if "kind" not in record]
+        found = read_json_lines(path)[0] if path.exists() else []
+        records = [record for record in found if "kind" not in record]
         number = len(self.times) - 1
         self.records += [(number, record) for record in records[len(self.records) :]]
 
@@ -178,20 +165,20 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
     words = core.command_line(settings | {"run.folder": str(folder)})
     command, log = [sys.executable, "-m", module, *words], folder / "log.txt"
     samples, limited, workers = Samples(), False, range(int(settings["diloco.workers"]))
-    with Network(len(workers)) as network, log.open("w") as output:
-        programs = []
-        for worker in workers:
-            variables = {"OMP_NUM_THREADS": "1", "WORKER_ADDRESS": network.address(worker)}
-            programs.append(network.start(worker, command, os.environ | variables, output))
+    with Network(len(workers)) as network:
+        programs = [
+            network.launch(worker, command, log, WORKER_ADDRESS=network.address(worker))
+            for worker in workers
+        ]
         running = True
         while running:
-            running = any(program.poll() is None for program in programs)
+            running = any(program.running for program in programs)
             samples.take(network, folder / "metrics.jsonl")
             if samples.records and not limited:
                 for worker in workers:
                     network.set_rate(worker, up=rate, down=rate)
                 limited = True
-            if any(program.returncode for program in programs):
+            if any(program.process.returncode for program in programs):
                 raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
             time.sleep(SAMPLE_SECONDS)
     return samples
@@ -201,47 +188,36 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
 
 
 def summarise(samples: Samples, sync_every: int | None) -> Measured:
-    """Measure the steady part of a run: whole cycles of `sync_every` steps after the first, or
-    (None: data parallelism) all records after the link has become slow."""
+    """Measure the cycle of `sync_every` steps after the first one, or (None: data parallelism) all
+    records after the link has become slow."""
     steps = [int(record["step"]) for _, record in samples.records]
     if sync_every is None:
         first = next(number for number, step in enumerate(steps) if step >= SETTLED - 1)
-        ends = list(range(first, len(steps) - 1))  # the last record comes earlier than the others
+        last = len(steps) - 2  # the last record comes earlier than the others
     else:
-        ends = [number for number, step in enumerate(steps) if step % sync_every == 0]
-    windows = [_window(samples, *pair) for pair in itertools.pairwise(ends)]
-    start, end = samples.records[ends[0]][0], samples.records[ends[-1]][0]
-    sent = sum(samples.sent[end]) - sum(samples.sent[start])
-    sent_per_step = sent / len(samples.sent[0]) / (steps[ends[-1]] - steps[ends[0]])
-    return Measured(windows, sent_per_step, _peak_mbit(samples, start, end))
-
-
-def _window(samples: Samples, first: int, last: int) -> Window:
-    """Return what was measured between two records."""
-    records = [record for _, record in samples.records[first : last + 1]]
-    counts = [int(now["step"] - before["step"]) for before, now in itertools.pairwise(records)]
-    steps, records = sum(counts), records[1:]
+        first, last = steps.index(sync_every), steps.index(2 * sync_every)
+    records = [record for _, record in samples.records[first + 1 : last + 1]]
+    counts = [now - before for before, now in pairwise(steps[first : last + 1])]
+    count, key = sum(counts), "diloco/exposed_seconds_mean_over_ranks"
     seconds = math.fsum(
-        count * record["speed/seconds_per_step"]
-        for count, record in zip(counts, records, strict=True)
+        number * record["speed/seconds_per_step"]
+        for number, record in zip(counts, records, strict=True)
     )
     tokens = records[0]["speed/tokens_per_second_global"] * records[0]["speed/seconds_per_step"]
-    exposed = [
-        record["diloco/exposed_seconds_mean_over_ranks"]
-        for record in records
-        if "diloco/exposed_seconds_mean_over_ranks" in record
-    ]
-    exposed_seconds = math.fsum(exposed) / steps if exposed else None
-    return Window(steps, seconds / steps, tokens * steps / seconds, exposed_seconds)
-
-
-def _peak_mbit(samples: Samples, start: int, end: int) -> float:
-    peak, since = 0.0, start
-    for number in range(start + 1, end + 1):
-        while samples.times[number] - samples.times[since + 1] >= PEAK_SECONDS:
-            since += 1
-        seconds = samples.times[number] - samples.times[since]
-        if seconds >= PEAK_SECONDS:
-            pairs = zip(samples.sent[since], samples.sent[number], strict=True)
-            peak = max(peak, max(now - before for before, now in pairs) * 8e-6 / seconds)
-    return peak
+    exposed = [record[key] for record in records if key in record]
+    start, end = samples.records[first][0], samples.records[last][0]
+    sent = sum(samples.sent[end]) - sum(samples.sent[start])
+    peak = 0.0
+    for number in range(start, end + 1 - PEAK_SAMPLES):
+        later = number + PEAK_SAMPLES
+        pairs = zip(samples.sent[number], samples.sent[later], strict=True)
+        duration = samples.times[later] - samples.times[number]
+        peak = max(peak, max(now - before for before, now in pairs) * 8e-6 / duration)
+    return Measured(
+        steps=count,
+        seconds_per_step=seconds / count,
+        tokens_per_second=tokens * count / seconds,
+        exposed_seconds=math.fsum(exposed) / count if exposed else None,
+        sent_per_step=sent / len(samples.sent[0]) / count,
+        peak_mbit=peak,
+    )

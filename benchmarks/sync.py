@@ -20,11 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 from benchmarks import core, torchft_loop
@@ -41,7 +40,8 @@ from torchtitan_diloco.diloco import (
     Quantization,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.distributed.world import WORKER, World, join_world
+from torchtitan_diloco.diloco.codecs import CODECS
+from torchtitan_diloco.distributed.world import WORKER, join_world
 from torchtitan_diloco.models.chinchilla.model import Decoder
 
 WORKERS = 2
@@ -87,12 +87,12 @@ class Case:
 
 @dataclass
 class Sync:
-    """One sync of one worker, in seconds and bytes. CPU seconds are those of all its threads."""
+    """One sync of one worker, in seconds and bytes."""
 
     all_reduce: core.Seconds
     exposed: float
     cpu: float
-    on_the_wire: int
+    wire: int
     """Bytes of both workers; 0 if other programs share the interface."""
     sent: int
 
@@ -101,10 +101,7 @@ Measured = tuple[list[Sync], float]
 """The syncs, and the MB by which the peak memory exceeds that of the same loop without syncs."""
 
 
-def build_model() -> Decoder:
-    """Build a model with half of its values in blocks, the rest in an embedding and a head."""
-    shape = Model(layers=LAYERS, width=256, heads=4, head_dim=64, feed_forward=1536)
-    return Decoder(shape, 16_384, 128)
+# --- in the processes -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -114,78 +111,58 @@ def inner_step(model: nn.Module, worker: int) -> None:
         parameter.mul_(0.999 - 0.0001 * worker)
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-
-class Loop(NamedTuple):
-    sizes: list[int]
-    """Values in each fragment."""
-    step: Callable[[], object]
-    """Outer loop or all-reduce: the work after an inner step."""
-    sent: Callable[[], int]
-    """Returns the bytes sent since the last call."""
-    close: Callable[[], None]
-
-
-def build_ours(case: Case, world: World, model: nn.Module) -> Loop:
-    outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
-    for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
-        outer.step()
-
-    def sent() -> int:
-        metrics = outer.metrics()
-        assert metrics["diloco/fragments_applied"] == 1, "one sync begins and ends in a window"
-        return int(metrics["diloco/sent_bytes"])
-
-    return Loop([one.parameters for one in outer.fragments], outer.step, sent, outer.close)
-
-
-def build_torchft(case: Case, world: World, model: nn.Module, lighthouse: str) -> Loop:
-    inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
-    place = {"lighthouse": lighthouse, "address": "localhost"}
-    outer = TorchftLoop(model, inner, case.config, world, timeout_seconds=TIMEOUT, **place)
-    return Loop(outer.sizes, lambda: inner.step(), lambda: 0, outer.close)
-
-
 def measure(case: Case, lighthouse: str = "") -> Measured:
     """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
-    model = build_model()
+    # Half of the values are in blocks, the rest in an embedding and a head.
+    shape = Model(layers=LAYERS, width=256, heads=4, head_dim=64, feed_forward=1536)
+    model = Decoder(shape, 16_384, 128)
     for _ in range(3):
         inner_step(model, world.worker)
-        time_all_reduce(torch.ones(round(MEGABYTES * 1e6 / 4 / case.fragments)))
-    plain, parts, syncs = peak_megabytes(), (case, world, model), []
-    loop = build_torchft(*parts, lighthouse) if lighthouse else build_ours(*parts)
-    values = torch.ones(max(loop.sizes))
+        time_all_reduce(round(MEGABYTES * 1e6 / 4 / case.fragments))
+    plain = peak_megabytes()
+    outer: StreamingDiLoCo | TorchftLoop
+    step: Callable[[], object]
+    if lighthouse:
+        inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
+        place = {"lighthouse": lighthouse, "address": "localhost"}
+        outer = TorchftLoop(model, inner, case.config, world, timeout_seconds=TIMEOUT, **place)
+        sizes, step = outer.sizes, inner.step
+    else:
+        outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
+        sizes, step = [one.parameters for one in outer.fragments], outer.step
+        for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
+            outer.step()
+    syncs = []
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
-        floor = time_all_reduce(values[: loop.sizes[number % case.fragments]])
-        sync = Sync(floor, *time_window(loop.step, case), loop.sent())
+        floor = time_all_reduce(sizes[number % case.fragments])
+        exposed, cpu, wire = time_window(step, case.delay)
+        sent = int(outer.metrics().get("diloco/sent_bytes", 0))
         if number >= case.fragments:  # the first round touches all buffers for the first time
-            syncs.append(sync)
+            syncs.append(Sync(floor, exposed, cpu, wire, sent))
     memory = peak_megabytes() - plain
-    loop.close()
+    outer.close()
     return syncs, memory
 
 
-def time_all_reduce(values: Tensor) -> core.Seconds:
+def time_all_reduce(size: int) -> core.Seconds:
+    values = torch.ones(size)
     dist.barrier()
     return core.timed(lambda: dist.all_reduce(values))
 
 
-def time_window(step: Callable[[], object], case: Case) -> tuple[float, float, int]:
+def time_window(step: Callable[[], object], delay: int) -> tuple[float, float, int]:
     """Return exposed seconds, CPU seconds and bytes on the wire of one sync."""
     dist.barrier()
     wire = loopback_bytes()
     dist.barrier()
     exposed, cpu = 0.0, time.process_time()
-    for number in range(case.delay + 1):
+    for number in range(delay + 1):
         if number:
             time.sleep(INNER_SECONDS)
-        started = time.perf_counter()
-        step()
-        exposed += time.perf_counter() - started
+        exposed += core.timed(step).wall
     cpu = time.process_time() - cpu
     dist.barrier()
     return exposed, cpu, loopback_bytes() - wire
@@ -219,7 +196,7 @@ def run_torchft(case: Case) -> Measured:
 def build_row(name: str, case: Case, measured: Measured) -> list[str]:
     syncs, memory = measured
     sent = statistics.median(sync.sent for sync in syncs)
-    wire = statistics.median(sync.on_the_wire for sync in syncs)
+    wire = statistics.median(sync.wire for sync in syncs)
     return [
         name,
         f"{MEGABYTES / case.fragments:.1f}",
@@ -236,18 +213,16 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
     ]
 
 
-def build_rows(options: argparse.Namespace) -> list[list[str]]:
+def build_rows(options: argparse.Namespace, codecs: list[str]) -> list[list[str]]:
     rows = []
     for fragments, delay in product(options.fragments, options.delays):
         plain = Case(fragments, delay, "fp32", options.rounds)
-        cases = {codec: replace(plain, codec=codec) for codec in options.codecs}
-        if "fp32" in options.codecs:
+        cases = {codec: replace(plain, codec=codec) for codec in codecs}
+        if "fp32" in codecs:
             cases["fp32, measured"] = replace(plain, measured=True)
         rows += [build_row(name, case, run(case)) for name, case in cases.items()]
         if torchft_loop.is_installed():
             rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
-        else:
-            rows.append(["torchft: not installed", *["-"] * HEADER.count("|")])
     return rows
 
 
@@ -255,12 +230,12 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--fragments", type=core.list_of(core.positive), default=[1, 2])
     parser.add_argument("--delays", type=core.list_of(int), default=[0], help="tau")
-    codecs = ["fp32", "bf16", "int8", "fp4_e3m0"]
-    parser.add_argument("--codecs", type=core.list_of(core.codec_name), default=codecs)
+    parser.add_argument("--codecs", default="fp32,bf16,int8,fp4_e3m0")
     parser.add_argument("--rounds", type=core.positive, default=9, help="syncs of each fragment")
     rate_help = "as tc writes it (200mbit), of both directions together"
     parser.add_argument("--rate", default="", help=rate_help)
     options = parser.parse_args()
+    codecs = core.parse_names(parser, "--codecs", options.codecs, CODECS, ",")
     for fragments in options.fragments:
         if fragments > 1 and LAYERS % (fragments - 1):
             parser.error(
@@ -279,7 +254,7 @@ def main() -> None:
         f"{MEGABYTES} MB of fp32 parameters, {WORKERS} gloo processes of 1 thread, "
         f"{os.cpu_count()} cores, loopback{speed}{sleep}; torch {torch.__version__}\n\n{LEGEND}"
     )
-    core.print_table(title, HEADER, build_rows(options))
+    core.print_table(title, HEADER, build_rows(options, codecs))
 
 
 if __name__ == "__main__":

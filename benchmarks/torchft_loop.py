@@ -58,12 +58,32 @@ class TorchftLoop(DataParallel):
         timeout_seconds: int,
     ) -> None:
         """`address`: of this worker."""
+        from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
         super().__init__(model, world.workers)
         logging.getLogger("torchft").setLevel(logging.WARNING)
-        self._manager = _build_manager(
-            model, world, lighthouse, address, timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=timeout_seconds)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, 0, is_master=True, wait_for_workers=False
+        )
+        self._manager = Manager(
+            pg=ProcessGroupGloo(timeout=timeout),
+            load_state_dict=lambda state: model.load_state_dict(state["model"]),
+            state_dict=lambda: {"model": model.state_dict()},
+            min_replica_size=world.workers,
+            use_async_quorum=False,
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=store.port,
+            lighthouse_addr=lighthouse,
+            hostname=address,
+            replica_id=f"replica_{world.worker}",
+            timeout=timeout,
+            quorum_timeout=timeout,
+            connect_timeout=timedelta(seconds=60),
+            init_sync=False,
         )
         # Its fragments are modules: ours become dictionaries of the same parameters.
         fragments = build_fragments(model, config.fragments)
@@ -103,38 +123,6 @@ class TorchftLoop(DataParallel):
 
     def close(self) -> None:
         self._manager.shutdown(wait=False)
-
-
-def _build_manager(
-    model: nn.Module, world: World, lighthouse: str, address: str, timeout: timedelta
-) -> Any:
-    from torchft import Manager, ProcessGroupGloo
-
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, 0, is_master=True, wait_for_workers=False
-    )
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-
-    return Manager(
-        pg=ProcessGroupGloo(timeout=timeout),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict()},
-        min_replica_size=world.workers,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr=address,
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        hostname=address,
-        replica_id=f"replica_{world.worker}",
-        timeout=timeout,
-        quorum_timeout=timeout,
-        connect_timeout=timedelta(seconds=60),
-        init_sync=False,
-    )
 
 
 class TorchftTrainer(Trainer):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +50,7 @@ HEADER = (
 )
 
 
-@dataclass
-class Loop:
-    name: str
+class Loop(NamedTuple):
     step: Callable[[], None]
     parameters: int
 
@@ -61,7 +59,7 @@ class Loop:
 class Result:
     """Measurements of one loop."""
 
-    name: str
+    loop: str
     parameters: int
     wall: list[float]
     """Mean seconds of a step in each round, and CPU seconds."""
@@ -92,12 +90,10 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
             telemetry.open(trainer.step, trainer.lr)
         telemetry.publish(trainer.step)
 
-    return trainer, batches, Loop(OURS, step, trainer.plan.parameters)
+    return trainer, batches, Loop(step, trainer.plan.parameters)
 
 
-def bare_loop(
-    name: str, model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Batches
-) -> Loop:
+def bare_loop(model: nn.Module, blocks: nn.Module, trainer: Trainer, batches: Batches) -> Loop:
     config, device = trainer.config, trainer.world.device
     if config.compile.enable:
         for block in blocks.children():
@@ -115,14 +111,14 @@ def bare_loop(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Loop(name, step, sum(parameter.numel() for parameter in model.parameters()))
+    return Loop(step, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def bare_pytorch(trainer: Trainer, batches: Batches) -> Loop:
     config, length = trainer.config, trainer.config.training.sequence_length
     model = Decoder(config.model, trainer.vocab_size, length).to(trainer.world.device)
     model.init_weights(config.run.seed)
-    return bare_loop(BARE, model, model.blocks, trainer, batches)
+    return bare_loop(model, model.blocks, trainer, batches)
 
 
 def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
@@ -143,17 +139,12 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
     model = Transformer(arguments).to(trainer.world.device)
     with torch.no_grad():
         model.init_weights()
-    return bare_loop(TITAN, model, model.layers, trainer, batches)
+    return bare_loop(model, model.layers, trainer, batches)
 
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
     """Return the mean times of a step."""
-
-    def run() -> None:
-        for _ in range(steps):
-            loop.step()
-
-    seconds = core.timed(run, device)
+    seconds = core.timed(lambda: [loop.step() for _ in range(steps)], device)
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
@@ -161,18 +152,17 @@ def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> li
     """Measure loops in turns in this process."""
     trainer, batches, ours = build_trainer_loop(config)
     device, builders = trainer.world.device, {BARE: bare_pytorch, TITAN: bare_torchtitan}
-    loops = [ours if name == OURS else builders[name](trainer, batches) for name in names]
-    turns = {loop.name: partial(run_steps, loop, steps, device) for loop in loops}
+    loops = {name: builders[name](trainer, batches) if name != OURS else ours for name in names}
+    turns = {name: partial(run_steps, loop, steps, device) for name, loop in loops.items()}
     found = core.take_turns(turns, rounds)
     tokens, peak = trainer.plan.tokens_per_step, peak_flops(device)
-    flops = tokens * trainer.model.flops_per_token(trainer.config.training.sequence_length)
+    flops = tokens * trainer.model.flops_per_token(config.training.sequence_length)
+    memory = peak_memory_bytes(device) if device.type == "cuda" else 0
     results = []
-    for loop in loops:
-        wall, cpu = zip(*found[loop.name], strict=True)
+    for name, loop in loops.items():
+        wall, cpu = map(list, zip(*found[name], strict=True))
         mfu = 0.0 if peak is None else 100 * flops / statistics.median(wall) / peak
-        memory = peak_memory_bytes(device) if device.type == "cuda" else 0
-        counts = tokens, mfu, memory
-        results.append(Result(loop.name, loop.parameters, list(wall), list(cpu), *counts))
+        results.append(Result(name, loop.parameters, wall, cpu, tokens, mfu, memory))
     leave_world(trainer.world)
     return results
 
@@ -190,7 +180,7 @@ def build_row(result: Result, ours: Result) -> list[str]:
     pairs = list(zip(result.wall, ours.wall, strict=True))
     cpu = list(zip(result.cpu, ours.cpu, strict=True))
     return [
-        result.name,
+        result.loop,
         f"{result.parameters / 1e6:.1f}",
         core.summary([result.tokens / seconds for seconds in result.wall], 0),
         core.summary([own / other for other, own in pairs]),
@@ -201,33 +191,31 @@ def build_row(result: Result, ours: Result) -> list[str]:
     ]
 
 
-def outer_loop_seconds(trainer: Trainer, rounds: int) -> list[float]:
-    """Return seconds of one `outer.step()` between two exchanges."""
-    streaming, length = replace(trainer.config.diloco, method="streaming"), trainer.plan.total_steps
-    outer = StreamingDiLoCo(trainer.model, None, streaming, total_steps=length)
+def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of one `outer.step()` between two exchanges, and of the inner optimizers."""
+    config, device = trainer.config, trainer.world.device
+    streaming = replace(config.diloco, method="streaming")
+    outer = StreamingDiLoCo(trainer.model, None, streaming, total_steps=trainer.plan.total_steps)
 
-    def run() -> None:
+    def between_exchanges() -> None:
         for _ in range(OUTER_STEPS):
             outer.step_count = 0  # nothing is sent after the first step
             outer.step()
 
-    found = [core.timed(run).wall / OUTER_STEPS for _ in range(rounds)]
+    name = f"outer loop between exchanges, H = {streaming.sync_every}"
+    found = {name: [core.timed(between_exchanges).wall / OUTER_STEPS for _ in range(rounds)]}
     outer.close()
-    return found
-
-
-def optimizer_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of a step of each inner optimizer, by its name."""
-    model, config, device = trainer.model, trainer.config.optimizer, trainer.world.device
     steps = {}
     for name in get_args(get_type_hints(Optimizer)["name"]):
-        optimizer = build_optimizer(model, replace(config, name=name), trainer.plan.total_steps)
+        inner = replace(config.optimizer, name=name)
+        optimizer = build_optimizer(trainer.model, inner, trainer.plan.total_steps)
         set_lr(optimizer, 0.0)
         steps[name] = partial(core.timed, optimizer.step, device)
-    for parameter in model.parameters():
+    for parameter in trainer.model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    found = core.take_turns(steps, rounds)
-    return {name: [one.wall for one in times] for name, times in found.items()}
+    for name, times in core.take_turns(steps, rounds).items():
+        found[name] = [one.wall for one in times]
+    return found
 
 
 def main() -> None:
@@ -245,8 +233,7 @@ def main() -> None:
     else:
         results = measure(names, config, *counts)
     trainer, ours = build_trainer_loop(config)[0], results[0]
-    outer = outer_loop_seconds(trainer, options.rounds)
-    inner = optimizer_seconds(trainer, options.rounds)
+    parts = part_seconds(trainer, options.rounds)
     leave_world(trainer.world)
 
     compiled = "compiled" if config.compile.enable else "not compiled"
@@ -258,7 +245,6 @@ def main() -> None:
     )
     core.print_table(title, HEADER, [build_row(result, ours) for result in results])
     step = statistics.median(ours.wall)
-    parts = {f"outer loop between exchanges, H = {config.diloco.sync_every}": outer, **inner}
     core.print_table(
         f"parts of a step; n = {options.rounds} rounds",
         f"part | milliseconds | % of {OURS}'s step",

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import slow_link, sync, train_step
 from benchmarks.core import (
-    codec_name,
     kept,
     list_of,
     parse_config,
@@ -25,8 +24,6 @@ from benchmarks.core import (
         (positive, "0"),
         (positive, "1.5"),
         (positive_number, "-1"),
-        (positive_number, "many"),
-        (codec_name, "int7"),
         (list_of(positive), "3,0"),
         (list_of(int), "1,x"),
         (slow_link.parse_rate, "-5"),
@@ -68,11 +65,12 @@ def test_a_wrong_configuration_is_no_traceback(capsys: pytest.CaptureFixture[str
     ("main", "words"),
     [
         (slow_link.main, ["--workers", "1"]),
-        (slow_link.main, ["--cycles", "0"]),
+        (slow_link.main, ["--repeats", "0"]),
         (slow_link.main, ["--methods", "telepathy"]),
         (slow_link.main, ["--diloco.quantization.codec", "int8"]),
         (slow_link.main, ["--optimizer.lr", "fast"]),
         (sync.main, ["--fragments", "4"]),
+        (sync.main, ["--codecs", "int7"]),
         (train_step.main, ["--training.steps", "none"]),
     ],
 )

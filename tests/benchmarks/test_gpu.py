@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, train_step
-from benchmarks.gpu_parts import MINIATURE, PARTS, share_of_gaps
+from benchmarks.gpu_parts import MINIATURE, PARTS
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.train import main
 
@@ -25,10 +25,6 @@ def run_here(command: list[str], env: dict[str, str], **more: Any) -> None:
         assert main(command[3:]) == 0
     else:
         subprocess.Popen(command, env=env, cwd=more["cwd"]).wait()
-
-
-def test_gaps_count_from_50_microseconds_on() -> None:
-    assert share_of_gaps([(0, 100), (50, 60), (120, 200), (300, 400)]) == 0.25
 
 
 @pytest.mark.parametrize("name", PARTS)

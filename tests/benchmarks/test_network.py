@@ -1,13 +1,12 @@
 import math
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from benchmarks.network import ENVIRONMENT, INTERFACE, Network
+from benchmarks.network import INTERFACE, Network, run_command
 from tests.network import network_of
 
 SENT = 200_000
@@ -45,34 +44,31 @@ def network() -> Iterator[Network]:
         yield network
 
 
-def outputs(network: Network, programs: dict[int, list[str]]) -> dict[int, str]:
-    files = {worker: tempfile.TemporaryFile("w+") for worker in programs}  # noqa: SIM115
+def outputs(network: Network, programs: dict[int, list[str]], folder: Path) -> dict[int, str]:
     started = {
-        worker: network.start(
-            worker, [sys.executable, "-S", "-c", *words], os.environ, files[worker]
+        worker: network.launch(
+            worker, [sys.executable, "-S", "-c", *words], folder / f"{worker}.txt"
         )
         for worker, words in programs.items()
     }
-    found = {}
-    for worker, program in started.items():
-        code = program.wait(60)
-        files[worker].seek(0)
-        found[worker] = files[worker].read()
-        files[worker].close()
-        assert code == 0, found[worker]
-    return found
+    for program in started.values():
+        assert program.wait() == 0, program.printed()
+    return {worker: program.printed() for worker, program in started.items()}
 
 
-def test_workers_see_each_other_and_nothing_else(network: Network) -> None:
-    found = outputs(network, {worker: [INTERFACES] for worker in range(3)})
+def test_workers_see_each_other_and_nothing_else(network: Network, tmp_path: Path) -> None:
+    found = outputs(network, {worker: [INTERFACES] for worker in range(3)}, tmp_path)
     assert found == {
         worker: f"{[INTERFACE, 'lo']} {network.address(worker)}\n" for worker in range(3)
     }
 
 
-def test_what_is_sent_arrives_and_is_counted_on_both_links(network: Network) -> None:
+def test_what_is_sent_arrives_and_is_counted_on_both_links(
+    network: Network, tmp_path: Path
+) -> None:
     before = [network.counters(worker) for worker in range(3)]
-    found = outputs(network, {0: [RECEIVE], 1: [SEND, str(SENT)], 2: [SEND, str(SENT // 2)]})
+    programs = {0: [RECEIVE], 1: [SEND, str(SENT)], 2: [SEND, str(SENT // 2)]}
+    found = outputs(network, programs, tmp_path)
     assert sorted(found[0].split()) == sorted(
         [network.address(1), str(SENT), network.address(2), str(SENT // 2)]
     )
@@ -103,25 +99,18 @@ def test_a_bucket_holds_each_end_of_a_link_to_its_rate(network: Network) -> None
 def rates_of(network: Network, worker: int) -> tuple[str, str]:
     """Return the rates of tc, up and down; empty for no limit."""
 
-    def rate(namespace: subprocess.Popen[str], device: str) -> str:
-        shown = subprocess.run(
-            [*network.inside(namespace), "tc", "qdisc", "show", "dev", device],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=ENVIRONMENT,
-        )
-        words = shown.stdout.split()
+    def rate(namespace: "subprocess.Popen[str]", device: str) -> str:
+        shown = ["tc", "qdisc", "show", "dev", device]
+        words = run_command([*network.inside(namespace), *shown]).split()
         return words[words.index("rate") + 1] if "tbf" in words else ""
 
     return rate(network.namespace(worker), INTERFACE), rate(network.switch, f"port{worker}")
 
 
-def test_closing_ends_what_still_runs_and_the_namespaces() -> None:
+def test_closing_ends_what_still_runs_and_the_namespaces(tmp_path: Path) -> None:
     with network_of(1) as network:
-        program = network.start(
-            0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"], os.environ
-        )
+        sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        program = network.launch(0, sleeps, tmp_path / "log")
         holders = [network.switch, network.namespace(0)]
-    assert program.returncode is not None
+    assert not program.running
     assert all(holder.returncode == 0 for holder in holders)

@@ -4,14 +4,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from benchmarks import parity_runs
 from benchmarks.core import Settings, command_line
 from benchmarks.parity import print_losses
-from benchmarks.parity_runs import Runs, run_folder
+from benchmarks.parity_runs import run_folder, train_all
 from benchmarks.parity_tables import DROPS, SCALED, TABLES, Table, parse_terms
 from torchtitan_diloco.config import from_command_line
 
@@ -81,66 +81,53 @@ def test_tables_share_their_runs() -> None:
 
 
 class Trainer:
-    """Stands for a process that appends a loss to its records, and for one that needs too long."""
+    """Stands for a process that appends a loss to its records, unless it is interrupted."""
 
-    started: ClassVar[list[Path]] = []
-    slow = False
-    returncode = 0
+    interrupted = False
 
-    def __init__(self, command: list[str], **_: Any) -> None:
+    def __init__(self) -> None:
+        self.started: list[Path] = []
+
+    def __call__(self, command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
         assert command[:3] == [sys.executable, "-m", "torchtitan_diloco.launch"]
-        self._folder = Path(command[command.index("--run.folder") + 1])
-        self._stopped = False
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        if self.slow and not self._stopped:
-            raise subprocess.TimeoutExpired("", timeout or 0)
-        (self._folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        record = {"step": 10} if self._stopped else {parity_runs.LOSS: 1.5 + len(self.started)}
-        with (self._folder / "metrics.jsonl").open("a") as file:
+        folder = Path(command[command.index("--run.folder") + 1])
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        record = {"step": 10} if self.interrupted else {parity_runs.LOSS: 1.5 + len(self.started)}
+        with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-        self.started.append(self._folder)
-        return "", ""
-
-    def terminate(self) -> None:
-        self._stopped = True
+        self.started.append(folder)
+        return subprocess.CompletedProcess(command, 0, "", "")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Folders of the runs that were started."""
-    folders: list[Path] = []
-    monkeypatch.setattr(Trainer, "started", folders)
-    monkeypatch.setattr(subprocess, "Popen", Trainer)
-    return folders
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    trainer = Trainer()
+    monkeypatch.setattr(subprocess, "run", trainer)
+    return trainer
 
 
-def test_a_finished_run_is_not_repeated(started: list[Path], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_repeated(trainer: Trainer, tmp_path: Path) -> None:
     other = RUN | {"optimizer.beta2": "0.95"}
     runs = [("", run) for run in (RUN, RUN | {"run.seed": "1"}, other)]
-    assert [Runs(tmp_path).train(runs) for _ in range(2)] == [[1.5, 2.5, 3.5]] * 2
-    assert len(set(started)) == len(started) == 3
+    assert [train_all(tmp_path, runs) for _ in range(2)] == [[1.5, 2.5, 3.5]] * 2
+    assert len(set(trainer.started)) == len(trainer.started) == 3
 
 
 @pytest.mark.parametrize("can_be_resumed", [True, False])
-def test_a_run_that_time_stopped_is_continued(
-    started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_be_resumed: bool
+def test_an_interrupted_run_is_continued(
+    trainer: Trainer, tmp_path: Path, can_be_resumed: bool
 ) -> None:
-    monkeypatch.setattr(Trainer, "slow", True)
-    assert Runs(tmp_path).train([("", RUN)]) == [None]
-    monkeypatch.setattr(Trainer, "slow", False)
-    (folder,) = started
+    trainer.interrupted = True
+    with pytest.raises(SystemExit, match="the same command continues it"):
+        train_all(tmp_path, [("", RUN)])
+    trainer.interrupted = False
+    (folder,) = trainer.started
     if not can_be_resumed:
         (folder / "checkpoints").rmdir()
-    assert Runs(tmp_path).train([("", RUN)]) == [2.5]
-    assert started == [folder, folder]
+    assert train_all(tmp_path, [("", RUN)]) == [2.5]
+    assert trainer.started == [folder, folder]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1 + can_be_resumed
     assert not (folder / "checkpoints").exists(), "a finished run needs none"
-
-
-def test_no_run_starts_when_the_time_is_up(started: list[Path], tmp_path: Path) -> None:
-    assert Runs(tmp_path, jobs=2, seconds=-1.0).train([("", RUN)] * 3) == [None] * 3
-    assert not started
 
 
 def test_as_many_processes_train_at_once_as_there_is_room_for(
@@ -148,7 +135,7 @@ def test_as_many_processes_train_at_once_as_there_is_room_for(
 ) -> None:
     training, most, lock = 0, 0, threading.Lock()
 
-    def train(_: Runs, __: Path, settings: Settings) -> dict[str, float]:
+    def train(_: Path, settings: Settings) -> dict[str, float]:
         nonlocal training, most
         with lock:
             training += int(settings["diloco.workers"])
@@ -158,13 +145,13 @@ def test_as_many_processes_train_at_once_as_there_is_room_for(
             training -= int(settings["diloco.workers"])
         return {"loss": float(settings["diloco.workers"])}
 
-    monkeypatch.setattr(Runs, "_run", train)
+    monkeypatch.setattr(parity_runs, "run", train)
     workers = [1, 2, 4, 8, 2, 1, 1, 1, 4]
     runs = [
         ("", RUN | {"run.seed": str(seed), "diloco.workers": str(count)})
         for seed, count in enumerate(workers)
     ]
-    assert Runs(tmp_path, jobs=8).train(runs) == workers
+    assert train_all(tmp_path, runs, jobs=8) == workers
     assert most == 8
 
 

@@ -12,9 +12,8 @@ from benchmarks.slow_link_run import (
     SAMPLE_SECONDS,
     Measured,
     Samples,
-    Window,
-    cycles_length,
     data_parallel_length,
+    run_length,
     summarise,
 )
 
@@ -42,15 +41,13 @@ def made_up(length: dict[str, str], seconds: float, late: int, exposed: float | 
     return samples
 
 
-@pytest.mark.parametrize("cycles", [1, 3])
-def test_whole_cycles_after_the_first_are_measured(cycles: int) -> None:
-    length = cycles_length(SYNC_EVERY, cycles, delay=3)
+def test_the_cycle_after_the_first_is_measured() -> None:
+    length = run_length(SYNC_EVERY, delay=3)
     half_a_cycle = 0.5  # seconds exposed, between two records
     measured = summarise(made_up(length, 0.2, LATE, half_a_cycle), SYNC_EVERY)
-    assert [window.steps for window in measured.windows] == [SYNC_EVERY] * cycles
-    for window in measured.windows:
-        assert window.tokens_per_second == pytest.approx(TOKENS / 0.2)
-        assert window.exposed_seconds == pytest.approx(2 * half_a_cycle / SYNC_EVERY)
+    assert measured.steps == SYNC_EVERY
+    assert measured.tokens_per_second == pytest.approx(TOKENS / 0.2)
+    assert measured.exposed_seconds == pytest.approx(2 * half_a_cycle / SYNC_EVERY)
     assert measured.sent_per_step == pytest.approx(1.5 * BYTES, rel=0.01), "mean over workers"
     assert measured.peak_mbit == pytest.approx(2 * BYTES * 8e-6 / 0.2, rel=0.01), "of the largest"
 
@@ -59,13 +56,13 @@ def test_whole_cycles_after_the_first_are_measured(cycles: int) -> None:
 def test_data_parallelism_is_measured_after_the_link_became_slow(seconds: float) -> None:
     length = data_parallel_length(seconds)
     measured = summarise(made_up(length, seconds, 1, None), None)
-    assert len(measured.windows) >= 2
-    assert {window.steps for window in measured.windows} == {int(length["metrics.log_every"])}
+    assert measured.steps >= 2
+    assert measured.seconds_per_step == pytest.approx(seconds)
     assert measured.sent_per_step == pytest.approx(1.5 * BYTES, rel=0.01)
 
 
 def runs(*seconds: float, sent: float = 1e5) -> list[Measured]:
-    return [Measured([Window(10, one, TOKENS / one, None)], sent, 0.0) for one in seconds]
+    return [Measured(10, one, TOKENS / one, None, sent, 0.0) for one in seconds]
 
 
 def test_at_a_tenth_a_step_of_data_parallelism_takes_ten_times_as_long() -> None:
@@ -78,4 +75,4 @@ def test_at_a_tenth_a_step_of_data_parallelism_takes_ten_times_as_long() -> None
     assert table.rate_of("2x") == pytest.approx(2 * rate, rel=0.05)
     assert (table.rate_of("inf"), table.rate_of("2.5")) == (math.inf, 2.5)
     assert table.references() == [TOKENS / 0.1], "the fastest"
-    assert table.utilisation(math.inf, DATA_PARALLEL) == pytest.approx(100 * 0.1 / 0.15)
+    assert table.utilisations(math.inf, DATA_PARALLEL) == [pytest.approx(0.1 / 0.15)]
