@@ -22,7 +22,6 @@ from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.components.checkpoint_schema import METADATA, read_manifest
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Link, OuterOptimizer, StreamingDiLoCo
-from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import CODECS, UNIT, build_codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
