@@ -25,7 +25,7 @@ class IslandRun:
         identity: Mapping[str, Any],
     ) -> None:
         """`identity`: what a position in the data refers to, the same on all islands."""
-        self._plan = plan
+        self._plan, self._apart = plan, config.data.shard_by == "random"
         facts = {**identity, **flat_settings(config.model, "model.")}
         samples = plan.tokens_per_step // config.workers // config.training.sequence_length
         self.outer = IslandDiLoCo(
@@ -40,14 +40,11 @@ class IslandRun:
             facts={key: str(value) for key, value in facts.items()},
         )
 
-    def join(self, *, apart: bool) -> tuple[int, Stream]:
-        """Join the run; return the sample that this island begins with, and its stream.
-
-        `apart`: each slot has sequences of its own.
-        """
+    def join(self) -> tuple[int, Stream]:
+        """Join the run; return the sample that this island begins with, and its stream."""
         self.outer.join()
         seat = self.outer.seat
-        return seat.position, Stream(seat.slot, seat.slots, 0 if apart else seat.block)
+        return seat.position, Stream(seat.slot, seat.slots, 0 if self._apart else seat.block)
 
     def close(self) -> bool:
         """Disconnect. Return whether this island has left before the end of the run."""

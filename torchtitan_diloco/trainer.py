@@ -194,10 +194,10 @@ class Trainer:
     def begin(self) -> None:
         """Join the other islands, if there are any, and read samples from where the run is."""
         world, config = self.world, self.config
-        start, stream, apart = self.resumed.position, None, config.data.shard_by == "random"
+        start, stream = self.resumed.position, None
         if self.island is not None:
-            start, stream = self.island.join(apart=apart)
-        elif apart:
+            start, stream = self.island.join()
+        elif config.data.shard_by == "random":
             stream = Stream(world.worker, world.workers)
         self.loader = TrainLoader(
             self.tokens,
@@ -284,14 +284,13 @@ class Trainer:
 
     def _data_identity(self) -> dict[str, Any]:
         """Return what a position in the order of samples refers to."""
-        config = self.config
-        parts = 1 if config.data.shard_by == "none" else config.islands.slots or config.workers
+        streams = self.config.islands.slots or self.config.workers
         return {
             "corpus": self.tokens.fingerprint,
-            "parts": parts,
-            "training.sequence_length": config.training.sequence_length,
-            "run.seed": config.run.seed,
-            "data.shuffle": config.data.shuffle,
+            "parts": streams if self.config.data.shard_by == "random" else 1,
+            "training.sequence_length": self.config.training.sequence_length,
+            "run.seed": self.config.run.seed,
+            "data.shuffle": self.config.data.shuffle,
         }
 
     def _validation_missed(self) -> bool:
@@ -382,13 +381,11 @@ class Trainer:
             f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
             f"vocabulary {self.vocab_size:,}"
         )
-        amount = f"{len(self.tokens):,} tokens of tokenizer {self.tokenizer.name}"
-        data_line = f"{config.data.corpus}: {amount}"
+        data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
         lines, optimizer = (model_line, data_line), config.optimizer.name
         log_plan(self.plan, config.training, self.world, *lines, optimizer=optimizer)
         size = self.plan, self.world, self.flops_per_token
-        streaming = config.diloco.method == "streaming"
-        outer_bytes = state_bytes(config.diloco) if streaming else 0
+        outer_bytes = 0 if config.diloco.method == "none" else state_bytes(config.diloco)
         check_size(*size, optimizer=optimizer, outer_bytes=outer_bytes)
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
