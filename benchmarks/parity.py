@@ -108,7 +108,7 @@ def main() -> None:
             if step := table.begin(name, steps):
                 control = runs[table.control_of(name)] | {"run.seed": str(seed)}
                 path = run_folder(options.out, control) / "checkpoints" / f"step-{step:08d}"
-                run |= {"checkpoint.resume": str(path), "checkpoint.new_workers": "copy"}
+                run |= {"checkpoint.resume": str(path)}
             todo.append((seed, name, run))
     trained = Runs(options.out, options.jobs, options.seconds or FOREVER).train(
         [(f"seed {seed}, {name}", run) for seed, name, run in todo]

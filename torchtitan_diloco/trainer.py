@@ -275,8 +275,7 @@ class Trainer:
         manifest = self.start.manifest
         if manifest is None:
             return
-        path, new_workers = Path(self.start.checkpoint), self.config.checkpoint.new_workers
-        notes = restore(path, manifest, new_workers, *self.parts)
+        notes = restore(Path(self.start.checkpoint), manifest, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:

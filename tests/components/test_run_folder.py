@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.components.test_checkpoint_schema import write_checkpoint
+from tests.components.test_checkpoint_schema import TENSORS, write_checkpoint
 from tests.components.test_resume import FP32, STEPS, chosen, last, run, tensors
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records
@@ -23,17 +23,12 @@ from torchtitan_diloco.components.checkpoint_folders import (
     checkpoint_path,
     complete_checkpoints,
 )
-from torchtitan_diloco.components.checkpoint_schema import (
-    METADATA,
-    SHARED,
-    read_manifest,
-)
+from torchtitan_diloco.components.checkpoint_schema import read_manifest
 from torchtitan_diloco.components.resume import find_start
 from torchtitan_diloco.components.run_folder import lock_run_folder
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.export.saved_model import open_saved
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LOSS = "train/loss_nats_per_token_global"
 
 
@@ -50,16 +45,12 @@ def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-TENSORS = f"{SHARED}/__0_0.distcp"
-
-
 @pytest.mark.parametrize(
     ("file", "damage", "wrong"),
     [
-        (TENSORS, cut_off, r"/shared/__0_0.distcp has [\d,]+ bytes instead of [\d,]+"),
-        (TENSORS, flip_a_bit, "/shared/__0_0.distcp has other content"),
-        (TENSORS, Path.unlink, "/shared/__0_0.distcp is missing"),
-        (f"{SHARED}/{METADATA}", flip_a_bit, "/shared/.metadata has other content"),
+        (TENSORS, cut_off, r"/shared/rank-0.safetensors has [\d,]+ bytes instead of [\d,]+"),
+        (TENSORS, flip_a_bit, "/shared/rank-0.safetensors has other content"),
+        (TENSORS, Path.unlink, "/shared/rank-0.safetensors is missing"),
         (MANIFEST, Path.unlink, " has no manifest.json"),
         (MANIFEST, flip_a_bit, "/manifest.json cannot be used"),
         (MANIFEST, lambda path: path.write_text("[]"), "/manifest.json cannot be used"),
@@ -97,7 +88,7 @@ def fail_to_read(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None
     monkeypatch.setattr(checkpoint_schema, "RETRY_AFTER_SECONDS", (0.0,) * 3)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, METADATA])
+@pytest.mark.parametrize("name", [MANIFEST, Path(TENSORS).name])
 def test_what_cannot_be_read_is_tried_again_and_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -169,7 +169,6 @@ NO_OUTER_LOOP_SAVED = (
 def restore(
     path: Path,
     manifest: Manifest,
-    new_workers: str,
     world: World,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -177,8 +176,8 @@ def restore(
 ) -> list[str]:
     """Load a checkpoint and return what could not be carried over, one line each.
 
-    `new_workers` is `checkpoint.new_workers`. Without an outer loop, which has no fragments, all
-    workers hold one model and resume from worker 0.
+    Without an outer loop, which has no fragments, all workers hold one model and resume from worker
+    0. The inner optimizer of a worker that is new starts from zero.
     """
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
@@ -195,11 +194,9 @@ def restore(
     own = TensorFolder(path, manifest, worker_folder(manifest.nearest(worker)))
     _check_model(path, own, model)
     notes = list[str]()
-    if existed or new_workers == "copy":
-        kinds = [OPTIMIZER, *([MODEL] if existed else [])]
-        if existed and manifest.ranks_per_worker == world.ranks_per_worker:
-            kinds.append(RANDOM)
-        notes += _load_inner(own, model, optimizer, world, tuple(kinds))
+    if existed:
+        same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
+        notes += _load_inner(own, model, optimizer, world, with_random=same_ranks)
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
@@ -210,9 +207,9 @@ def restore(
         facts = facts_for_new_worker(manifest.outer[0])
         named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
         # Frozen parameters are not shared: they stay what the workers have agreed on.
-        shared.fill({name: one.detach() for name, one in named if name in shared.tensors})
-    own_names = own.tensors if existed else ()
-    saved = SavedState.template(model, facts, shared.tensors, own_names, world.host_mesh)
+        shared.fill({name: one.detach() for name, one in named if name in shared.shapes})
+    own_names = own.shapes if existed else ()
+    saved = SavedState.template(model, facts, shared.shapes, own_names, world.host_mesh)
     shared.fill(saved.shared)
     own.fill(saved.own)
     notes += outer.load_state_dict(saved)
@@ -222,15 +219,14 @@ def restore(
     if manifest.workers > world.workers:
         end = f"what those from {world.workers} on had not sent yet is left behind"
     else:
-        how = "as a copy" if new_workers == "copy" else "fresh"
-        end = f"the new ones start from the shared parameters, their inner optimizer {how}"
+        end = "the new ones start from the shared parameters, their inner optimizer from zero"
     return [*notes, f"{change}: {end}"]
 
 
 def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
     theirs = {
-        name.removeprefix(MODEL): tuple(known.size)
-        for name, known in saved.tensors.items()
+        name.removeprefix(MODEL): shape
+        for name, shape in saved.shapes.items()
         if name.startswith(MODEL)
     }
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -250,17 +246,17 @@ def _load_inner(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
-    kinds: tuple[str, ...],
+    *,
+    with_random: bool,
 ) -> list[str]:
-    """Load the tensors whose names begin with `kinds`. Return what could not be carried over."""
-    own = inner_tensors(model, optimizer) | random_states(world.device, world.rank_in_worker)
-    own = {name: tensor for name, tensor in own.items() if name.startswith(kinds)}
-    known = {name: tensor for name, tensor in own.items() if name in saved.tensors}
+    """Load what is a worker's own. Return what could not be carried over."""
+    states = random_states(world.device, world.rank_in_worker) if with_random else {}
+    own = inner_tensors(model, optimizer) | states
+    known = {name: tensor for name, tensor in own.items() if name in saved.shapes}
     saved.fill(known)
-    for name, tensor in known.items():
-        if name.startswith(RANDOM):
-            on_gpu = name.startswith(f"{RANDOM}cuda")
-            (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(tensor)
+    for name in states.keys() & known.keys():
+        on_gpu = name.startswith(f"{RANDOM}cuda")
+        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(states[name])
     new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
     other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []
