@@ -12,7 +12,7 @@ import torch
 
 from tests.components.test_resume import FP4, STEPS, chosen, last, run
 from tests.processes import ProcessPool
-from torchtitan_diloco.components import checkpoint
+from torchtitan_diloco.components import checkpoint, checkpoint_schema
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folders import (
     complete,
@@ -42,12 +42,12 @@ def saved_steps(folder: Path) -> list[int]:
 def test_a_full_disk_leaves_training_and_other_checkpoints(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, saves = checkpoint.write_tensors, iter(range(100))
+    saves = iter(range(100))
 
     def write_tensors(*arguments: Any) -> Any:
         if next(saves) in (1, 3):
             raise OSError(28, "No space left on device", "/full/disk")
-        return original(*arguments)
+        return checkpoint_schema.write_tensors(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_tensors", write_tensors)
     reason = "the last checkpoint could not be saved: .*No space left on device: '/full/disk'"

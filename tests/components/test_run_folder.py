@@ -51,7 +51,7 @@ def cut_off(path: Path) -> None:
         (TENSORS, cut_off, r"/shared/rank-0.safetensors has [\d,]+ bytes instead of [\d,]+"),
         (TENSORS, flip_a_bit, "/shared/rank-0.safetensors has other content"),
         (TENSORS, Path.unlink, "/shared/rank-0.safetensors is missing"),
-        (MANIFEST, Path.unlink, " has no manifest.json"),
+        (MANIFEST, Path.unlink, "/manifest.json is missing"),
         (MANIFEST, flip_a_bit, "/manifest.json cannot be used"),
         (MANIFEST, lambda path: path.write_text("[]"), "/manifest.json cannot be used"),
         (MANIFEST, lambda path: path.write_text("[" * 10_000), "/manifest.json cannot be used"),
@@ -113,7 +113,8 @@ def test_a_run_without_a_good_checkpoint_is_not_started_over(tmp_path: Path) -> 
     for step in (1, 2):
         (write_checkpoint(tmp_path, step) / MANIFEST).unlink()
     with pytest.raises(
-        ValueError, match=r"all checkpoints .* damaged: .*0002 has no .*0001 has no"
+        ValueError,
+        match=r"all checkpoints .* damaged: .*0002/manifest.json is .*0001/manifest.json is",
     ):
         find_start(ALONE, "auto", str(tmp_path))
     assert len(complete_checkpoints(tmp_path)) == 2

@@ -191,7 +191,7 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     totals = [own.totals[worker_key(0, name)] for name in OF_WORKER]
     assert totals == [2, 3, 4.5], "computed 1.5 seconds in each step"
     assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
-    starts = [found["workers"][0]["due_at_seconds"] for found in records(tmp_path, "round")]
+    starts = [found["workers"][0]["at_seconds"]["due"] for found in records(tmp_path, "round")]
     assert starts == [1001, 1002], "on the clock of the whole run"
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +46,17 @@ from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.utils import SAVE_AFTER_ERROR_SECONDS, SAVE_AFTER_LOSS_SECONDS, logger
 
-Result = TypeVar("Result")
-Files = dict[str, tuple[int, int]]
-
 
 @dataclass(frozen=True)
 class _Part:
     """What one rank adds to the manifest."""
 
-    facts: dict[str, Any]
-    exchanged: dict[str, float]
-    files: Files
     first_worker: int
     """Number of the disk that has the files."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    exchanged: dict[str, float] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    failure: str = ""
 
 
 class SaveError(Exception):
@@ -86,19 +84,22 @@ class _Writers:
     def is_first(self) -> bool:
         return self.shares and self.rank == 0
 
-    def agree(self, task: Callable[[], Result]) -> Result:
-        """Run `task` and return its result, or raise SaveError if it failed on any rank."""
-        failure = ""
+    def gather(self, task: Callable[[], _Part | None]) -> list[_Part]:
+        """Return the results of `task` on all ranks, or raise SaveError if it failed on one."""
         try:
-            result = task()
+            part = task() or _Part(self.first_worker)
         except Exception as error:
             rank = 0 if self.group is None else get_rank()
             cause = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            failure = f"{cause} (rank {rank})"
-        failures = [text for text in gather_objects(failure, self.group) if text]
-        if failures:
+            part = _Part(self.first_worker, failure=f"{cause} (rank {rank})")
+        parts = gather_objects(part, self.group)
+        if failures := [part.failure for part in parts if part.failure]:
             raise SaveError("; ".join(dict.fromkeys(failures)))
-        return result
+        return parts
+
+    def gather_first(self, task: Callable[[], None]) -> None:
+        """Run `task` on the first rank of each disk."""
+        self.gather(lambda: task() if self.is_first else None)
 
 
 class Checkpointer:
@@ -249,16 +250,12 @@ class Checkpointer:
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            writers.agree(lambda: begin(path) if writers.is_first else None)
-            nothing = SavedState({}, {}, {}, {})
-            saved = writers.agree(lambda: nothing if outer is None else outer.result())
-            folder, disk = incomplete(path), writers.first_worker
-            files = writers.agree(lambda: self._write_tensors(folder, inner, saved, writers))
-            part = _Part(saved.facts, saved.exchanged, files, disk)
-            parts = gather_objects(part, writers.group)
-            manifest = _merge(manifest, parts, self._world.ranks_per_worker, disk)
-            writers.agree(lambda: _finish(path, manifest) if writers.is_first else None)
-            writers.agree(lambda: complete(path) if writers.is_first else None)
+            writers.gather_first(lambda: begin(path))
+            folder = incomplete(path)
+            parts = writers.gather(lambda: self._write_part(folder, inner, outer, writers))
+            manifest = _merge(manifest, parts, self._world.ranks_per_worker, writers.first_worker)
+            writers.gather_first(lambda: _finish(path, manifest))
+            writers.gather_first(lambda: complete(path))
         except SaveError as error:
             if writers.is_first:
                 shutil.rmtree(incomplete(path), ignore_errors=True)
@@ -280,27 +277,28 @@ class Checkpointer:
         )
         return ""
 
-    def _write_tensors(
-        self, folder: Path, inner: dict[str, Tensor], saved: SavedState, writers: _Writers
-    ) -> Files:
-        """Write the tensors of this rank and return size and CRC-32 of the files it wrote.
-
-        What is not finite is refused: every restart would have it.
-        """
+    def _write_part(
+        self,
+        folder: Path,
+        inner: dict[str, Tensor],
+        outer: "Future[SavedState] | None",
+        writers: _Writers,
+    ) -> _Part:
+        """Write the tensors of this rank. What is not finite is refused: every restart would have
+        it."""
+        saved = SavedState({}, {}) if outer is None else outer.result()
         number = writers.worker if self._outer.fragment_names else 0
         folders = {worker_folder(number): inner | rows_to_write(saved.own, writers.rank)}
         if writers.shares:
             folders[SHARED] = rows_to_write(saved.shared, writers.rank)
+        folders = {name: rows for name, rows in folders.items() if rows}
         for name, rows in folders.items():
             for tensor, value in rows.items():
                 if value.is_floating_point() and not is_finite([value]):
                     raise ValueError(f"{name}/{tensor} is not finite")
-        files: Files = {}
-        for name, rows in folders.items():
-            if rows:
-                file = write_tensors(folder / name, rows, writers.rank)
-                files[f"{name}/{file.name}"] = fingerprint(file)
-        return files
+        written = [write_tensors(folder / one, folders[one], writers.rank) for one in folders]
+        files = {str(file.relative_to(folder)): fingerprint(file) for file in written}
+        return _Part(writers.first_worker, saved.facts, saved.exchanged, files)
 
 
 def _finish(path: Path, manifest: Manifest) -> None:

@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,12 +102,8 @@ class Manifest:
         return json.dumps({**values, "crc": _crc(values)}, indent=1)
 
 
-class DamagedError(ValueError):
+class DamagedError(Exception):
     """A file of the checkpoint is missing, or has other content than was saved."""
-
-
-class UnreadableError(ValueError):
-    """A file could not be read, which does not prove that it is damaged."""
 
 
 def _crc(values: dict[str, Any]) -> int:
@@ -159,20 +154,21 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def read_patiently(read: Callable[[], Result]) -> Result:
-    """Return what `read` returns. Errors of a disk may pass: it is called four times."""
+def read_patiently(file: Path, read: Callable[[Path], Result]) -> Result:
+    """Return what `read` returns. Errors of a disk may pass: it is called four times. Raise
+    DamagedError for a file that is missing."""
     pauses = iter(RETRY_AFTER_SECONDS)
     while True:
         try:
-            return read()
+            return read(file)
         except FileNotFoundError:
-            raise
+            raise DamagedError(f"{file} is missing") from None
         except OSError as error:
             if (pause := next(pauses, None)) is None:
-                raise UnreadableError(
-                    f"{error.filename} cannot be read ({error.strerror}), which does not prove "
-                    "that it is damaged: start again when the disk answers, or set "
-                    "checkpoint.resume to another checkpoint"
+                raise ValueError(
+                    f"{file} cannot be read ({error.strerror}), which does not prove that it is "
+                    "damaged: start again when the disk answers, or set checkpoint.resume to "
+                    "another checkpoint"
                 ) from None
             time.sleep(pause)
 
@@ -180,16 +176,13 @@ def read_patiently(read: Callable[[], Result]) -> Result:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
     file = path / MANIFEST
+    content = read_patiently(file, Path.read_bytes)
     try:
-        values = json.loads(read_patiently(lambda: file.read_text(encoding="utf-8")))
+        values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
             raise ValueError("its CRC-32 differs")
         if values.get("version") == VERSION:
             return msgspec.convert(values, Manifest)
-    except FileNotFoundError:
-        raise DamagedError(f"{path} has no {MANIFEST}") from None
-    except UnreadableError:
-        raise
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DamagedError(f"{file} cannot be used ({error})") from None
     raise ValueError(
@@ -212,12 +205,8 @@ def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise DamagedError if one of these files of a checkpoint is damaged."""
     for name in names:
-        size, crc = manifest.files[name]
-        file = path / name
-        try:
-            found = read_patiently(partial(fingerprint, file))
-        except FileNotFoundError:
-            raise DamagedError(f"{file} is missing") from None
+        (size, crc), file = manifest.files[name], path / name
+        found = read_patiently(file, fingerprint)
         if found[0] != size:
             raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
         if found[1] != crc:
@@ -266,7 +255,7 @@ class TensorFolder:
         count = sum(name.startswith(f"{folder}/") for name in manifest.files)
         for file in (self._folder / rank_file(rank) for rank in range(count)):
             try:
-                opened = safe_open(file, "pt")
+                opened: Any = safe_open(file, "pt")
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{file} does not hold tensors ({error})") from None
             for name in opened.keys():  # noqa: SIM118 - it is no dictionary

@@ -132,24 +132,23 @@ def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
     The ranks of each worker check what it will read. What cannot be read raises on all ranks: it
     is not proven that it is damaged.
     """
-    manifest, damaged, unreadable, identity = None, "", "", 0
-    try:
-        manifest = read_manifest(path)
-        identity = manifest.identity()
-        folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
-        by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-        names = [name for name in by_size if name.startswith(folders)]
-        check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
-    except DamagedError as error:
-        damaged = f"{error} (found by rank {world.rank})"
-    except ValueError as error:
-        unreadable = f"{error} (on rank {world.rank})"
-    answers = gather_objects((damaged, unreadable, identity), world.control)
-    for text in (unreadable for _, unreadable, _ in answers):
-        if text:
-            raise ValueError(text)
-    wrong = next((damaged for damaged, _, _ in answers if damaged), "")
-    others = [rank for rank, (_, _, theirs) in enumerate(answers) if theirs != answers[0][2]]
+
+    def check() -> tuple[Manifest | None, str]:
+        try:
+            manifest = read_manifest(path)
+            folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
+            by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
+            names = [name for name in by_size if name.startswith(folders)]
+            check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
+        except DamagedError as error:
+            return None, f"{error} (found by rank {world.rank})"
+        return manifest, ""
+
+    manifest, damaged = on_all_ranks(world, check)
+    identity = 0 if manifest is None else manifest.identity()
+    answers = gather_objects((damaged, identity), world.control)
+    wrong = next((damaged for damaged, _ in answers if damaged), "")
+    others = [rank for rank, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]
     if others and not wrong:
         raise ValueError(
             f"{path} of rank 0 and that of ranks {', '.join(map(str, others))} are not of one save:"

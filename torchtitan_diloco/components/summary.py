@@ -113,8 +113,7 @@ def observed_conditions(
             for parameters, one in tables
         ),
         outer_bytes_per_second=_median_rate(
-            (4 * parameters, one.ready_at_seconds - one.received_at_seconds)
-            for parameters, one in tables
+            (4 * parameters, one.seconds("received", "ready")) for parameters, one in tables
         ),
         codec=config.quantization.codec,
     )
