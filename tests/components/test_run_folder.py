@@ -114,7 +114,7 @@ def test_a_run_without_a_good_checkpoint_is_not_started_over(tmp_path: Path) -> 
         (write_checkpoint(tmp_path, step) / MANIFEST).unlink()
     with pytest.raises(
         ValueError,
-        match=r"all checkpoints .* damaged: .*0002/manifest.json is .*0001/manifest.json is",
+        match=r"all checkpoints .*0002/manifest.json is .*0001/manifest.json is",
     ):
         find_start(ALONE, "auto", str(tmp_path))
     assert len(complete_checkpoints(tmp_path)) == 2
