@@ -319,6 +319,7 @@ class Trainer:
             # The tokens of islands are counted in their log.
             start_step=0 if config.islands.join else self.resumed.step,
             start_tokens=0 if config.islands.join else self.resumed.tokens,
+            muon=config.optimizer.name == "muon",
         )
         self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
@@ -380,12 +381,10 @@ class Trainer:
             f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {self.worker_shards} of tokenizer {self.tokenizer.name}"
-        lines, optimizer = (model_line, data_line), config.optimizer.name
-        log_plan(self.plan, config.training, self.world, *lines, optimizer=optimizer)
-        size = self.plan, self.world, self.flops_per_token
+        log_plan(self.plan, config.training, self.world, model_line, data_line)
         streaming = config.diloco.method == "streaming"
         outer_bytes = state_bytes(config.diloco) if streaming else 0
-        check_size(*size, optimizer=optimizer, outer_bytes=outer_bytes)
+        check_size(self.plan, self.world, self.flops_per_token, outer_bytes=outer_bytes)
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)
