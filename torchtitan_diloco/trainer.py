@@ -228,10 +228,7 @@ class Trainer:
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records
-        validated, after = self.validator.validated, self.resumed.totals_after
-        summary = summarise(
-            telemetry, config, step=self.step, validated=validated, totals_after=after
-        )
+        summary = summarise(telemetry, config, step=self.step, validated=self.validator.validated)
         predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
         summary.predicted_utilisation_percent = predicted
         if self.step > self.resumed.step:  # else the summary of the start before stays the last one
@@ -249,7 +246,6 @@ class Trainer:
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
             totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
-            totals_after=self.resumed.totals_after,
             elapsed_seconds=telemetry.elapsed_seconds,
         )
         return Manifest(
@@ -267,7 +263,7 @@ class Trainer:
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
         if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
-            state = replace(state, totals={}, totals_after=state.step)
+            state = replace(state, totals={})
         return state
 
     def _resume(self) -> None:

@@ -19,7 +19,6 @@ from tests.test_trainer import curve, records
 from torchtitan_diloco.components import checkpoint_schema, run_folder
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
-    begin,
     checkpoint_path,
     complete_checkpoints,
 )
@@ -100,13 +99,6 @@ def test_what_cannot_be_read_is_tried_again_and_is_not_damaged(
     fail_to_read(monkeypatch, name, times=4)
     with pytest.raises(ValueError, match=rf"0002.*{name} cannot be read .*not prove .* damaged"):
         find_start(ALONE, "auto", str(tmp_path))
-
-
-def test_a_save_that_was_not_completed_is_no_checkpoint(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 1)
-    begin(checkpoint_path(tmp_path, 2))
-    start = find_start(ALONE, "strict", str(tmp_path))
-    assert (start.state.step, start.damaged) == (1, {})
 
 
 def test_a_run_without_a_good_checkpoint_is_not_started_over(tmp_path: Path) -> None:

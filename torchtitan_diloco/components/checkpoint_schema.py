@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST
-from torchtitan_diloco.components.muon import initial_state, local_of
+from torchtitan_diloco.components.muon import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
 VERSION = 4
@@ -50,9 +50,7 @@ class RunState:
     validated: tuple[int, float] | None = None
     """Step of the last validation and its loss."""
     totals: dict[str, float] = field(default_factory=dict)
-    """Sums over the run and all ranks: bytes, seconds."""
-    totals_after: int = 0
-    """Step after which the totals were counted."""
+    """`Telemetry.totals`: bytes, seconds, and the steps in which they were counted."""
     elapsed_seconds: float = 0.0
 
 
@@ -270,19 +268,13 @@ class TensorFolder:
         for name, tensor in template.items():
             if self.shapes.get(name) != tuple(tensor.shape):
                 raise ValueError(f"{self._folder} has no {name} of shape {tuple(tensor.shape)}")
-            local, first = local_of(tensor), first_row(tensor)
+            local, first = local_of(tensor), 0
+            if isinstance(tensor, DTensor):
+                mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+                first = shard_rows(len(tensor), mesh.get_local_rank(dim), mesh.size(dim)).start
             for start, end, file in self._parts[name]:
                 if not tensor.dim():
                     local.copy_(file.get_tensor(name))
                 elif (low := max(start, first)) < (high := min(end, first + len(local))):
                     rows = file.get_slice(name)[low - start : high - start]
                     local[low - first : high - first].copy_(rows)
-
-
-def first_row(tensor: Tensor) -> int:
-    """Return the number of this rank's first row under FSDP2: equal runs, the last ones short."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    mesh = tensor.device_mesh
-    size = -(-len(tensor) // mesh.size(mesh.ndim - 1))
-    return min(len(tensor), mesh.get_local_rank(mesh.ndim - 1) * size)

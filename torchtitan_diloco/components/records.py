@@ -7,7 +7,6 @@ the file. Records of steps are dictionaries, because their keys depend on the ru
 import itertools
 import json
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -175,7 +174,7 @@ class RecordFiles:
     def __init__(
         self, config: Metrics, folder: Path | None, step: int, settings: Mapping[str, Any]
     ) -> None:
-        self._folder, self._failed, self._writing = folder, False, threading.Lock()
+        self._folder, self._failed = folder, False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
         if folder is not None:
@@ -211,8 +210,7 @@ class RecordFiles:
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:
         try:
-            with self._writing:  # silence is recorded by a thread of its own
-                yield
+            yield
         except OSError as error:
             if not self._failed:
                 reason = f"cannot write records to {self._folder} ({error.strerror})"

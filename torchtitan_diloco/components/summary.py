@@ -21,32 +21,32 @@ def summarise(
     *,
     step: int,
     validated: tuple[int, float] | None,
-    totals_after: int,
 ) -> Summary:
     """Return the record that ends metrics.jsonl, without a prediction.
 
-    The totals of `telemetry` are sums over the steps after `totals_after`.
+    A run that came from data parallelism has counted its totals since then.
     """
     totals, ranks, workers = telemetry.totals, telemetry.world.size, config.workers
-    summary = Summary(step, totals_after)
+    steps = round(totals.get("steps", 0.0))
+    summary = Summary(step, counted_after_step=step - steps)
     if validated is not None:
         summary.validation_step, summary.validation_loss = validated
     if workers == 1:
         return summary
     a_step = all_reduce_bytes(telemetry.plan.parameters, workers)
-    summary.data_parallel_bytes_per_worker = a_step * (step - totals_after)
+    summary.data_parallel_bytes_per_worker = a_step * steps
     if "diloco/sent_bytes" in totals:
         exchange = totals["diloco/exchange_seconds"]
         waited, agreement = (
             totals["diloco/exposed_waiting_seconds"],
             totals["time/agreement_seconds"],
         )
-        exposed, steps = totals["diloco/exposed_seconds"], totals["time/step_seconds"]
+        exposed, training = totals["diloco/exposed_seconds"], totals["time/step_seconds"]
         summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / workers
         summary.exchange_seconds_mean_over_ranks = exchange / ranks
         summary.exposed_waiting_seconds_mean_over_ranks = waited / ranks
         summary.hidden_percent = percent_without(waited, exchange)
-        computed = percent_without(exposed + agreement, steps + agreement)
+        computed = percent_without(exposed + agreement, training + agreement)
         summary.measured_utilisation_percent = computed
         summary.observed = observed_conditions(config, totals, telemetry.round_records)
     return summary

@@ -36,7 +36,6 @@ from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
-    check_open_files,
     clock,
     logger,
     peak_flops,
@@ -114,11 +113,10 @@ class Telemetry:
         self._table = RoundTable(world, outer.fragment_names, clock_start=self._started)
         self._in_flight: deque[_LoggedStep] = deque()
         self.totals: dict[str, float] = dict(state.totals)
-        """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
+        """Sums over the run: steps, and over all ranks times, worker keys and the outer loop's."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         where = folder if world.is_first else None
         self.files = RecordFiles(config, where, state.step, settings or {})
-        self._last_step = state.step
         self._live = tqdm(
             total=plan.total_steps,
             initial=state.step,
@@ -129,7 +127,6 @@ class Telemetry:
             disable=None if world.is_first else True,  # None: only on a terminal
         )
         self._stack = ExitStack()
-        world.liveness.on_silence = self._silent
 
     @property
     def elapsed_seconds(self) -> float:
@@ -186,7 +183,6 @@ class Telemetry:
         all ranks to agree on something. `done`: steps of the run, if islands take them together.
         """
         steps_left = max(0.0, self.plan.total_steps - (step if done is None else done))
-        check_open_files()
         world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
@@ -210,7 +206,6 @@ class Telemetry:
 
     def publish(self, step: int, *, all: bool = False) -> None:
         """Write the steps that were logged at least `lag` steps ago, or all of them."""
-        self._last_step = step
         while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
@@ -259,7 +254,7 @@ class Telemetry:
             for name in OF_WORKER
             for worker, value in enumerate(counters[name])
         }
-        self.totals = total([self.totals, of_worker, written])
+        self.totals = total([self.totals, {"steps": steps}, of_worker, written])
         for name, value in written.items():
             summed = name.endswith("_bytes")
             scope, shown = ("sum", value) if summed else ("mean", value / size)
@@ -282,11 +277,6 @@ class Telemetry:
         """Write global numbers, such as those of a validation."""
         self.files.write({"step": step} | record, step, record)
 
-    def _silent(self, worker: int, seconds: float) -> None:
-        """Record that a worker is silent or holds up the others. Called from another thread."""
-        line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
-        self.files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
-
     def write_trace(self) -> None:
         """Write a trace file of the latest rounds. This is slow."""
         self.files.write_trace(self.round_records)
@@ -299,7 +289,6 @@ class Telemetry:
     def __exit__(self, *error: object) -> None:
         self._live.close()
         self._stack.close()
-        self.world.liveness.on_silence = None
         self.files.close()
 
 
