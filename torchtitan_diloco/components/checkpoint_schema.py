@@ -100,7 +100,7 @@ class Manifest:
         return json.dumps({**values, "crc": _crc(values)}, indent=1)
 
 
-class DamagedError(Exception):
+class DamagedError(ValueError):
     """A file of the checkpoint is missing, or has other content than was saved."""
 
 

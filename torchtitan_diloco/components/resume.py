@@ -73,20 +73,13 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     newest_first = sorted(
         {name for names in seen for name in names}, key=lambda name: (len(name), name), reverse=True
     )
-    common = {name for name in newest_first if all(name in one for one in seen)}
-    if newest_first and not common:
-        places = {", ".join(one) or "none": rank for rank, one in enumerate(seen)}
-        sees = "; ".join(f"rank {rank} sees {steps}" for steps, rank in places.items())
-        raise ValueError(
-            f"no checkpoint is in all places ({sees}): copy the folder of one to the places that "
-            "lack it, where workers whose state is not in it start from the shared parameters, or "
-            "give another run.folder"
-        )
     wrong: dict[str, str] = {}
     for name in newest_first:
-        manifest, problem = None, f"{name} is not in all places"
-        if name in common:
+        lacking = next((rank for rank, names in enumerate(seen) if name not in names), None)
+        if lacking is None:
             manifest, problem = _verify(world, Path(own[name]))
+        else:
+            manifest, problem = None, f"{name} is not in all places (rank {lacking} lacks it)"
         if not problem:
             damaged = {own[newer]: why for newer, why in wrong.items() if newer in own}
             return Start(folder, own[name], manifest, damaged)
@@ -98,9 +91,9 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
         wrong[name] = problem
     if wrong:
         raise ValueError(
-            "all checkpoints of the run are damaged: "
-            + "; ".join(wrong.values())
-            + ". Start a new run in another run.folder, or remove them to start this one over"
+            f"no checkpoint can be resumed: {'; '.join(wrong.values())}. Copy the folder of one to "
+            "the places that lack it, where workers whose state is not in it start from the shared "
+            "parameters; or start a new run in another run.folder; or remove them to start over"
         )
     return Start(folder)
 
