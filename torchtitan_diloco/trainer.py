@@ -69,7 +69,6 @@ class Trainer:
         self.ranks = config.workers * world.ranks_per_worker
         """Ranks of all workers, also of those on other islands."""
         self.island: IslandRun | None = None
-        self.lag = answer_lag(world, config.diloco)
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = open_tokenizer(config.data)
@@ -108,7 +107,7 @@ class Trainer:
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
             run_folder,
-            StopRequest(self.world, self.lag) as stop,
+            StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
@@ -131,7 +130,7 @@ class Trainer:
                 if then.log:
                     done = self.step if self.island is None else self.island.step - 1
                     telemetry.open(self.step, self.lr, stop.waited_seconds, done)
-                telemetry.publish(self.step, all=then.flush)
+                telemetry.publish(all=then.flush)
                 if then.validate:
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
@@ -224,7 +223,7 @@ class Trainer:
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed
         flops, chosen = self.flops_per_token, chosen_settings(self.config)
-        return Telemetry(*parts, flops_per_token=flops, lag=self.lag, settings=chosen)
+        return Telemetry(*parts, flops_per_token=flops, settings=chosen)
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records

@@ -2,9 +2,9 @@
 
 Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
 their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
-wait for each other: the sums are read `lag` steps later. The first rank then writes a record of the
-step and one of each round to metrics.jsonl and the boards (records.py), and a line to the
-console. docs/report.md lists the keys.
+wait for each other: the sums are read after the step in which they have come. The first rank then
+writes a record of the step and one of each round to metrics.jsonl and the boards (records.py), and
+a line to the console. docs/report.md lists the keys.
 """
 
 import math
@@ -86,8 +86,8 @@ class Telemetry:
     """Measures the steps of a run, sums them over ranks, and writes records.
 
     Call `measure` for every step, `open` after a step that is logged, and `publish` after every
-    step. `folder` is the run's, None to write nothing. A resumed run continues `state`. The sums of
-    a logged step are read `lag` steps later. `settings` are what the boards compare runs by.
+    step. `folder` is the run's, None to write nothing. A resumed run continues `state`. `settings`
+    are what the boards compare runs by.
     """
 
     def __init__(
@@ -100,10 +100,9 @@ class Telemetry:
         state: RunState,
         *,
         flops_per_token: int,
-        lag: int,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.world, self.plan, self._outer, self._lag = world, plan, outer, lag
+        self.world, self.plan, self._outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._interval_started = time.perf_counter()
         self._started = self._interval_started - float(state.elapsed_seconds)
@@ -204,9 +203,9 @@ class Telemetry:
         self._in_flight.append(logged)
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
 
-    def publish(self, step: int, *, all: bool = False) -> None:
-        """Write the steps that were logged at least `lag` steps ago, or all of them."""
-        while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
+    def publish(self, *, all: bool = False) -> None:
+        """Write the logged steps whose sums have come, or wait for all of them."""
+        while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
             sums, size = np.array(logged.sums.result()), self.world.size
