@@ -131,9 +131,10 @@ def test_a_folder_has_one_run_at_a_time(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_starts_over(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics-1.jsonl").touch()  # of a start before
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lr": 1.0}\n{"step": 2, "tr')
     run(chosen(text, tmp_path))
-    assert (tmp_path / "metrics-1.jsonl").exists()
+    assert (tmp_path / "metrics-2.jsonl").read_text().startswith('{"step": 1')
     assert len(curve(records(tmp_path), LOSS)) == STEPS
 
 

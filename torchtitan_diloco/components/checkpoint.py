@@ -240,7 +240,7 @@ class Checkpointer:
         manifest: Manifest,
         inner: dict[str, Tensor],
         outer: "Future[SavedState] | None",
-        writers: "_Writers",
+        writers: _Writers,
     ) -> str:
         """Write a checkpoint and return why it failed, the same on every rank, or nothing."""
         started, config = time.perf_counter(), self._config
