@@ -45,7 +45,7 @@ def load(path: Path, world: World, *parts: Any) -> None:
     """Verify a checkpoint and load it, as at the start of a run."""
     manifest = find_start(world, str(path), "").manifest
     assert manifest is not None
-    restore(path, manifest, "copy", world, *parts)
+    restore(path, manifest, world, *parts)
 
 
 def measure(

@@ -80,7 +80,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
     logger.setLevel("ERROR")
     flops = trainer.model.flops_per_token(config.training.sequence_length)
     parts = world, None, trainer.plan, trainer.outer, RunState()
-    telemetry = Telemetry(config.metrics, *parts, flops_per_token=flops, lag=1)
+    telemetry = Telemetry(config.metrics, *parts, flops_per_token=flops)
     trainer.begin()
     batches = telemetry.timed(trainer.loader)
 
@@ -88,7 +88,7 @@ def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
         telemetry.measure(lambda: trainer.train_step(batches))
         if trainer.step % config.metrics.log_every == 0:
             telemetry.open(trainer.step, trainer.lr)
-        telemetry.publish(trainer.step)
+        telemetry.publish()
 
     return trainer, batches, Loop(step, trainer.plan.parameters)
 

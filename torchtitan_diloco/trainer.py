@@ -68,7 +68,6 @@ class Trainer:
         self.ranks = config.workers * world.ranks_per_worker
         """Ranks of all workers, also of those on other islands."""
         self.island: IslandRun | None = None
-        self.lag = answer_lag(world, config.diloco)
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
         tokenizer = self.tokenizer = open_tokenizer(config.data)
@@ -105,7 +104,7 @@ class Trainer:
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
             run_folder,
-            StopRequest(self.world, self.lag) as stop,
+            StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
             closing(Checkpointer(config.checkpoint, run_folder, *self.parts)) as checkpointer,
@@ -128,7 +127,7 @@ class Trainer:
                 if then.log:
                     done = self.step if self.island is None else self.island.step - 1
                     telemetry.open(self.step, self.lr, stop.waited_seconds, done)
-                telemetry.publish(self.step, all=then.flush)
+                telemetry.publish(all=then.flush)
                 if then.validate:
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
@@ -217,14 +216,11 @@ class Trainer:
     def _open_telemetry(self, folder: Path) -> Telemetry:
         parts = self.config.metrics, self.world, folder, self.plan, self.outer, self.resumed
         flops, chosen = self.flops_per_token, chosen_settings(self.config)
-        return Telemetry(*parts, flops_per_token=flops, lag=self.lag, settings=chosen)
+        return Telemetry(*parts, flops_per_token=flops, settings=chosen)
 
     def _summarise(self, telemetry: Telemetry) -> Summary:
         config, rounds = self.config.diloco, telemetry.round_records
-        validated, after = self.validator.validated, self.resumed.totals_after
-        summary = summarise(
-            telemetry, config, step=self.step, validated=validated, totals_after=after
-        )
+        summary = summarise(telemetry, config, step=self.step, validated=self.validator.validated)
         predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
         summary.predicted_utilisation_percent = predicted
         if self.step > self.resumed.step:  # else the summary of the start before stays the last one
@@ -242,7 +238,6 @@ class Trainer:
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
             totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
-            totals_after=self.resumed.totals_after,
             elapsed_seconds=telemetry.elapsed_seconds,
         )
         return Manifest(
@@ -260,7 +255,7 @@ class Trainer:
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
         if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
-            state = replace(state, totals={}, totals_after=state.step)
+            state = replace(state, totals={})
         return state
 
     def _resume(self) -> None:
@@ -268,8 +263,7 @@ class Trainer:
         manifest = self.start.manifest
         if manifest is None:
             return
-        path, new_workers = Path(self.start.checkpoint), self.config.checkpoint.new_workers
-        notes = restore(path, manifest, new_workers, *self.parts)
+        notes = restore(Path(self.start.checkpoint), manifest, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
@@ -321,6 +315,7 @@ class Trainer:
             # The tokens of islands are counted in their log.
             start_step=0 if config.islands.join else self.resumed.step,
             start_tokens=0 if config.islands.join else self.resumed.tokens,
+            muon=config.optimizer.name == "muon",
         )
         self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
@@ -382,11 +377,9 @@ class Trainer:
             f"vocabulary {self.vocab_size:,}"
         )
         data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
-        lines, optimizer = (model_line, data_line), config.optimizer.name
-        log_plan(self.plan, config.training, self.world, *lines, optimizer=optimizer)
-        size = self.plan, self.world, self.flops_per_token
+        log_plan(self.plan, config.training, self.world, model_line, data_line)
         outer_bytes = 0 if config.diloco.method == "none" else state_bytes(config.diloco)
-        check_size(*size, optimizer=optimizer, outer_bytes=outer_bytes)
+        check_size(self.plan, self.world, self.flops_per_token, outer_bytes=outer_bytes)
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)

@@ -44,8 +44,6 @@ SHUTDOWN_SECONDS = 120.0
 """From a signal to the launcher until it kills all ranks: a few steps and a save fit into it."""
 SAME_SIGNAL_SECONDS = 0.5
 """Service managers signal a process and then its group: twice, but meant once."""
-OPEN_FILES_SHARE = 0.8
-"""Share of the possible open files that is worth a warning."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
 """Environment variable: a file of the launcher, in which training writes the folder of the run."""
 PR_SET_PDEATHSIG = 1
@@ -182,24 +180,6 @@ def raise_open_files_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def check_open_files() -> None:
-    """Warn once if this process has nearly as many open files as it may have."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY:
-        used = sum(1 for _ in Path("/dev/fd").iterdir())
-        if used >= OPEN_FILES_SHARE * limit:
-            _warn_of_open_files(limit)
-
-
-@cache
-def _warn_of_open_files(limit: int) -> None:
-    logger.warning(
-        f"{OPEN_FILES_SHARE:.0%} of the {limit} files and connections that this process may open "
-        "are in use, and it fails without more: raise the limit (ulimit -Hn), and close the ports "
-        "of the run to strangers (docs/troubleshooting.md)"
-    )
 
 
 def clock(seconds: float) -> str:

@@ -1,8 +1,6 @@
 """The folder of a checkpoint: listing, clean-up, and reading what somebody else has written."""
 
-import io
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,12 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -32,25 +24,24 @@ from torchtitan_diloco.components.checkpoint_folders import (
     write_manifest,
 )
 from torchtitan_diloco.components.checkpoint_schema import (
-    METADATA,
     SHARED,
     Manifest,
     RunState,
     TensorFolder,
     fingerprint,
     read_manifest,
+    write_tensors,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+TENSORS = f"{SHARED}/rank-0.safetensors"
 EMPTY = Manifest(RunState(), workers=1, ranks_per_worker=1, data={}, config="")
 
 
-def write_checkpoint(run: Path, step: int, tensors: dict[str, Tensor] | None = None) -> Path:
+def write_checkpoint(run: Path, step: int) -> Path:
     """Write a checkpoint with one folder of tensors."""
     path = checkpoint_path(run, step)
     begin(path)
-    writer = FileSystemWriter(incomplete(path) / SHARED)
-    save(tensors or {"outer/weight": torch.arange(6.0)}, storage_writer=writer, no_dist=True)
+    write_tensors(incomplete(path) / SHARED, {"outer/weight": torch.arange(6.0)}, rank=0)
     sign(incomplete(path), step)
     complete(path)
     return path
@@ -148,87 +139,26 @@ def test_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     assert manifest.stat() == before
 
 
-# --- a checkpoint that wants to run code ----------------------------------------------------------
-
-
-class Touch:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Path.touch, (self.marker,)
-
-
-def metadata_that_runs_code(folder: Path, marker: Path) -> None:
-    (folder / METADATA).write_bytes(pickle.dumps(Touch(marker)))
-
-
-def metadata_with_code_beside_the_tensors(folder: Path, marker: Path) -> None:
-    metadata = FileSystemReader(folder).read_metadata()
-    (folder / METADATA).write_bytes(pickle.dumps(replace(metadata, planner_data=Touch(marker))))
-
-
-def bytes_that_run_code(folder: Path, marker: Path) -> None:
-    """DCP unpickles the content of what its metadata calls bytes."""
-    metadata: Metadata = FileSystemReader(folder).read_metadata()
-    (index, info), *_ = metadata.storage_data.items()
-    content = io.BytesIO()
-    torch.save(Touch(marker), content)
-    (folder / info.relative_path).write_bytes(content.getvalue())
-    whole = replace(info, offset=0, length=len(content.getvalue()))
-    index = replace(index, offset=None)
-    forged = replace(
-        metadata,
-        state_dict_metadata={index.fqn: BytesStorageMetadata()},
-        storage_data={index: whole},
-    )
-    (folder / METADATA).write_bytes(pickle.dumps(forged))
-
-
-def tensor_that_runs_code(folder: Path, marker: Path) -> None:
-    metadata: Metadata = FileSystemReader(folder).read_metadata()
-    (info, *_) = metadata.storage_data.values()
-    content = io.BytesIO()
-    torch.save(Touch(marker), content)
-    (folder / info.relative_path).write_bytes(content.getvalue())
-    storage = {
-        index: replace(info, length=len(content.getvalue())) for index in metadata.storage_data
-    }
-    (folder / METADATA).write_bytes(pickle.dumps(replace(metadata, storage_data=storage)))
-
-
-FORGERIES = [
-    (metadata_that_runs_code, r"shared/.metadata does not describe tensors \(it asks for pathlib"),
-    (metadata_with_code_beside_the_tensors, "does not describe tensors"),
-    (bytes_that_run_code, "asks for .*BytesStorageMetadata, which is refused"),
-    (tensor_that_runs_code, "shared cannot be read: UnpicklingError"),
-]
-
-
-@pytest.mark.parametrize(("forge", "reason"), FORGERIES)
-def test_a_checkpoint_runs_no_code(
-    tmp_path: Path, forge: Callable[[Path, Path], None], reason: str
-) -> None:
-    path, marker = write_checkpoint(tmp_path, 1), tmp_path / "marker"
-    forge(path / SHARED, marker)
-    sign(path, 1)
-    weight = torch.zeros(6)
-    with pytest.raises(ValueError, match=reason):
-        TensorFolder(path, read_manifest(path), SHARED).fill({"outer/weight": weight})
-    assert not marker.exists()
-    if forge is not tensor_that_runs_code:  # which DCP itself refuses
-        reader = FileSystemReader(path / SHARED)
-        with suppress(CheckpointException):
-            load({"outer/weight": weight}, storage_reader=reader, no_dist=True)
-        assert marker.exists(), "the forgery is none"
-
-
-def test_only_files_with_a_checksum_are_read(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 1)
+def test_only_tensors_in_files_with_a_checksum_are_read(tmp_path: Path) -> None:
+    """Nothing is unpickled, and a file that is not in the manifest is not even opened."""
+    path, weight = write_checkpoint(tmp_path, 1), torch.zeros(6)
     manifest = read_manifest(path)
-    for name in manifest.files:
-        files = {other: known for other, known in manifest.files.items() if other != name}
-        with pytest.raises(ValueError, match=f"has no checksum of {name}"):
-            TensorFolder(path, replace(manifest, files=files), SHARED)
+    with pytest.raises(ValueError, match=r"shared has no outer/weight of shape \(6,\)"):
+        TensorFolder(path, replace(manifest, files={}), SHARED).fill({"outer/weight": weight})
+    torch.save({"outer/weight": weight}, path / TENSORS)
+    with pytest.raises(ValueError, match=f"{TENSORS} does not hold tensors"):
+        TensorFolder(path, manifest, SHARED)
+
+
+def test_rows_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    """The last ranks may have fewer rows than the others, or none."""
+    whole, path = torch.arange(10.0).view(5, 2), tmp_path / "checkpoint"
+    path.mkdir()
+    for rank in range(4):
+        rows = {"rows": whole[2 * rank : 2 * rank + 2]} | ({} if rank else {"step": whole.sum()})
+        write_tensors(path / SHARED, rows, rank)
+    sign(path, 1)
+    found = {"rows": torch.zeros(5, 2), "step": torch.zeros(())}
+    TensorFolder(path, read_manifest(path), SHARED).fill(found)
+    assert torch.equal(found["rows"], whole)
+    assert found["step"] == 45

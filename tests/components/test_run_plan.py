@@ -9,7 +9,8 @@ import torch
 
 from torchtitan_diloco import utils
 from torchtitan_diloco.components import run_plan
-from torchtitan_diloco.components.run_plan import RunPlan, check_size
+from torchtitan_diloco.components.run_plan import RunPlan, check_size, plan_run
+from torchtitan_diloco.config.schema import Training
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import GIB, free_memory_bytes
 
@@ -18,14 +19,15 @@ LARGE = RunPlan(GIB, GIB // 4, accumulation=1, tokens_per_step=1000, total_steps
 
 
 @pytest.mark.parametrize(
-    ("ranks", "optimizer", "outer_bytes", "needed"),
-    [(1, "adamw", 0, 16), (2, "adamw", 12, 56), (1, "muon", 8, 21)],
+    ("ranks", "muon", "outer_bytes", "needed"),
+    [(1, False, 0, 16), (2, False, 12, 56), (1, True, 8, 21)],
 )
 def test_what_does_not_fit_into_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, optimizer: str, outer_bytes: int, needed: int
+    monkeypatch: pytest.MonkeyPatch, ranks: int, muon: bool, outer_bytes: int, needed: int
 ) -> None:
     """A quarter of the parameters are embeddings, which are AdamW's with either optimizer."""
-    check = partial(check_size, LARGE, ALONE, 1, optimizer=optimizer, outer_bytes=outer_bytes)
+    plan = plan_run(Training(steps=10), 1, GIB, GIB // 4, muon=muon)
+    check = partial(check_size, plan, ALONE, 1, outer_bytes=outer_bytes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(run_plan, "free_memory_bytes", lambda _: needed * GIB)
     check()
@@ -40,7 +42,7 @@ def test_a_run_of_months_is_told_so(
 ) -> None:
     monkeypatch.setattr(run_plan, "free_memory_bytes", lambda _: 1000 * GIB)
     with caplog.at_level(logging.WARNING, "torchtitan_diloco"):
-        check_size(LARGE, ALONE, flops, optimizer="adamw", outer_bytes=0)
+        check_size(LARGE, ALONE, flops, outer_bytes=0)
     assert ("10,000 tokens take" in caplog.text) == said
 
 

@@ -22,16 +22,17 @@ from torchtitan_diloco.components.records import (
     write_trace,
 )
 
-NAMES = [name for name in WorkerRound.__struct_fields__ if name.endswith("_at_seconds")]
-MOMENTS = dict.fromkeys(NAMES, st.just(math.nan) | st.floats(-1e3, 1e3))
+NAMES = sorted({moment for _, *moments, _ in PHASES.values() for moment in moments})
+MOMENT = st.just(math.nan) | st.floats(-1e3, 1e3)
+MOMENTS = st.fixed_dictionaries(dict.fromkeys(NAMES, MOMENT))
 
 
 def record(workers: list[WorkerRound]) -> RoundRecord:
-    return RoundRecord(3, 0, "blocks", 1, 2, 3, 100, workers=workers)
+    return RoundRecord(3, 0, "blocks", 1, 2, 100, workers=workers)
 
 
 ROUNDS = st.lists(
-    st.lists(st.builds(WorkerRound, **MOMENTS), max_size=3).map(record),
+    st.lists(st.builds(WorkerRound, at_seconds=MOMENTS), max_size=3).map(record),
     max_size=4,
 )
 
@@ -48,7 +49,7 @@ def test_phases_are_of_known_moments_and_do_not_overlap_in_a_thread(
         for before, after in pairwise(lane):
             assert before.start_seconds <= before.end_seconds <= after.start_seconds
     possible = sum(
-        getattr(worker, f"{start}_at_seconds") <= getattr(worker, f"{end}_at_seconds")
+        worker.at_seconds[start] <= worker.at_seconds[end]
         for one in rounds
         for worker in one.workers
         for _, start, end, _ in PHASES.values()
@@ -58,8 +59,7 @@ def test_phases_are_of_known_moments_and_do_not_overlap_in_a_thread(
 
 def test_encoding_hides_what_arrives_meanwhile() -> None:
     moments = {"begun": 1.0, "heard": 1.5, "received": 3.0, "encoded": 2.0, "ready": 4.0}
-    at_seconds = {f"{name}_at_seconds": moment for name, moment in moments.items()}
-    worker = from_record(WorkerRound, at_seconds)
+    worker = from_record(WorkerRound, {"at_seconds": moments})
     found = [(one.name, one.start_seconds, one.end_seconds) for one in phases([record([worker])])]
     assert found == [("encoding", 1, 2), ("transfer", 2, 3), ("outer step", 3, 4)]
 

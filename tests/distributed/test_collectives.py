@@ -30,7 +30,9 @@ def _combine() -> tuple[Any, ...]:
     gathered = gather_objects({"rank": world.rank}, world.control)
     mine = on_all_ranks(world, lambda: world.rank)
     assert mine == world.rank
-    return total.result(), largest.result(), gathered
+    found = total.result(), largest.result(), gathered
+    assert total.is_complete
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -246,12 +246,12 @@ def test_a_mistake_is_one_line(
 def test_a_damaged_file_is_named(sharded: Path, tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "run"
     shutil.copytree(sharded / "checkpoints", folder / "checkpoints")
-    file = checkpoint_path(folder, 24) / "shared" / "__0_0.distcp"
+    file = checkpoint_path(folder, 24) / "shared" / "rank-0.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     for main in COMMANDS.values():
         assert main([str(folder)]) == 2
-        expected = r"error: .*step-00000024/shared/__0_0.distcp has other content.* --step"
+        expected = r"error: .*step-00000024/shared/rank-0.safetensors has other content.* --step"
         assert re.match(expected, capsys.readouterr().err)
     assert not (folder / "export").exists()
     for usable in (["--step", "16"], ["--weights", "worker-0"]):

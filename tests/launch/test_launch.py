@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan_diloco.launch import connect, describe_failures, main, open_store
 from torchtitan_diloco.placement import (
@@ -105,36 +106,11 @@ def test_mistakes_are_one_line(
     assert "workers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("listed", "selection", "expected"),
-    [
-        (8, None, 8),
-        (0, "0,1", 0),  # set for all of a cluster, on a node without GPUs
-        (8, "", 0),
-        (8, "0,9,1", 1),  # CUDA stops at the first that does not exist
-        (8, "GPU-8932f937,GPU-1", 2),
-        (1, "MIG-1,MIG-2", 2),
-    ],
-)
-def test_gpus(
-    listed: int,
-    selection: str | None,
-    expected: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    listing = "".join(f"GPU {number}: A\\n  MIG 1g: (UUID)\\n" for number in range(listed))
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if selection is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
-    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0+cpu")
-    assert count_gpus() == 0
-    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0")
-    assert count_gpus() == expected
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for version, expected in (("2.13.0+cpu", 0), ("2.13.0", 8)):
+        monkeypatch.setattr(metadata, "version", lambda _name, version=version: version)
+        assert count_gpus() == expected
 
 
 @pytest.mark.parametrize(
@@ -205,20 +181,13 @@ def test_a_node_waits_for_a_store_in_which_it_has_not_been() -> None:
     assert connect(Node(2, 1, "127.0.0.2:1"), []) == "Connection refused"
 
 
-def test_the_limit_of_open_files_is_raised_and_its_approach_is_told_once() -> None:
+def test_the_limit_of_open_files_is_raised() -> None:
     code = """
-import os, resource
-from torchtitan_diloco.utils import check_open_files, raise_open_files_limit, start_logging
-start_logging()
+import resource
+from torchtitan_diloco.utils import raise_open_files_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
 raise_open_files_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
-check_open_files()
-files = [os.dup(0) for _ in range(37)]
-check_open_files()
-check_open_files()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    limit, *warnings = run.stdout.splitlines()
-    assert limit == "50 50"
-    assert [line[:34] for line in warnings] == ["warning: 80% of the 50 files and c"]
+    assert run.stdout == "50 50\n"

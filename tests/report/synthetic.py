@@ -85,7 +85,6 @@ def round_records(
                 fragment_name=list(FRAGMENTS)[fragment],
                 outer_round=outer_round + 1,
                 sent_step=sent_step,
-                applied_step=sent_step + 3,
                 parameters=list(FRAGMENTS.values())[fragment],
                 last_worker=workers - 1,
                 late_by_seconds=max(arrivals) - sorted(arrivals)[-2],
@@ -102,20 +101,20 @@ def _worker_round(due: float, arrivals: list[float], worker: int) -> WorkerRound
     if worker == 0:
         rates[others] = 4e7
     return WorkerRound(
-        due_at_seconds=due,
-        taken_at_seconds=due + 0.02,
-        begun_at_seconds=arrivals[worker],
-        encoded_at_seconds=arrivals[worker] + 0.04,
-        heard_at_seconds=heard,
-        received_at_seconds=heard + 0.6 + 0.1 * worker,
-        ready_at_seconds=heard + 0.8 + 0.1 * worker,
-        asked_at_seconds=asked,
-        arrived_at_seconds=asked + 0.1,
-        applied_at_seconds=asked + 0.13,
-        waited_seconds=0.1,
+        at_seconds={
+            "due": due,
+            "taken": due + 0.02,
+            "begun": arrivals[worker],
+            "encoded": arrivals[worker] + 0.04,
+            "heard": heard,
+            "received": heard + 0.6 + 0.1 * worker,
+            "ready": heard + 0.8 + 0.1 * worker,
+            "asked": asked,
+            "arrived": asked + 0.1,
+            "applied": asked + 0.13,
+        },
         sent_bytes=1_500_000,
         received_bytes=1_500_000,
-        ahead_of_last_seconds=max(arrivals) - arrivals[worker],
         received_bits_per_second_from=rates,
     )
 

@@ -2,24 +2,18 @@
 
 import shutil
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_rank
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import (
     begin,
@@ -30,42 +24,39 @@ from torchtitan_diloco.components.checkpoint_folders import (
     write_manifest,
 )
 from torchtitan_diloco.components.checkpoint_schema import (
-    METADATA,
     SHARED,
     Manifest,
-    cause_in_dcp,
     fingerprint,
     inner_tensors,
     random_states,
+    rows_to_write,
     worker_folder,
+    write_tensors,
 )
 from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.diloco.fragments import local_rows
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
-from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host, shaped_like
+from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError, naming_lost_ranks
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.utils import SAVE_AFTER_ERROR_SECONDS, SAVE_AFTER_LOSS_SECONDS, logger
 
-Result = TypeVar("Result")
-Files = dict[str, tuple[int, int]]
-
 
 @dataclass(frozen=True)
 class _Part:
     """What one rank adds to the manifest."""
 
-    facts: dict[str, Any]
-    exchanged: dict[str, float]
-    files: Files
     first_worker: int
     """Number of the disk that has the files."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    exchanged: dict[str, float] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    failure: str = ""
 
 
 class SaveError(Exception):
@@ -93,26 +84,29 @@ class _Writers:
     def is_first(self) -> bool:
         return self.shares and self.rank == 0
 
-    def agree(self, task: Callable[[], Result]) -> Result:
-        """Run `task` and return its result, or raise SaveError if it failed on any rank."""
-        failure = ""
+    def gather(self, task: Callable[[], _Part | None]) -> list[_Part]:
+        """Return the results of `task` on all ranks, or raise SaveError if it failed on one."""
         try:
-            result = task()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            part = task() or _Part(self.first_worker)
+        except Exception as error:
             rank = 0 if self.group is None else get_rank()
-            failure = f"{cause_in_dcp(error)} (rank {rank})"
-        failures = [text for text in gather_objects(failure, self.group) if text]
-        if failures:
+            cause = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            part = _Part(self.first_worker, failure=f"{cause} (rank {rank})")
+        parts = gather_objects(part, self.group)
+        if failures := [part.failure for part in parts if part.failure]:
             raise SaveError("; ".join(dict.fromkeys(failures)))
-        return result
+        return parts
+
+    def gather_first(self, task: Callable[[], None]) -> None:
+        """Run `task` on the first rank of each disk."""
+        self.gather(lambda: task() if self.is_first else None)
 
 
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
-    A thread of our own calls `torch.distributed.checkpoint.save`. `async_save` would copy the whole
-    state dict when it is called, but what comes back for fragments in flight is known only later,
-    and it has no step after the tensors for sizes, checksums, the manifest and the rename.
+    `torch.distributed.checkpoint.async_save` would copy the whole state dict when it is called, but
+    what comes back for fragments in flight is known only later. Its metadata are also pickled.
     """
 
     def __init__(
@@ -172,12 +166,13 @@ class Checkpointer:
     def _copy_inner(self) -> dict[str, Tensor]:
         """Copy to host memory. On a GPU the copies are queued before the next step, which changes
         what is copied; `_write` waits for them."""
-        mesh, tensors = self._world.host_mesh, inner_tensors(self._model, self._optimizer)
-        inner = {name: _copy_to_host(value, mesh) for name, value in tensors.items()}
+        rank, tensors = self._world.rank_in_worker, inner_tensors(self._model, self._optimizer)
+        rows = rows_to_write(tensors, rank)
+        inner = {name: copy_to_host(value) for name, value in rows.items()}
         if self._world.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return inner | random_states(self._world.device, self._world.rank_in_worker)
+        return inner | random_states(self._world.device, rank)
 
     def wait(self) -> None:
         """Wait for the save under way. A worker that is found lost meanwhile ends the wait."""
@@ -245,26 +240,22 @@ class Checkpointer:
         manifest: Manifest,
         inner: dict[str, Tensor],
         outer: "Future[SavedState] | None",
-        writers: "_Writers",
+        writers: _Writers,
     ) -> str:
         """Write a checkpoint and return why it failed, the same on every rank, or nothing."""
         started, config = time.perf_counter(), self._config
         path = checkpoint_path(self._run, manifest.step)
-        if self._world.device.type == "cuda":  # else DCP takes memory of GPU 0 in every process
+        if self._world.device.type == "cuda":  # else a thread uses GPU 0
             torch.cuda.set_device(self._world.device)
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            writers.agree(lambda: begin(path) if writers.is_first else None)
-            nothing = SavedState({}, {}, {}, {})
-            saved = writers.agree(lambda: nothing if outer is None else outer.result())
-            folder, disk = incomplete(path), writers.first_worker
-            files = writers.agree(lambda: self._write_tensors(folder, inner, saved, writers))
-            part = _Part(saved.facts, saved.exchanged, files, disk)
-            parts = gather_objects(part, writers.group)
-            manifest = _merge(manifest, parts, self._world.ranks_per_worker, disk)
-            writers.agree(lambda: _finish(path, manifest) if writers.is_first else None)
-            writers.agree(lambda: complete(path) if writers.is_first else None)
+            writers.gather_first(lambda: begin(path))
+            folder = incomplete(path)
+            parts = writers.gather(lambda: self._write_part(folder, inner, outer, writers))
+            manifest = _merge(manifest, parts, self._world.ranks_per_worker, writers.first_worker)
+            writers.gather_first(lambda: _finish(path, manifest))
+            writers.gather_first(lambda: complete(path))
         except SaveError as error:
             if writers.is_first:
                 shutil.rmtree(incomplete(path), ignore_errors=True)
@@ -286,36 +277,28 @@ class Checkpointer:
         )
         return ""
 
-    def _write_tensors(
-        self, folder: Path, inner: dict[str, Tensor], saved: SavedState, writers: _Writers
-    ) -> Files:
-        """Write the tensors of this rank and return size and CRC-32 of the files it wrote.
-
-        What is not finite is refused: every restart would have it.
-        """
+    def _write_part(
+        self,
+        folder: Path,
+        inner: dict[str, Tensor],
+        outer: "Future[SavedState] | None",
+        writers: _Writers,
+    ) -> _Part:
+        """Write the tensors of this rank. What is not finite is refused: every restart would have
+        it."""
+        saved = SavedState({}, {}) if outer is None else outer.result()
         number = writers.worker if self._outer.fragment_names else 0
-        folders = {worker_folder(number): inner | saved.own}
+        folders = {worker_folder(number): inner | rows_to_write(saved.own, writers.rank)}
         if writers.shares:
-            folders[SHARED] = saved.shared
-        mesh, rank = self._world.host_mesh, writers.rank
-        group = None if mesh is None else mesh.get_group()
-        files: Files = {}
-        for folder_name, tensors in folders.items():
-            for name, value in tensors.items():
-                if value.is_floating_point() and not is_finite([local_rows(name, value)]):
-                    raise ValueError(f"{folder_name}/{name} is not finite")
-        for name, tensors in folders.items():
-            if not tensors:
-                continue
-            writer = FileSystemWriter(folder / name, sync_files=True, thread_count=1)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-            written = list((folder / name).glob(f"__{rank}_*.distcp"))
-            if rank == 0:
-                written.append(folder / name / METADATA)
-            files |= {f"{name}/{file.name}": fingerprint(file) for file in written}
-        return files
+            folders[SHARED] = rows_to_write(saved.shared, writers.rank)
+        folders = {name: rows for name, rows in folders.items() if rows}
+        for name, rows in folders.items():
+            for tensor, value in rows.items():
+                if value.is_floating_point() and not is_finite([value]):
+                    raise ValueError(f"{name}/{tensor} is not finite")
+        written = [write_tensors(folder / one, folders[one], writers.rank) for one in folders]
+        files = {str(file.relative_to(folder)): fingerprint(file) for file in written}
+        return _Part(writers.first_worker, saved.facts, saved.exchanged, files)
 
 
 def _finish(path: Path, manifest: Manifest) -> None:
@@ -326,11 +309,6 @@ def _finish(path: Path, manifest: Manifest) -> None:
             "here: its nodes must share run.folder"
         )
     write_manifest(path, manifest.to_json())
-
-
-def _copy_to_host(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    local = value.to_local() if isinstance(value, DTensor) else value.detach()
-    return shaped_like(value, copy_to_host(local), mesh)
 
 
 def _merge(

@@ -5,35 +5,32 @@ RUN/checkpoints/step-00001000/manifest.json  `Manifest`
                               worker-0/ ...  each worker: its model, inner optimizer and random
                                              states, and `SavedState.own` of the outer loop
 
-Folders of tensors are in the format of
-`torch.distributed.checkpoint` (DCP). Whatever a checkpoint holds, reading it runs no code of it.
+In a folder of tensors, each rank of the worker that writes it has a safetensors file of its rows.
+Reading a checkpoint runs no code of it.
 """
 
 import json
-import pickle
+import os
 import time
-import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST
-from torchtitan_diloco.components.muon import initial_state
+from torchtitan_diloco.components.muon import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
 VERSION = 4
-METADATA, SHARED = ".metadata", "shared"
+SHARED = "shared"
 RETRY_AFTER_SECONDS = (0.2, 1.0, 3.0)
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """Prefixes of the tensors in a worker's folder; all other names there are the outer loop's."""
@@ -53,9 +50,7 @@ class RunState:
     validated: tuple[int, float] | None = None
     """Step of the last validation and its loss."""
     totals: dict[str, float] = field(default_factory=dict)
-    """Sums over the run and all ranks: bytes, seconds."""
-    totals_after: int = 0
-    """Step after which the totals were counted."""
+    """`Telemetry.totals`: bytes, seconds, and the steps in which they were counted."""
     elapsed_seconds: float = 0.0
 
 
@@ -109,10 +104,6 @@ class DamagedError(ValueError):
     """A file of the checkpoint is missing, or has other content than was saved."""
 
 
-class UnreadableError(ValueError):
-    """A file could not be read, which does not prove that it is damaged."""
-
-
 def _crc(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
@@ -161,20 +152,21 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def read_patiently(read: Callable[[], Result]) -> Result:
-    """Return what `read` returns. Errors of a disk may pass: it is called four times."""
+def read_patiently(file: Path, read: Callable[[Path], Result]) -> Result:
+    """Return what `read` returns. Errors of a disk may pass: it is called four times. Raise
+    DamagedError for a file that is missing."""
     pauses = iter(RETRY_AFTER_SECONDS)
     while True:
         try:
-            return read()
+            return read(file)
         except FileNotFoundError:
-            raise
+            raise DamagedError(f"{file} is missing") from None
         except OSError as error:
             if (pause := next(pauses, None)) is None:
-                raise UnreadableError(
-                    f"{error.filename} cannot be read ({error.strerror}), which does not prove "
-                    "that it is damaged: start again when the disk answers, or set "
-                    "checkpoint.resume to another checkpoint"
+                raise ValueError(
+                    f"{file} cannot be read ({error.strerror}), which does not prove that it is "
+                    "damaged: start again when the disk answers, or set checkpoint.resume to "
+                    "another checkpoint"
                 ) from None
             time.sleep(pause)
 
@@ -182,16 +174,13 @@ def read_patiently(read: Callable[[], Result]) -> Result:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
     file = path / MANIFEST
+    content = read_patiently(file, Path.read_bytes)
     try:
-        values = json.loads(read_patiently(lambda: file.read_text(encoding="utf-8")))
+        values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
             raise ValueError("its CRC-32 differs")
         if values.get("version") == VERSION:
             return msgspec.convert(values, Manifest)
-    except FileNotFoundError:
-        raise DamagedError(f"{path} has no {MANIFEST}") from None
-    except UnreadableError:
-        raise
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DamagedError(f"{file} cannot be used ({error})") from None
     raise ValueError(
@@ -214,97 +203,78 @@ def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise DamagedError if one of these files of a checkpoint is damaged."""
     for name in names:
-        size, crc = manifest.files[name]
-        file = path / name
-        try:
-            found = read_patiently(partial(fingerprint, file))
-        except FileNotFoundError:
-            raise DamagedError(f"{file} is missing") from None
+        (size, crc), file = manifest.files[name], path / name
+        found = read_patiently(file, fingerprint)
         if found[0] != size:
             raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
         if found[1] != crc:
             raise DamagedError(f"{file} has other content than was saved (its CRC-32 differs)")
 
 
-# --- reading tensors ------------------------------------------------------------------------------
+# --- files of tensors -----------------------------------------------------------------------------
 
 
-class TensorFolder(FileSystemReader):
-    """Reads the tensors in one folder of a checkpoint.
+def rank_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
 
-    All that is read must be in the manifest, whose checksums have been compared before.
+
+def rows_to_write(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Return this rank's rows of sharded tensors, and on the first rank also the others, which are
+    whole on every rank."""
+    return {
+        name: local_of(value)
+        for name, value in tensors.items()
+        if isinstance(value, DTensor) or rank == 0
+    }
+
+
+def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Path:
+    """Write the file of a rank, and flush it to the disk."""
+    folder.mkdir(exist_ok=True)
+    file = folder / rank_file(rank)
+    save_file(rows, file)
+    file.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    return file
+
+
+class TensorFolder:
+    """The tensors in one folder of a checkpoint, whatever ranks wrote them.
+
+    Only files in the manifest are read, whose checksums have been compared before.
     """
 
     def __init__(self, path: Path, manifest: Manifest, folder: str) -> None:
-        super().__init__(path / folder)
-        file = path / folder / METADATA
-        try:
-            with file.open("rb") as content:
-                metadata: Metadata = _MetadataUnpickler(content).load()
-            known = metadata.state_dict_metadata.items()
-            used = {METADATA, *(info.relative_path for info in metadata.storage_data.values())}
-        except Exception as error:
-            raise ValueError(f"{file} does not describe tensors ({error})") from error
-        if unknown := [name for name in used if f"{folder}/{name}" not in manifest.files]:
-            raise ValueError(f"{path / MANIFEST} has no checksum of {folder}/{unknown[0]}")
-        self._metadata = metadata
-        self.tensors = {name: one for name, one in known if isinstance(one, TensorStorageMetadata)}
-        """Size and type of each tensor, by name."""
+        self._folder = path / folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
+        """By name: first row, last row + 1 and file of each rank's rows."""
+        count = sum(name.startswith(f"{folder}/") for name in manifest.files)
+        for file in (self._folder / rank_file(rank) for rank in range(count)):
+            try:
+                opened: Any = safe_open(file, "pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{file} does not hold tensors ({error})") from None
+            for name in opened.keys():  # noqa: SIM118 - it is no dictionary
+                shape = tuple(opened.get_slice(name).get_shape())
+                before = self.shapes.get(name, (0,))[:1]
+                end = before[0] + shape[0] if shape else 1
+                self._parts.setdefault(name, []).append((before[0], end, opened))
+                self.shapes[name] = (end, *shape[1:]) if shape else ()
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._metadata
-
-    def fill(self, template: dict[str, Tensor]) -> None:
-        """Fill the tensors of the template, whatever ranks wrote them.
-
-        Each rank reads its own part.
-        """
-        if not template:
-            return
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load(template, storage_reader=self, no_dist=True)
-        except CheckpointException as error:
-            raise ValueError(f"{self.path} cannot be read: {cause_in_dcp(error)}") from error
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Refuses all but the classes that describe tensors.
-
-    `BytesStorageMetadata` is none of them: DCP unpickles such entries without any limit.
-    """
-
-    ALLOWED = {
-        "pathlib": {"PosixPath"},
-        "pathlib._local": {"PosixPath"},  # Python 3.13
-        "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "uint8"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.distributed.checkpoint.metadata": {
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
-        return super().find_class(module, name)
-
-
-def cause_in_dcp(error: BaseException) -> str:
-    """Return the first cause of an error: DCP wraps the errors of all ranks."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    hint = ", which a full disk may cause" if "inline_container" in str(error) else ""
-    return f"{type(error).__name__}: {error}".splitlines()[0] + hint
+    def fill(self, template: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of the template; of sharded ones the rows of this rank."""
+        for name, tensor in template.items():
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise ValueError(f"{self._folder} has no {name} of shape {tuple(tensor.shape)}")
+            local, first = local_of(tensor), 0
+            if isinstance(tensor, DTensor):
+                mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1
+                first = shard_rows(len(tensor), mesh.get_local_rank(dim), mesh.size(dim)).start
+            for start, end, file in self._parts[name]:
+                if not tensor.dim():
+                    local.copy_(file.get_tensor(name))
+                elif (low := max(start, first)) < (high := min(end, first + len(local))):
+                    rows = file.get_slice(name)[low - start : high - start]
+                    local[low - first : high - first].copy_(rows)

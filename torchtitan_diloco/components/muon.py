@@ -99,7 +99,10 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     # Rows go to the owners of their matrices in this order, and come back in it.
     order = [index for indices in owned for index in indices]
     sent = [sum(rows[index].numel() for index in indices) for indices in owned]
-    sizes = [[shard_values(one, rank, ranks) for one in mine] for rank in range(ranks)]
+    sizes = [
+        [len(shard_rows(len(one), rank, ranks)) * one.shape[1] for one in mine]
+        for rank in range(ranks)
+    ]
     received = [sum(of_rank) for of_rank in sizes]
     packed = torch.cat([rows[index].flatten() for index in order])
     arrived = packed.new_empty(sum(received))
@@ -129,12 +132,10 @@ def share_out(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
     return owned
 
 
-def shard_values(matrix: Tensor, rank: int, ranks: int) -> int:
-    """Return how much of a matrix a rank has under FSDP2: equal runs of rows, the last ones short
-    or empty."""
-    rows, columns = matrix.shape
+def shard_rows(rows: int, rank: int, ranks: int) -> range:
+    """Return the rows of a rank under FSDP2: equal runs, the last ones short or empty."""
     size = -(-rows // ranks)
-    return max(0, min(size, rows - rank * size)) * columns
+    return range(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ the file. Records of steps are dictionaries, because their keys depend on the ru
 import itertools
 import json
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,39 +28,41 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class WorkerRound(msgspec.Struct):
-    """One worker's part of a round. Moments are on worker 0's clock."""
+    """One worker's part of a round: times of its first rank, bytes and norms of all its ranks."""
 
     weight: float = NAN
     left_out: list[str] = []
-    # Of its first rank.
-    due_at_seconds: float = NAN
-    taken_at_seconds: float = NAN
-    begun_at_seconds: float = NAN
-    encoded_at_seconds: float = NAN
-    heard_at_seconds: float = NAN
-    received_at_seconds: float = NAN
-    ready_at_seconds: float = NAN
-    asked_at_seconds: float = NAN
-    arrived_at_seconds: float = NAN
-    applied_at_seconds: float = NAN
+    at_seconds: dict[str, float] = {}
+    """Moments by name, on worker 0's clock: see PHASES."""
     stopped_seconds: float = NAN
     encoding_seconds: float = NAN
     decoding_seconds: float = NAN
-    transfer_seconds: float = NAN
-    exchange_seconds: float = NAN
-    waited_seconds: float = NAN
-    exposed_seconds: float = NAN
-    ahead_of_last_seconds: float = NAN
-    # Of all its ranks.
     sent_bytes: float = NAN
     received_bytes: float = NAN
-    sent_bits_per_parameter: float = NAN
     outer_gradient_norm: float = NAN
     cosine_to_mean: float = NAN
     drift_norm: float = NAN
-    # By sender. The worker's own entry is NaN.
     heard_after_seconds: list[float] = []
+    """By sender, NaN for the worker itself."""
     received_bits_per_second_from: list[float] = []
+    """The same."""
+
+    def seconds(self, start: str, end: str) -> float:
+        """Return the time between two moments, 0 if they are in the other order."""
+        found = self.at_seconds.get(end, NAN) - self.at_seconds.get(start, NAN)
+        return max(found, 0.0)  # NaN stays NaN
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.seconds("heard", "received")
+
+    @property
+    def exchange_seconds(self) -> float:
+        return self.seconds("begun", "ready")
+
+    @property
+    def waited_seconds(self) -> float:
+        return self.seconds("asked", "arrived")
 
 
 class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
@@ -72,7 +73,6 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
     fragment_name: str
     outer_round: int
     sent_step: int
-    applied_step: int
     parameters: int
     participants: int = 0
     update_norm: float = NAN
@@ -174,7 +174,7 @@ class RecordFiles:
     def __init__(
         self, config: Metrics, folder: Path | None, step: int, settings: Mapping[str, Any]
     ) -> None:
-        self._folder, self._failed, self._writing = folder, False, threading.Lock()
+        self._folder, self._failed = folder, False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
         if folder is not None:
@@ -210,8 +210,7 @@ class RecordFiles:
     @contextmanager
     def _tolerating_a_full_disk(self) -> Iterator[None]:
         try:
-            with self._writing:  # silence is recorded by a thread of its own
-                yield
+            yield
         except OSError as error:
             if not self._failed:
                 reason = f"cannot write records to {self._folder} ({error.strerror})"
@@ -256,7 +255,7 @@ PHASES: dict[str, tuple[Lane, str, str, str]] = {
     "transfer": ("exchange", "heard", "received", "series-3"),
     "outer step": ("exchange", "received", "ready", "series-6"),
 }
-"""Lane, start, end and colour. Moments are fields of WorkerRound without `_at_seconds`."""
+"""Lane, start and end among `WorkerRound.at_seconds`, and colour."""
 ROUND_KEYS = ("fragment", "fragment_name", "outer_round")
 """Attributes of a round that stand beside each of its phases in a trace file."""
 PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
@@ -297,7 +296,7 @@ def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
 def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
     for worker, table in enumerate(record.workers):
         for name, (lane, *moments, _) in PHASES.items():
-            start, end = (getattr(table, f"{moment}_at_seconds") for moment in moments)
+            start, end = (table.at_seconds.get(moment, NAN) for moment in moments)
             if -math.inf < start <= end < math.inf:
                 yield Phase(worker, lane, start, end, name, record)
 

@@ -73,20 +73,13 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     newest_first = sorted(
         {name for names in seen for name in names}, key=lambda name: (len(name), name), reverse=True
     )
-    common = {name for name in newest_first if all(name in one for one in seen)}
-    if newest_first and not common:
-        places = {", ".join(one) or "none": rank for rank, one in enumerate(seen)}
-        sees = "; ".join(f"rank {rank} sees {steps}" for steps, rank in places.items())
-        raise ValueError(
-            f"no checkpoint is in all places ({sees}): copy the folder of one to the places that "
-            "lack it, where workers whose state is not in it start from the shared parameters, or "
-            "give another run.folder"
-        )
     wrong: dict[str, str] = {}
     for name in newest_first:
-        manifest, problem = None, f"{name} is not in all places"
-        if name in common:
+        lacking = next((rank for rank, names in enumerate(seen) if name not in names), None)
+        if lacking is None:
             manifest, problem = _verify(world, Path(own[name]))
+        else:
+            manifest, problem = None, f"{name} is not in all places (rank {lacking} lacks it)"
         if not problem:
             damaged = {own[newer]: why for newer, why in wrong.items() if newer in own}
             return Start(folder, own[name], manifest, damaged)
@@ -98,9 +91,9 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
         wrong[name] = problem
     if wrong:
         raise ValueError(
-            "all checkpoints of the run are damaged: "
-            + "; ".join(wrong.values())
-            + ". Start a new run in another run.folder, or remove them to start this one over"
+            f"no checkpoint can be resumed: {'; '.join(wrong.values())}. Copy the folder of one to "
+            "the places that lack it, where workers whose state is not in it start from the shared "
+            "parameters; or start a new run in another run.folder; or remove them to start over"
         )
     return Start(folder)
 
@@ -132,24 +125,23 @@ def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
     The ranks of each worker check what it will read. What cannot be read raises on all ranks: it
     is not proven that it is damaged.
     """
-    manifest, damaged, unreadable, identity = None, "", "", 0
-    try:
-        manifest = read_manifest(path)
-        identity = manifest.identity()
-        folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
-        by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-        names = [name for name in by_size if name.startswith(folders)]
-        check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
-    except DamagedError as error:
-        damaged = f"{error} (found by rank {world.rank})"
-    except ValueError as error:
-        unreadable = f"{error} (on rank {world.rank})"
-    answers = gather_objects((damaged, unreadable, identity), world.control)
-    for text in (unreadable for _, unreadable, _ in answers):
-        if text:
-            raise ValueError(text)
-    wrong = next((damaged for damaged, _, _ in answers if damaged), "")
-    others = [rank for rank, (_, _, theirs) in enumerate(answers) if theirs != answers[0][2]]
+
+    def check() -> tuple[Manifest | None, str]:
+        try:
+            manifest = read_manifest(path)
+            folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
+            by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
+            names = [name for name in by_size if name.startswith(folders)]
+            check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
+        except DamagedError as error:
+            return None, f"{error} (found by rank {world.rank})"
+        return manifest, ""
+
+    manifest, damaged = on_all_ranks(world, check)
+    identity = 0 if manifest is None else manifest.identity()
+    answers = gather_objects((damaged, identity), world.control)
+    wrong = next((damaged for damaged, _ in answers if damaged), "")
+    others = [rank for rank, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]
     if others and not wrong:
         raise ValueError(
             f"{path} of rank 0 and that of ranks {', '.join(map(str, others))} are not of one save:"
@@ -169,7 +161,6 @@ NO_OUTER_LOOP_SAVED = (
 def restore(
     path: Path,
     manifest: Manifest,
-    new_workers: str,
     world: World,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -177,8 +168,8 @@ def restore(
 ) -> list[str]:
     """Load a checkpoint and return what could not be carried over, one line each.
 
-    `new_workers` is `checkpoint.new_workers`. Without an outer loop, which has no fragments, all
-    workers hold one model and resume from worker 0.
+    Without an outer loop, which has no fragments, all workers hold one model and resume from worker
+    0. The inner optimizer of a worker that is new starts from zero.
     """
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
@@ -195,11 +186,9 @@ def restore(
     own = TensorFolder(path, manifest, worker_folder(manifest.nearest(worker)))
     _check_model(path, own, model)
     notes = list[str]()
-    if existed or new_workers == "copy":
-        kinds = [OPTIMIZER, *([MODEL] if existed else [])]
-        if existed and manifest.ranks_per_worker == world.ranks_per_worker:
-            kinds.append(RANDOM)
-        notes += _load_inner(own, model, optimizer, world, tuple(kinds))
+    if existed:
+        same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
+        notes += _load_inner(own, model, optimizer, world, with_random=same_ranks)
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
@@ -210,9 +199,9 @@ def restore(
         facts = facts_for_new_worker(manifest.outer[0])
         named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
         # Frozen parameters are not shared: they stay what the workers have agreed on.
-        shared.fill({name: one.detach() for name, one in named if name in shared.tensors})
-    own_names = own.tensors if existed else ()
-    saved = SavedState.template(model, facts, shared.tensors, own_names, world.host_mesh)
+        shared.fill({name: one.detach() for name, one in named if name in shared.shapes})
+    own_names = own.shapes if existed else ()
+    saved = SavedState.template(model, facts, shared.shapes, own_names, world.host_mesh)
     shared.fill(saved.shared)
     own.fill(saved.own)
     notes += outer.load_state_dict(saved)
@@ -222,15 +211,14 @@ def restore(
     if manifest.workers > world.workers:
         end = f"what those from {world.workers} on had not sent yet is left behind"
     else:
-        how = "as a copy" if new_workers == "copy" else "fresh"
-        end = f"the new ones start from the shared parameters, their inner optimizer {how}"
+        end = "the new ones start from the shared parameters, their inner optimizer from zero"
     return [*notes, f"{change}: {end}"]
 
 
 def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
     theirs = {
-        name.removeprefix(MODEL): tuple(known.size)
-        for name, known in saved.tensors.items()
+        name.removeprefix(MODEL): shape
+        for name, shape in saved.shapes.items()
         if name.startswith(MODEL)
     }
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -250,17 +238,17 @@ def _load_inner(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
-    kinds: tuple[str, ...],
+    *,
+    with_random: bool,
 ) -> list[str]:
-    """Load the tensors whose names begin with `kinds`. Return what could not be carried over."""
-    own = inner_tensors(model, optimizer) | random_states(world.device, world.rank_in_worker)
-    own = {name: tensor for name, tensor in own.items() if name.startswith(kinds)}
-    known = {name: tensor for name, tensor in own.items() if name in saved.tensors}
+    """Load what is a worker's own. Return what could not be carried over."""
+    states = random_states(world.device, world.rank_in_worker) if with_random else {}
+    own = inner_tensors(model, optimizer) | states
+    known = {name: tensor for name, tensor in own.items() if name in saved.shapes}
     saved.fill(known)
-    for name, tensor in known.items():
-        if name.startswith(RANDOM):
-            on_gpu = name.startswith(f"{RANDOM}cuda")
-            (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(tensor)
+    for name in states.keys() & known.keys():
+        on_gpu = name.startswith(f"{RANDOM}cuda")
+        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(states[name])
     new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
     other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []

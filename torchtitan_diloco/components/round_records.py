@@ -8,7 +8,7 @@ the exchange found them late, and held up the round all the same: it counts as t
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,11 @@ class RoundTable:
         return [value for found in rounds for value in self._numbers(found).values()]
 
     def _numbers(self, found: Round) -> dict[str, float]:
-        """Return what this rank adds to the numbers of its worker: moments by the first rank."""
-        traffic, start = found.traffic, self._clock_start
+        """Return what this rank adds to the numbers of its worker: times by the first rank.
+
+        Names are those of the fields of WorkerRound. An item of a field is FIELD/ITEM.
+        """
+        traffic, workers = found.traffic, range(self._world.workers)
         summed = {
             "parameters": found.values,
             "sent_bytes": traffic.bytes_sent,
@@ -51,120 +54,105 @@ class RoundTable:
             "drift_square": float(found.drift) ** 2,
             "update_square": found.update_square,
         }
+        moments = {
+            "due": found.due,
+            "taken": found.taken,
+            "begun": found.begun,
+            "encoded": traffic.encoded,
+            "heard": max(traffic.heard.values(), default=NAN),
+            "received": traffic.received,
+            "ready": found.ready,
+            "asked": found.asked,
+            "arrived": found.fetched,
+            "applied": found.applied,
+        }
         own = {
             "weight": found.weight,
             "flags": found.flags,
             "stopped_seconds": found.stopped,
             "encoding_seconds": traffic.encoding_seconds,
             "decoding_seconds": traffic.decoding_seconds,
-            "due_at_seconds": found.due - start,
-            "taken_at_seconds": found.taken - start,
-            "begun_at_seconds": found.begun - start,
-            "encoded_at_seconds": traffic.encoded - start,
-            "heard_at_seconds": max(traffic.heard.values(), default=NAN) - start,
-            "received_at_seconds": traffic.received - start,
-            "ready_at_seconds": found.ready - start,
-            "asked_at_seconds": found.asked - start,
-            "arrived_at_seconds": found.fetched - start,
-            "applied_at_seconds": found.applied - start,
         }
-        for other in range(self._world.workers):
-            size, seconds = traffic.link_bytes.get(other, 0), traffic.link_seconds(other)
-            is_known = size >= LEAST_LINK_BYTES and seconds > 0
-            own[f"rate_from/{other}"] = 8 * size / seconds if is_known else NAN
-            own[f"heard_after/{other}"] = traffic.heard_after(other)
+        own |= {f"at_seconds/{name}": at - self._clock_start for name, at in moments.items()}
+        for other in workers:
+            own[f"heard_after_seconds/{other}"] = traffic.heard_after(other)
+            own[f"received_bits_per_second_from/{other}"] = _link_rate(found, other)
         return summed | (dict.fromkeys(own, 0.0) if self._world.rank_in_worker else own)
 
     def records(self, rounds: Sequence[Round], table: NDArray[np.float64]) -> Iterator[RoundRecord]:
         """Yield a record for each round. `table` has a row for each worker."""
         parts = np.split(table, len(rounds), axis=1) if rounds else []
         for found, part in zip(rounds, parts, strict=True):
-            workers = [dict(zip(self._keys, row, strict=True)) for row in part.tolist()]
+            numbers = [dict(zip(self._keys, row, strict=True)) for row in part.tolist()]
+            workers = list(map(_worker_round, numbers))
             self._align(workers)
-            yield _round_record(found, self._names[found.fragment], workers)
+            waited = [max(known(one.heard_after_seconds), default=NAN) for one in workers]
+            last_worker, late_by = last_to_arrive(waited, [one.stopped_seconds for one in workers])
+            yield RoundRecord(
+                step=found.applied_step,
+                fragment=found.fragment,
+                fragment_name=self._names[found.fragment],
+                outer_round=found.outer_round,
+                sent_step=found.sent_step,
+                parameters=round(numbers[0]["parameters"]),
+                participants=found.participants,
+                update_norm=math.sqrt(numbers[0]["update_square"]),
+                last_worker=last_worker,
+                late_by_seconds=late_by,
+                workers=workers,
+            )
 
-    def _align(self, workers: Sequence[dict[str, float]]) -> None:
+    def _align(self, workers: Sequence[WorkerRound]) -> None:
         """Shift the moments of all workers to worker 0's clock, by the shift of the round before
         where the headers' arrival is not known."""
-        for worker, numbers in enumerate(workers):
-            shift = workers[0]["heard_at_seconds"] - numbers["heard_at_seconds"]
-            stopped = numbers["stopped_seconds"] > 0 or workers[0]["stopped_seconds"] > 0
+        heard = workers[0].at_seconds["heard"]
+        for worker, one in enumerate(workers):
+            shift = heard - one.at_seconds["heard"]
+            stopped = one.stopped_seconds > 0 or workers[0].stopped_seconds > 0
             if math.isfinite(shift) and not stopped:
                 self._shifts[worker] = shift
-            for key in numbers:
-                numbers[key] += self._shifts[worker] if key.endswith("_at_seconds") else 0.0
+            for name in one.at_seconds:
+                one.at_seconds[name] += self._shifts[worker]
 
 
-def _round_record(found: Round, name: str, workers: Sequence[Mapping[str, float]]) -> RoundRecord:
-    tables = [_worker_round(numbers) for numbers in workers]
-    waited = [max(known(table.heard_after_seconds), default=NAN) for table in tables]
-    for table, ahead in zip(tables, ahead_of_last(waited), strict=True):
-        table.ahead_of_last_seconds = ahead
-    last_worker, late_by = _last_to_arrive(tables)
-    return RoundRecord(
-        step=found.applied_step,
-        fragment=found.fragment,
-        fragment_name=name,
-        outer_round=found.outer_round,
-        sent_step=found.sent_step,
-        applied_step=found.applied_step,
-        parameters=round(workers[0]["parameters"]),
-        participants=found.participants,
-        update_norm=math.sqrt(workers[0]["update_square"]),
-        last_worker=last_worker,
-        late_by_seconds=late_by,
-        workers=tables,
-    )
+def _link_rate(found: Round, other: int) -> float:
+    """Return the bits a second that came from another worker, NaN if that is not known."""
+    size, seconds = found.traffic.link_bytes.get(other, 0), found.traffic.link_seconds(other)
+    return 8 * size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NAN
 
 
-def _worker_round(numbers: Mapping[str, float]) -> WorkerRound:
+def _worker_round(numbers: dict[str, float]) -> WorkerRound:
     """Return the sums over the ranks of a worker, and what follows from them."""
 
-    def between(start: str, end: str) -> float:
-        seconds = numbers[f"{end}_at_seconds"] - numbers[f"{start}_at_seconds"]
-        return max(seconds, 0.0)  # a payload may arrive before the last header; NaN stays NaN
+    def items(field: str) -> dict[str, float]:
+        return {key.partition("/")[2]: numbers[key] for key in numbers if key.startswith(field)}
 
-    def by_sender(name: str) -> list[float]:
-        return [value for key, value in numbers.items() if key.startswith(f"{name}/")]
-
-    waited = between("asked", "arrived")
-    exposed = known([between("due", "taken"), waited, between("arrived", "applied")])
     norms = math.sqrt(numbers["delta_square"] * numbers["mean_square"])
     flags = round(numbers["flags"])
     return WorkerRound(
         **{key: value for key, value in numbers.items() if key in WorkerRound.__struct_fields__},
         left_out=[name for flag, name in FLAG_NAMES.items() if flags & flag],
-        transfer_seconds=between("heard", "received"),
-        exchange_seconds=between("begun", "ready"),
-        waited_seconds=waited,
-        exposed_seconds=math.fsum(exposed) if exposed else NAN,
-        sent_bits_per_parameter=8 * numbers["sent_bytes"] / (numbers["parameters"] or NAN),
+        at_seconds=items("at_seconds/"),
         outer_gradient_norm=math.sqrt(numbers["delta_square"]),
         cosine_to_mean=numbers["dot"] / norms if norms else NAN,
         drift_norm=math.sqrt(numbers["drift_square"]),
-        heard_after_seconds=by_sender("heard_after"),
-        received_bits_per_second_from=by_sender("rate_from"),
+        heard_after_seconds=list(items("heard_after_seconds/").values()),
+        received_bits_per_second_from=list(items("received_bits_per_second_from/").values()),
     )
 
 
-def ahead_of_last(waited: Sequence[float]) -> list[float]:
-    """Return how much earlier than the last worker each one arrived.
+def last_to_arrive(waited: Sequence[float], stopped: Sequence[float]) -> tuple[int | None, float]:
+    """Return the worker that held up a round, if it is known, and for how long.
 
-    `waited` is how long each worker waited for the headers of the others.
+    By worker: seconds for which it waited for the headers of the others, and for which its process
+    did not run.
     """
-    shortest = min(known(waited), default=NAN) if len(known(waited)) > 1 else NAN
-    return [seconds - shortest for seconds in waited]
-
-
-def _last_to_arrive(tables: Sequence[WorkerRound]) -> tuple[int | None, float]:
-    """Return the worker that held up the round, if it is known, and for how long."""
-    ahead = [table.ahead_of_last_seconds for table in tables]
-    last = ahead.index(0.0) if 0.0 in ahead else None
-    others = known(seconds for worker, seconds in enumerate(ahead) if worker != last)
-    late_by = min(others, default=NAN)
-    stops = [max(0.0, table.stopped_seconds) for table in tables]  # 0 for NaN
-    if len(tables) > 1 and max(stops) > max(0.0, late_by):
-        return stops.index(max(stops)), max(stops)
+    last, late_by = None, NAN
+    if len(shortest := sorted(known(waited))) > 1:
+        last, late_by = waited.index(shortest[0]), shortest[1] - shortest[0]
+    longest_stop = max(known(stopped), default=0.0)
+    if len(stopped) > 1 and longest_stop > max(0.0, late_by):
+        return stopped.index(longest_stop), longest_stop
     return last, late_by
 
 
@@ -176,25 +164,23 @@ def percent_without(part: float, whole: float) -> float:
     return max(100 - 100 * part / whole, 0.0) if whole else NAN  # NaN stays NaN
 
 
+MEANS = (
+    *("weight", "encoding_seconds", "decoding_seconds", "exchange_seconds", "waited_seconds"),
+    *("outer_gradient_norm", "cosine_to_mean", "drift_norm"),
+)
+"""Fields of a worker's part of a round that are curves on the boards, as means over workers."""
+
+
 def round_scalars(record: RoundRecord) -> Record:
-    """Return the numbers of a round by TensorBoard tag: means over workers, without moments."""
-    scalars: dict[str, float] = {}
-    for key in WorkerRound.__struct_fields__:
-        values = [getattr(worker, key) for worker in record.workers]
-        if not isinstance(values[0], list) and not key.endswith("_at_seconds"):
-            scalars[f"{key}_mean_over_workers"] = _mean(values)
-    waited, exchange = (
-        scalars[f"{key}_seconds_mean_over_workers"] for key in ("waited", "exchange")
-    )
-    scalars["hidden_percent_mean_over_workers"] = percent_without(waited, exchange)
+    """Return the numbers of a round by TensorBoard tag."""
+    scalars = {}
+    for key in MEANS:
+        values = known(getattr(worker, key) for worker in record.workers)
+        scalars[f"{key}_mean_over_workers"] = math.fsum(values) / len(values) if values else NAN
     for key in ("update_norm", "late_by_seconds", "participants"):
         scalars[key] = getattr(record, key)
     tags = {f"round_{key}/fragment_{record.fragment}": value for key, value in scalars.items()}
     return {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
-
-
-def _mean(values: Iterable[float]) -> float:
-    return math.fsum(known(values)) / len(known(values)) if known(values) else NAN
 
 
 def peak_mbit_per_second(rounds: Sequence[RoundRecord]) -> float | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -63,13 +62,16 @@ def claim_run_folder(
     """
     settings = checkpoint.every, checkpoint.every_minutes, checkpoint.at_end
     saves, resume = any(settings) or stops_early, checkpoint.resume
-    names = start.folder, run.folder, run.name
-    created = on_all_ranks(world, lambda: str(_create(*names)) if world.is_first else "")
-    created = broadcast_object(created, str, world.control)
-    path, first_worker = Path(start.folder or run.folder or created).expanduser(), 0
-    if saves:
-        on_all_ranks(world, lambda: _create(start.folder, str(path), run.name))
-        first_worker = _first_worker_on_disk(world, path)
+    new = f"outputs/{run.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    named = broadcast_object(start.folder or run.folder or new, str, world.control)
+    path = Path(start.folder or run.folder or named).expanduser()
+
+    def create() -> None:
+        if saves or world.is_first:
+            _create(path, is_new=not start.folder)
+
+    on_all_ranks(world, create)
+    first_worker = _first_worker_on_disk(world, path) if saves else 0
     claims = world.rank_in_worker == 0 and world.worker == first_worker
     lock = on_all_ranks(world, lambda: _claim(path, resume, start, toml) if claims else None)
     if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
@@ -96,24 +98,13 @@ def _claim(path: Path, resume: str, start: Start, toml: str) -> TextIO:
 
 
 @_explaining_errors()
-def _create(resumed: str, folder: str, name: str) -> Path:
-    """Create the folder asked for, or a new one that no other run has."""
-    if resumed or folder:
-        path = Path(resumed or folder).expanduser()
-        if not resumed and ((path / "metrics.jsonl").exists() or (path / "checkpoints").exists()):
-            raise ValueError(
-                f"run.folder = {folder} already holds a run: choose another folder, leave "
-                'run.folder empty for a new one, or resume it with checkpoint.resume = "auto"'
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    for attempt in count(1):
-        path = Path("outputs") / (stem if attempt == 1 else f"{stem}-{attempt}")
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            break
-    return path
+def _create(path: Path, *, is_new: bool) -> None:
+    if is_new and ((path / "metrics.jsonl").exists() or (path / "checkpoints").exists()):
+        raise ValueError(
+            f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
+            'empty for a new one, or resume it with checkpoint.resume = "auto"'
+        )
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def lock_run_folder(path: Path) -> TextIO:

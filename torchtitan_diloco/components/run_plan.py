@@ -40,14 +40,8 @@ class RunPlan:
     start_tokens: int = 0
     ranks: int = 1
     """Ranks of all workers, those of other islands included."""
-
-    def inner_bytes(self, optimizer: str) -> float:
-        """Return the bytes of a parameter, its gradient and its moments, all in fp32, on average.
-
-        AdamW has two moments, Muon one for each matrix of a block.
-        """
-        in_blocks = 1 - self.embedding_parameters / self.parameters
-        return 16 - 4 * in_blocks if optimizer == "muon" else 16
+    inner_bytes: float = 16
+    """Of a parameter, its gradient and its moments, all in fp32, on average."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also those of earlier starts with other batches."""
@@ -62,7 +56,9 @@ def plan_run(
     *,
     start_step: int = 0,
     start_tokens: int = 0,
+    muon: bool = False,
 ) -> RunPlan:
+    """Compute the numbers of a run. `muon` has one moment for each matrix of a block, not two."""
     share = ranks * training.batch_size
     sequences = training.global_batch_size or share
     accumulation = sequences // share
@@ -81,7 +77,8 @@ def plan_run(
             f"of step {start_step}: make the run longer, or choose another run.folder"
         )
     sizes = parameters, embedding_parameters, accumulation, tokens_per_step, total_steps
-    return RunPlan(*sizes, start_step, start_tokens, ranks)
+    inner_bytes = 16 - 4 * muon * (1 - embedding_parameters / parameters)
+    return RunPlan(*sizes, start_step, start_tokens, ranks, inner_bytes)
 
 
 class AfterStep(NamedTuple):
@@ -125,20 +122,13 @@ def validation_due(step: int, finished: bool, every: int) -> bool:
 
 
 def log_plan(
-    plan: RunPlan,
-    training: Training,
-    world: World,
-    model_line: str,
-    data_line: str,
-    *,
-    optimizer: str,
+    plan: RunPlan, training: Training, world: World, model_line: str, data_line: str
 ) -> None:
     """Log how the numbers of the run are derived, one line each, before memory is taken."""
     ranks, start = world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} here" if plan.ranks > world.size else ""
-    bytes_each = plan.inner_bytes(optimizer)
-    gib = bytes_each * plan.parameters / ranks / GIB
+    gib = plan.inner_bytes * plan.parameters / ranks / GIB
     total_tokens, each = plan.tokens_at(plan.total_steps), f"{plan.tokens_per_step:,}"
     resumed = f"({plan.start_tokens:,} tokens up to step {start:,}, then {each} a step)"
     steps = resumed if start else f"x {each} tokens"
@@ -153,16 +143,14 @@ def log_plan(
         f"{training.batch_size} sequences x {training.sequence_length:,} tokens = {each} tokens",
         "run": f"{plan.total_steps:,} steps {steps} = {total_tokens:,} tokens = "
         f"{total_tokens / plan.parameters:.1f} per parameter",
-        "memory": f"{plan.parameters:,} parameters x {bytes_each:.3g} bytes / {ranks} ranks = "
-        f"{gib:.2f} GiB a rank for parameters, gradients and optimizer, without activations",
+        "memory": f"{plan.parameters:,} parameters x {plan.inner_bytes:.3g} bytes / {ranks} ranks"
+        f" = {gib:.2f} GiB a rank for parameters, gradients and optimizer, without activations",
     }
     for name, text in lines.items():
         logger.info(f"{name:<10} {text}")
 
 
-def check_size(
-    plan: RunPlan, world: World, flops_per_token: int, *, optimizer: str, outer_bytes: int
-) -> None:
+def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_bytes: int) -> None:
     """Raise if the state of the run cannot fit into memory, and warn if it can hardly end.
 
     `outer_bytes`: bytes of a parameter in the outer loop's buffers.
@@ -179,7 +167,7 @@ def check_size(
 
     def check_memory() -> None:
         on_host = device.type == "cpu"
-        bytes_each = plan.inner_bytes(optimizer) + outer_bytes * on_host
+        bytes_each = plan.inner_bytes + outer_bytes * on_host
         needed = bytes_each * plan.parameters / world.ranks_per_worker * (ranks if on_host else 1)
         if needed > (free := free_memory_bytes(device)):
             raise ValueError(

@@ -21,31 +21,33 @@ def summarise(
     *,
     step: int,
     validated: tuple[int, float] | None,
-    totals_after: int,
 ) -> Summary:
     """Return the record that ends metrics.jsonl, without a prediction.
 
-    The totals of `telemetry` are sums over the steps after `totals_after`.
+    A run that came from data parallelism has counted its totals since then.
     """
-    totals, ranks = telemetry.totals, telemetry.world.size
-    summary = Summary(step, totals_after)
+    totals, ranks, workers = telemetry.totals, telemetry.world.size, config.workers
+    steps = round(totals.get("steps", 0.0))
+    summary = Summary(step, counted_after_step=step - steps)
     if validated is not None:
         summary.validation_step, summary.validation_loss = validated
-    workers, steps = config.workers, step - totals_after
-    if workers > 1:
-        expected = all_reduce_bytes(telemetry.plan.parameters, workers) * steps
-        summary.data_parallel_bytes_per_worker = expected
-    if workers > 1 and "diloco/sent_bytes" in totals:
-        exchange = totals.get("diloco/exchange_seconds", 0.0) / ranks
-        waited = totals.get("diloco/exposed_waiting_seconds", 0.0) / ranks
-        agreement = totals.get("time/agreement_seconds", 0.0)
-        exposed = totals.get("diloco/exposed_seconds", 0.0) + agreement
-        whole = totals.get("time/step_seconds", 0.0) + agreement
+    if workers == 1:
+        return summary
+    a_step = all_reduce_bytes(telemetry.plan.parameters, workers)
+    summary.data_parallel_bytes_per_worker = a_step * steps
+    if "diloco/sent_bytes" in totals:
+        exchange = totals["diloco/exchange_seconds"]
+        waited, agreement = (
+            totals["diloco/exposed_waiting_seconds"],
+            totals["time/agreement_seconds"],
+        )
+        exposed, training = totals["diloco/exposed_seconds"], totals["time/step_seconds"]
         summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / workers
-        summary.exchange_seconds_mean_over_ranks = exchange
-        summary.exposed_waiting_seconds_mean_over_ranks = waited
+        summary.exchange_seconds_mean_over_ranks = exchange / ranks
+        summary.exposed_waiting_seconds_mean_over_ranks = waited / ranks
         summary.hidden_percent = percent_without(waited, exchange)
-        summary.measured_utilisation_percent = percent_without(exposed, whole)
+        computed = percent_without(exposed + agreement, training + agreement)
+        summary.measured_utilisation_percent = computed
         summary.observed = observed_conditions(config, totals, telemetry.round_records)
     return summary
 
@@ -57,8 +59,6 @@ def log_summary(summary: Summary, config: Path | None = None) -> None:
     sent, expected = summary.sent_bytes_mean_over_workers, summary.data_parallel_bytes_per_worker
     would_send = f"{expected / 1e6:,.1f}"
     gradients = "(bf16 gradients, every step)"
-    exchange = summary.exchange_seconds_mean_over_ranks
-    waited = summary.exposed_waiting_seconds_mean_over_ranks
     rows = {}
     if math.isfinite(loss := summary.validation_loss):
         text = f"{loss:.4f} nats per held-out token, after step {summary.validation_step}"
@@ -73,13 +73,16 @@ def log_summary(summary: Summary, config: Path | None = None) -> None:
     elif math.isfinite(expected):
         rows["sent between workers"] = f"about {would_send} {by_each} {gradients}"
     if math.isfinite(hidden := summary.hidden_percent):
-        times = f"exchanges took {exchange:.2f} s, training waited {waited:.2f} s, mean over ranks"
-        rows["communication hidden"] = f"{hidden:.1f} % ({times})"
+        rows["communication hidden"] = (
+            f"{hidden:.1f} % (exchanges took {summary.exchange_seconds_mean_over_ranks:.2f} s, "
+            f"training waited {summary.exposed_waiting_seconds_mean_over_ranks:.2f} s, mean over "
+            "ranks)"
+        )
     if math.isfinite(measured := summary.measured_utilisation_percent):
-        rows["time spent computing"] = f"{measured:.1f} % of the training steps"
-    if math.isfinite(predicted := summary.predicted_utilisation_percent):
+        predicted = summary.predicted_utilisation_percent
         text = f"; the planner predicts {predicted:.1f} % for these links"
-        rows["time spent computing"] += text
+        text = text if math.isfinite(predicted) else ""
+        rows["time spent computing"] = f"{measured:.1f} % of the training steps{text}"
     for name, text in rows.items():
         logger.info(f"{name:<28} {text}")
 
@@ -113,8 +116,7 @@ def observed_conditions(
             for parameters, one in tables
         ),
         outer_bytes_per_second=_median_rate(
-            (4 * parameters, one.ready_at_seconds - one.received_at_seconds)
-            for parameters, one in tables
+            (4 * parameters, one.seconds("received", "ready")) for parameters, one in tables
         ),
         codec=config.quantization.codec,
     )

@@ -2,9 +2,9 @@
 
 Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
 their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
-wait for each other: the sums are read `lag` steps later. The first rank then writes a record of the
-step and one of each round to metrics.jsonl and the boards (records.py), and a line to the
-console. docs/report.md lists the keys.
+wait for each other: the sums are read after the step in which they have come. The first rank then
+writes a record of the step and one of each round to metrics.jsonl and the boards (records.py), and
+a line to the console. docs/report.md lists the keys.
 """
 
 import math
@@ -36,7 +36,6 @@ from torchtitan_diloco.distributed.collectives import PendingReduction
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
-    check_open_files,
     clock,
     logger,
     peak_flops,
@@ -87,8 +86,8 @@ class Telemetry:
     """Measures the steps of a run, sums them over ranks, and writes records.
 
     Call `measure` for every step, `open` after a step that is logged, and `publish` after every
-    step. `folder` is the run's, None to write nothing. A resumed run continues `state`. The sums of
-    a logged step are read `lag` steps later. `settings` are what the boards compare runs by.
+    step. `folder` is the run's, None to write nothing. A resumed run continues `state`. `settings`
+    are what the boards compare runs by.
     """
 
     def __init__(
@@ -101,10 +100,9 @@ class Telemetry:
         state: RunState,
         *,
         flops_per_token: int,
-        lag: int,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.world, self.plan, self._outer, self._lag = world, plan, outer, lag
+        self.world, self.plan, self._outer = world, plan, outer
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops(world.device)
         self._interval_started = time.perf_counter()
         self._started = self._interval_started - float(state.elapsed_seconds)
@@ -114,11 +112,10 @@ class Telemetry:
         self._table = RoundTable(world, outer.fragment_names, clock_start=self._started)
         self._in_flight: deque[_LoggedStep] = deque()
         self.totals: dict[str, float] = dict(state.totals)
-        """Sums over all ranks and the whole run: the outer loop's metrics, times, worker keys."""
+        """Sums over the run: steps, and over all ranks times, worker keys and the outer loop's."""
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         where = folder if world.is_first else None
         self.files = RecordFiles(config, where, state.step, settings or {})
-        self._last_step = state.step
         self._live = tqdm(
             total=plan.total_steps,
             initial=state.step,
@@ -129,7 +126,6 @@ class Telemetry:
             disable=None if world.is_first else True,  # None: only on a terminal
         )
         self._stack = ExitStack()
-        world.liveness.on_silence = self._silent
 
     @property
     def elapsed_seconds(self) -> float:
@@ -186,7 +182,6 @@ class Telemetry:
         all ranks to agree on something. `done`: steps of the run, if islands take them together.
         """
         steps_left = max(0.0, self.plan.total_steps - (step if done is None else done))
-        check_open_files()
         world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
@@ -208,10 +203,9 @@ class Telemetry:
         self._in_flight.append(logged)
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
 
-    def publish(self, step: int, *, all: bool = False) -> None:
-        """Write the steps that were logged at least `lag` steps ago, or all of them."""
-        self._last_step = step
-        while self._in_flight and (all or self._in_flight[0].step + self._lag <= step):
+    def publish(self, *, all: bool = False) -> None:
+        """Write the logged steps whose sums have come, or wait for all of them."""
+        while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
             sums, size = np.array(logged.sums.result()), self.world.size
@@ -259,7 +253,7 @@ class Telemetry:
             for name in OF_WORKER
             for worker, value in enumerate(counters[name])
         }
-        self.totals = total([self.totals, of_worker, written])
+        self.totals = total([self.totals, {"steps": steps}, of_worker, written])
         for name, value in written.items():
             summed = name.endswith("_bytes")
             scope, shown = ("sum", value) if summed else ("mean", value / size)
@@ -282,11 +276,6 @@ class Telemetry:
         """Write global numbers, such as those of a validation."""
         self.files.write({"step": step} | record, step, record)
 
-    def _silent(self, worker: int, seconds: float) -> None:
-        """Record that a worker is silent or holds up the others. Called from another thread."""
-        line = {"kind": "silence", "step": self._last_step, "worker": worker, "seconds": seconds}
-        self.files.write(line, self._last_step, {"time/silence_of_a_worker_seconds": seconds})
-
     def write_trace(self) -> None:
         """Write a trace file of the latest rounds. This is slow."""
         self.files.write_trace(self.round_records)
@@ -299,7 +288,6 @@ class Telemetry:
     def __exit__(self, *error: object) -> None:
         self._live.close()
         self._stack.close()
-        self.world.liveness.on_silence = None
         self.files.close()
 
 

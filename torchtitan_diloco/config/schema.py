@@ -265,9 +265,6 @@ class Checkpoint:
     `strict`: the same, but one that is damaged, or that some places lack, is an error. `never`:
     start a new run. A run folder: resume that run there. A checkpoint folder: start a new run from
     it."""
-    new_workers: Literal["fresh", "copy"] = "fresh"
-    """Inner optimizer state of workers that the saved run did not have: `fresh`, or a `copy` of
-    another worker's. Their parameters are the shared ones."""
 
 
 @dataclass(frozen=True)

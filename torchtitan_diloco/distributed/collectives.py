@@ -67,6 +67,10 @@ class PendingReduction:
                     self._values, operation, group=world.control, async_op=True
                 )
 
+    @property
+    def is_complete(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
     def result(self) -> list[float]:
         """Wait for the reduced values and return them."""
         if self._work is not None:

@@ -148,7 +148,7 @@ def _slowest(run: Run) -> dict[str, Cell]:
 def _workers_table(run: Run) -> Table:
     """Return who arrives last and who waits, the worker that was last most often first."""
     last, late = run.of_rounds("last_worker"), run.of_rounds("late_by_seconds")
-    ahead, waited = run.of_workers("ahead_of_last_seconds"), run.of_workers("waited_seconds")
+    waited = run.of_workers("waited_seconds")
     keys = "time/longest_gap_seconds_max_over_ranks", "time/longest_gap_worker"
     gaps, culprits = (np.array([number(one.get(key)) for one in run.steps]) for key in keys)
     workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
@@ -159,14 +159,12 @@ def _workers_table(run: Run) -> Table:
             _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
             _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
             _cell(of_known(np.max, gaps[culprits == worker]), brief, "between two steps, its own"),
-            _cell(of_known(np.median, ahead[last != worker, worker]), brief, "median, otherwise"),
             # The median would mostly be zero.
             _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
         ]
         for worker in workers
     ]
-    columns = ["worker", "last to arrive", "late by", "at most", "longest gap"]
-    columns += ["ahead of the last", "training waited"]
+    columns = ["worker", "last to arrive", "late by", "at most", "longest gap", "training waited"]
     return Table("Workers", columns, rows)
 
 

@@ -132,7 +132,7 @@ def _read_run(file: Path, name: str) -> Run:
                 case {"kind": "round"}:
                     rounds.append(from_record(RoundRecord, record))
                 case {"kind": _}:
-                    pass  # silence, or of a later version
+                    pass  # of another version
                 case {"step": int(step)}:
                     steps.setdefault(step, {}).update(record)
                 case _:
