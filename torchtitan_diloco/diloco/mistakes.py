@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_diloco.diloco.healing import log_left_out
 from torchtitan_diloco.diloco.outer_state import checksum
-from torchtitan_diloco.diloco.transport import NOT_FINITE, Header
+from torchtitan_diloco.diloco.transport import NOT_FINITE, WENT_WRONG, Header
 from torchtitan_diloco.utils import logger
 
 ROUNDS = 3
@@ -65,14 +65,21 @@ class Watch:
     def __init__(self, workers: int, fragments: int) -> None:
         self._fragments, self._same, self._compares = fragments, 0, workers > 1
         self._broken = [0] * workers
+        self._left_out = set[int]()
 
     def checksum(self, delta: Tensor) -> int:
         """Return the checksum of a delta until workers are known to train apart, then 0."""
         return checksum(delta) if self._compares else 0
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log who is left out. Raise if workers send equal deltas only, or one no finite one."""
-        log_left_out(headers, norm_limit)
+        """Log who is left out, once for exchanges in a row.
+
+        Raise if workers send equal deltas only, or one no finite one.
+        """
+        left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
+        if left_out - self._left_out:
+            log_left_out(headers, norm_limit)
+        self._left_out = left_out
         sums = {header.delta for header in headers}
         finite = not any(header.flags & NOT_FINITE for header in headers)
         if self._compares and finite and sums != {0}:  # 0: nothing has changed
