@@ -133,12 +133,12 @@ def draw_fragment() -> None:
         bar(axes, 0, y, 2.7, TRAIN, "trained for H steps")
         bar(axes, 2.75, y, 1.65, blue, "delta")
         bar(axes, 4.45, y, 2.5, TRAIN, "trained on, τ steps")
-        bar(axes, 7.0, y, 2.05, blue, "mixed, share α")
+        bar(axes, 7.0, y, 2.05, blue, "mixed")
         bar(axes, 9.1, y, 1.9, TRAIN, "trained on")
     bar(axes, 2.4, 1.35, 1.6, orange, "4 bits each")
     bar(axes, 4.25, 1.35, 1.5, green, "mean, fp32")
     bar(axes, 6.0, 1.35, 1.9, green, "outer optimizer")
-    bar(axes, 8.15, 1.35, 1.9, green, "shared copy")
+    bar(axes, 8.15, 1.35, 2.3, green, "shared parameters")
     arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.2}
     for y, end in ((2.68, 1.87), (0.52, 1.33)):
         axes.annotate("", (3.2, end), (3.4, y), arrowprops=arrow)
@@ -149,7 +149,7 @@ def draw_fragment() -> None:
     axes.text(
         3.6,
         3.32,
-        "what it has changed since\nthe last shared copy",
+        "what it has changed since\nits last exchange",
         ha="center",
         color=FAINT,
         size=9,
@@ -157,7 +157,7 @@ def draw_fragment() -> None:
     axes.text(
         8.05,
         3.32,
-        "(1 - α) of the shared copy,\nα of its own values",
+        "a share of its own values (0.5),\nthe rest of the shared parameters",
         ha="center",
         color=FAINT,
         size=9,
