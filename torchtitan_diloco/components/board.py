@@ -39,7 +39,7 @@ FIRST = {
         "sync/mbit_per_s",
         "Mbit/s sent between workers, mean over workers and time",
     ),
-    "memory/peak_gib_max_over_ranks": ("speed/memory_gib", "GiB at the peak, largest rank"),
+    "memory/peak_gib_max_over_ranks": ("train/memory_gib", "GiB at the peak, largest rank"),
 }
 """Tag and description of the curves that are shown first: TensorBoard sorts tags. All others begin
 with REST."""
