@@ -66,7 +66,8 @@ def test_the_longest_phase_of_exchanges_is_found() -> None:
         "heard": 8.0,
         "received": 9.0,
     }
-    worker = WorkerRound(**{f"{name}_at_seconds": at for name, at in moments.items()})
+    table: dict[str, Any] = {f"{name}_at_seconds": at for name, at in moments.items()}
+    worker = WorkerRound(**table)
     assert longest_phase([record([worker])]) == "waiting for others"
     assert longest_phase([record([WorkerRound()])]) == ""
 
