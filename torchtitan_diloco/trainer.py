@@ -56,7 +56,7 @@ from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.prediction import predict_observed
-from torchtitan_diloco.utils import GarbageControl, clock, logger
+from torchtitan_diloco.utils import GarbageControl, logger
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings in which the processes of a run may differ."""
@@ -142,8 +142,7 @@ class Trainer:
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
         has_no_control = self.island or config.data.shard_by != "none" or self.start.checkpoint
-        log_summary(summary, None if has_no_control else folder / "config.toml")
-        logger.info(f"took {clock(telemetry.elapsed_seconds)}; the run is in {folder}")
+        log_summary(summary, folder, telemetry.elapsed_seconds, has_control=not has_no_control)
         if checkpointer.failure:
             raise ValueError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "

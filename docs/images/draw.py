@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 HERE = Path(__file__).parent
-INK, GREY, PAPER = "#1f2933", "#9aa5b1", "#ffffff"
+INK, FAINT, GREY, PAPER = "#1f2933", "#616e7c", "#9aa5b1", "#ffffff"
 TRAIN = "#dde4ec"
 FRAGMENTS = ("#2f6fb3", "#d9822b", "#2e8b6f")
 plt.rcParams.update(
@@ -66,8 +66,8 @@ def draw_turns() -> None:
     cycle, delay = 6.0, 1.4
     for worker, base in ((0, 2.6), (1, 0.2)):
         axes.text(-0.15, base + 1.02, f"worker {worker}", ha="right", weight="bold")
-        axes.text(-0.15, base + 0.75, "trains (FSDP2)", ha="right", color=GREY)
-        axes.text(-0.15, base + 0.12, "exchanges", ha="right", color=GREY)
+        axes.text(-0.15, base + 0.75, "trains (FSDP2)", ha="right", color=FAINT)
+        axes.text(-0.15, base + 0.12, "exchanges", ha="right", color=FAINT)
         bar(axes, 0, base + 0.75, 2.2 * cycle, TRAIN, "inner steps, never stopped")
         for turn in range(6):
             sent = 0.6 + turn * cycle / 3
@@ -122,6 +122,89 @@ def draw_exchange() -> None:
     bar(axes, 8.55, 0, 1.2, blue, "Nesterov")
     axes.set(xlim=(-2.6, 11.9), ylim=(-0.1, 3.6), xticks=[])
     save(axes, "exchange")
+
+
+def draw_fragment() -> None:
+    """What happens to a fragment between two exchanges: on two workers, and between them."""
+    axes = bare_axes(9.2, 3.4)
+    blue, orange, green = FRAGMENTS
+    for worker, y in ((0, 2.7), (1, 0.0)):
+        axes.text(-0.2, y + 0.24, f"worker {worker}", ha="right", va="center", weight="bold")
+        bar(axes, 0, y, 2.7, TRAIN, "trained for H steps")
+        bar(axes, 2.75, y, 1.65, blue, "delta")
+        bar(axes, 4.45, y, 2.5, TRAIN, "trained on, τ steps")
+        bar(axes, 7.0, y, 2.05, blue, "mixed")
+        bar(axes, 9.1, y, 1.9, TRAIN, "trained on")
+    bar(axes, 2.4, 1.35, 1.6, orange, "4 bits each")
+    bar(axes, 4.25, 1.35, 1.5, green, "mean, fp32")
+    bar(axes, 6.0, 1.35, 1.9, green, "outer optimizer")
+    bar(axes, 8.15, 1.35, 2.3, green, "shared parameters")
+    arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.2}
+    for y, end in ((2.68, 1.87), (0.52, 1.33)):
+        axes.annotate("", (3.2, end), (3.4, y), arrowprops=arrow)
+        axes.annotate("", (8.1, y), (8.9, end), arrowprops=arrow)
+    for begin, end in ((4.0, 4.25), (5.75, 6.0), (7.9, 8.15)):
+        axes.annotate("", (end + 0.04, 1.59), (begin - 0.04, 1.59), arrowprops=arrow)
+    axes.text(-0.2, 1.59, "link and\nbackground", ha="right", va="center", color=FAINT)
+    axes.text(
+        3.6,
+        3.32,
+        "what it has changed since\nits last exchange",
+        ha="center",
+        color=FAINT,
+        size=9,
+    )
+    axes.text(
+        8.05,
+        3.32,
+        "a share of its own values (0.5),\nthe rest of the shared parameters",
+        ha="center",
+        color=FAINT,
+        size=9,
+    )
+    axes.set(xlim=(-1.7, 11.1), ylim=(-0.1, 3.9), xticks=[])
+    save(axes, "fragment")
+
+
+def draw_run_folder() -> None:
+    """The files of a run, and the command or program that reads each."""
+    axes = bare_axes(9.2, 3.9)
+    blue, orange, green = FRAGMENTS
+    rows = [
+        ("config.toml", "all settings", "run_train.sh --config: the same run again", blue),
+        ("metrics.jsonl", "steps, rounds, summary", "report, plan --run", orange),
+        ("tensorboard/", "the same, as curves", "tensorboard --logdir", orange),
+        ("traces/", "the last 1,000 rounds", "ui.perfetto.dev", orange),
+        ("checkpoints/step-00001000/", "", "", green),
+        ("manifest.json", "step, position, checksums", "resume", green),
+        ("shared/", "the model, outer optimizer", "export, generate, validate", green),
+        ("worker-0/ ...", "own parameters, moments", "resume", green),
+    ]
+    axes.text(0, 8.5, "run.folder", weight="bold", va="center")
+    for row, (name, holds, reader, colour) in enumerate(rows):
+        y = 7.5 - row
+        inside = 0.7 if row > 4 else 0.0
+        above = y + (1.0 if row in (0, 5) else 1.24)
+        axes.plot(
+            [0.15 + inside, 0.15 + inside, 0.5 + inside],
+            [above, y + 0.24, y + 0.24],
+            color=GREY,
+            lw=1,
+        )
+        axes.text(
+            0.6 + inside, y + 0.24, name, va="center", family="DejaVu Sans Mono", color=colour
+        )
+        axes.text(4.6, y + 0.24, holds, va="center")
+        if reader:
+            axes.annotate(
+                "",
+                (8.3, y + 0.24),
+                (7.7, y + 0.24),
+                arrowprops={"arrowstyle": "-|>", "color": GREY},
+            )
+            axes.text(8.4, y + 0.24, reader, va="center", color=INK)
+    axes.set(xlim=(-0.1, 13.2), ylim=(0.2, 9), xticks=[])
+    save(axes, "run-folder")
 
 
 def draw_losses() -> None:
@@ -224,9 +307,9 @@ def draw_two_sites() -> None:
         for number in range(8):
             column, row = number % 4, number // 4
             bar(axes, x + 0.3 + 0.88 * column, 2.9 - 0.65 * row, 0.76, TRAIN, f"GPU {number}")
-        axes.text(x + 2, 1.88, "FSDP2 inside: NCCL, NVLink", ha="center", color=GREY)
+        axes.text(x + 2, 1.88, "FSDP2 inside: NCCL, NVLink", ha="center", color=FAINT)
         bar(axes, x + 0.3, 1.2, 3.4, green, "run.folder of this site")
-        axes.text(x + 2, 0.62, "own corpus, or the same", ha="center", color=GREY)
+        axes.text(x + 2, 0.62, "own corpus, or the same", ha="center", color=FAINT)
     both = {"arrowstyle": "<|-|>", "color": blue, "lw": 1.6}
     axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=both)
     axes.text(5.5, 2.85, "one world: wg0 (UDP 51820)", ha="center", color=blue, size=9)
@@ -245,6 +328,8 @@ if __name__ == "__main__":
     draw_turns()
     draw_two_sites()
     draw_islands()
+    draw_fragment()
+    draw_run_folder()
     draw_exchange()
     draw_losses()
     draw_bytes()

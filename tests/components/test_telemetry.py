@@ -219,7 +219,7 @@ def test_tensorboard_and_trace(tmp_path: Path) -> None:
     assert (tmp_path / "traces/fragments.json").exists()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = set(board.Tags()["scalars"])
-    assert {"train/loss", "val/loss", f"z_{SENT}", "z_round_participants/fragment_0"} < tags
+    assert {"loss/train", "loss/val", f"z_{SENT}", "z_round_participants/fragment_0"} < tags
     assert not {"z_unknown", "speed/mfu_pct", "z_round_update_norm/fragment_0"} & tags
     first = [tag for tag in sorted(tags) if not tag.startswith("z_")]
     assert sorted(tags)[: len(first)] == first
@@ -234,7 +234,7 @@ def test_the_speed_of_the_first_step_is_no_outlier_in_tensorboard(tmp_path: Path
         train(own, range(2, 7))
         own.publish(all=True)
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [one.step for one in board.Scalars("train/loss")] == [2, 4, 6]
+    assert [one.step for one in board.Scalars("loss/train")] == [2, 4, 6]
     assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4, 6]
 
 
@@ -253,7 +253,7 @@ def test_weights_and_biases_gets_the_same_curves(
     written = [path.read_bytes() for path in tmp_path.glob("wandb/offline*/run-*.wandb")]
     assert written
     for content in written:
-        for expected in ("slow-links", "train/loss", f"z_{SENT}", names[0]):
+        for expected in ("slow-links", "loss/train", f"z_{SENT}", names[0]):
             assert expected.encode() in content
 
 

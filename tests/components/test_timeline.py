@@ -21,6 +21,7 @@ from torchtitan_diloco.components.records import (
     phases,
     write_trace,
 )
+from torchtitan_diloco.components.summary import longest_phase
 
 NAMES = sorted({moment for _, *moments, _ in PHASES.values() for moment in moments})
 MOMENT = st.just(math.nan) | st.floats(-1e3, 1e3)
@@ -55,6 +56,21 @@ def test_phases_are_of_known_moments_and_do_not_overlap_in_a_thread(
         for _, start, end, _ in PHASES.values()
     )
     assert sum(map(len, lanes.values())) == possible
+
+
+def test_the_longest_phase_of_exchanges_is_found() -> None:
+    moments = {
+        "due": 0.0,
+        "taken": 5.0,
+        "begun": 5.0,
+        "encoded": 6.0,
+        "heard": 8.0,
+        "received": 9.0,
+    }
+    table: dict[str, Any] = {f"{name}_at_seconds": at for name, at in moments.items()}
+    worker = WorkerRound(**table)
+    assert longest_phase([record([worker])]) == "waiting for others"
+    assert longest_phase([record([WorkerRound()])]) == ""
 
 
 def test_encoding_hides_what_arrives_meanwhile() -> None:

@@ -81,6 +81,11 @@ def test_advice_counts_the_beginning_and_the_end(settings: dict[str, str], words
     assert words in advice(config.diloco, total_steps=20)[0]
 
 
+def test_one_worker_gets_no_advice_about_several() -> None:
+    config = load_config("debug", {"diloco.workers": "1"})
+    assert not advice(config.diloco, total_steps=5)
+
+
 def test_advice_about_the_largest_values() -> None:
     plain = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
     assert not advice(load_config("debug", TOPK | plain).diloco, total_steps=10**4)

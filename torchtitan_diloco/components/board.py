@@ -14,36 +14,37 @@ from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.utils import install_command
 
 FIRST = {
-    "train/loss_nats_per_token_global": ("train/loss", "nats per token, mean over all workers"),
+    "train/loss_nats_per_token_global": ("loss/train", "nats per token, mean over all workers"),
     "train/gradient_norm_mean_over_workers": (
         "train/gradient_norm",
         "before clipping, mean over workers",
     ),
     "train/lr": ("train/lr", "of the inner optimizer, all workers"),
     "validation/loss_nats_per_token_global": (
-        "val/loss",
+        "loss/val",
         "nats per held-out token, of the shared parameters",
     ),
     "speed/tokens_per_second_global": ("speed/tokens_per_s", "tokens per second, all workers"),
     "speed/seconds_per_step": ("speed/s_per_step", "seconds, without validations and saves"),
     "speed/mfu_percent": ("speed/mfu_pct", "percent of the bf16 peak, all GPUs"),
     "diloco/hidden_percent_mean_over_ranks": (
-        "diloco/hidden_pct",
+        "sync/hidden_pct",
         "percent of the exchanges' time in which training did not wait, mean over ranks",
     ),
     "time/share_exposed_communication_percent_mean_over_ranks": (
-        "diloco/exposed_pct",
+        "sync/exposed_pct",
         "percent of the wall time that communication took from training, mean over ranks",
     ),
     "diloco/bandwidth_used_mbit_per_second_mean_over_workers": (
-        "diloco/mbit_per_s",
+        "sync/mbit_per_s",
         "Mbit/s sent between workers, mean over workers and time",
     ),
-    "memory/peak_gib_max_over_ranks": ("memory/peak_gib", "GiB, largest rank"),
+    "memory/peak_gib_max_over_ranks": ("train/memory_gib", "GiB at the peak, largest rank"),
 }
-"""Tag and description of the curves that are shown first. All others begin with REST."""
+"""Tag and description of the curves that are shown first: TensorBoard sorts tags. All others begin
+with REST."""
 REST = "z_"
-COMPARED = ("train/loss", "val/loss", "speed/tokens_per_s")
+COMPARED = ("loss/train", "loss/val", "speed/tokens_per_s")
 """Curves whose last values stand beside the settings in the tab HPARAMS."""
 
 

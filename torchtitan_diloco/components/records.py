@@ -137,6 +137,7 @@ class Summary(
     hidden_percent: float = NAN
     measured_utilisation_percent: float = NAN
     predicted_utilisation_percent: float = NAN
+    longest_phase: str = ""
     observed: Conditions | None = None
 
 

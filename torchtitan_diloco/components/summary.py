@@ -2,15 +2,24 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
+from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary, phases
 from torchtitan_diloco.components.round_records import known, percent_without
 from torchtitan_diloco.components.telemetry import OF_WORKER, Telemetry, worker_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.utils import all_reduce_bytes, logger
+from torchtitan_diloco.utils import all_reduce_bytes, clock, logger
 
+HIDDEN_WELL_PERCENT = 90
+REASONS = {
+    "encoding": "encoding, on too few cores: diloco.quantization.threads, or a 16-bit codec",
+    "waiting for others": "waiting for others: they are slower, or other programs use their cores",
+    "transfer": "the link: python -m torchtitan_diloco.plan --run finds settings for it",
+    "outer step": "decoding and the outer step, on too few cores",
+}
+"""What to say of each phase of an exchange that takes the most time."""
 UNLIMITED = 1e12
 """Bits a second of a link that nobody had to wait for."""
 
@@ -49,11 +58,24 @@ def summarise(
         computed = percent_without(exposed + agreement, training + agreement)
         summary.measured_utilisation_percent = computed
         summary.observed = observed_conditions(config, totals, telemetry.round_records)
+        summary.longest_phase = longest_phase(telemetry.round_records)
     return summary
 
 
-def log_summary(summary: Summary, config: Path | None = None) -> None:
-    """Log the table at the end of a run. `config`: the file that starts the same run again."""
+def longest_phase(rounds: Collection[RoundRecord]) -> str:
+    """Return the phase of exchanges that took the most time; empty without exchanges."""
+    seconds = dict.fromkeys(REASONS, 0.0)
+    for phase in phases(tuple(rounds)):
+        if phase.name in seconds:
+            seconds[phase.name] += phase.seconds
+    return max(seconds, key=seconds.__getitem__) if any(seconds.values()) else ""
+
+
+def log_summary(summary: Summary, folder: Path, seconds: float, *, has_control: bool) -> None:
+    """Log the table at the end of a run of so many seconds.
+
+    `has_control`: the same settings with data parallelism see the same data.
+    """
     after = summary.counted_after_step
     by_each = "MB by each worker" + (f" after step {after}" if after else "")
     sent, expected = summary.sent_bytes_mean_over_workers, summary.data_parallel_bytes_per_worker
@@ -67,7 +89,8 @@ def log_summary(summary: Summary, config: Path | None = None) -> None:
         rows["sent between workers"] = f"{sent / 1e6:,.1f} {by_each}, as counted"
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows["data parallelism would send"] = f"{would_send} MB {gradients}{ratio}"
-        if config is not None:
+        if has_control:
+            config = folder / "config.toml"
             control = f"./run_train.sh --config {config} --diloco.method none"
             rows["its loss at equal tokens"] = control
     elif math.isfinite(expected):
@@ -78,13 +101,25 @@ def log_summary(summary: Summary, config: Path | None = None) -> None:
             f"training waited {summary.exposed_waiting_seconds_mean_over_ranks:.2f} s, mean over "
             "ranks)"
         )
+        if hidden < HIDDEN_WELL_PERCENT and summary.longest_phase:
+            rows["most of an exchange was"] = REASONS[summary.longest_phase]
     if math.isfinite(measured := summary.measured_utilisation_percent):
         predicted = summary.predicted_utilisation_percent
         text = f"; the planner predicts {predicted:.1f} % for these links"
         text = text if math.isfinite(predicted) else ""
         rows["time spent computing"] = f"{measured:.1f} % of the training steps{text}"
+    rows["see where the time went"] = f"{python()} -m torchtitan_diloco.report {folder}"
     for name, text in rows.items():
         logger.info(f"{name:<28} {text}")
+    logger.info(f"took {clock(seconds)}; the run is in {folder}")
+
+
+def python() -> str:
+    """Return the running Python as a command to type in the current folder."""
+    executable = Path(sys.executable)
+    if executable.is_relative_to(Path.cwd()):
+        return str(executable.relative_to(Path.cwd()))
+    return str(executable)
 
 
 # --- link and steps -------------------------------------------------------------------------------

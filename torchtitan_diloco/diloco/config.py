@@ -194,17 +194,18 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
         return []
     found, outer, every = list[str](), config.outer_optimizer, config.sync_every
     rounds, beginning = total_steps // every, config.beginning.steps
+    several = config.workers > 1
     if 0 < total_steps <= beginning:
         found.append(
             f"diloco.beginning.steps = {beginning} is not shorter than the run of {total_steps} "
             "steps, so the outer optimizer and the overlap are never used: shorten it"
         )
-    elif rounds == 0 and not (beginning or config.average_at_end):
+    elif several and rounds == 0 and not (beginning or config.average_at_end):
         found.append(
             f"diloco.sync_every = {every} is longer than the run of {total_steps} steps: nothing "
             "is ever exchanged and the workers end apart; lower it"
         )
-    elif rounds < FEW_ROUNDS:
+    elif several and rounds < FEW_ROUNDS:
         found.append(
             f"the run has {rounds} outer rounds ({total_steps} steps / diloco.sync_every = {every})"
             f"; with fewer than about {FEW_ROUNDS} the loss stays behind data parallelism: lower "

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.fragments import Fragment, Part, local_rows
-from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER, Header, WorkerLostError
+from torchtitan_diloco.diloco.transport import (
+    NOT_FINITE,
+    OUTLIER,
+    WENT_WRONG,
+    Header,
+    WorkerLostError,
+)
 from torchtitan_diloco.utils import cause_of, logger
 
 LATEST = 32  # norms that the median is taken of
@@ -151,10 +157,17 @@ class Watch:
         self._fragments, self._same, self.compares = fragments, 0, workers > 1
         """`compares`: workers are not known to train apart yet."""
         self._broken = [0] * workers
+        self._left_out = set[int]()
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log who is left out. Raise if workers send equal deltas only, or one no finite one."""
-        log_left_out(headers, norm_limit)
+        """Log who is left out, once for exchanges in a row.
+
+        Raise if workers send equal deltas only, or one no finite one.
+        """
+        left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
+        if left_out - self._left_out:
+            log_left_out(headers, norm_limit)
+        self._left_out = left_out
         sums = {header.delta for header in headers}
         finite = not any(header.flags & NOT_FINITE for header in headers)
         if self.compares and finite and sums != {0}:  # 0: nothing has changed

@@ -1,0 +1,223 @@
+"""The commands of docs/two-sites.md, run at two sites behind routers with NAT.
+
+Commands are taken from the page. Added are only settings that make the run small.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.network import ENVIRONMENT
+from tests.conftest import REPOSITORY
+from tests.islands.servers import need_server
+from tests.network import Sites, built, enter
+from tests.processes import FORKS
+from torchtitan_diloco.export.saved_model import open_saved
+
+PATIENCE = 200
+SMALL = {
+    "config": "debug",
+    "parallel.fsdp": 1,
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 2,
+    "training.sequence_length": 32,
+    "training.batch_size": 8,
+    "lr_schedule.warmup_steps": 2,
+    "diloco.sync_every": 4,
+    "validation.sequences": 8,
+    "metrics.tensorboard": "false",
+    "metrics.log_every": 5,
+    "checkpoint.every_minutes": 0,
+}
+WIREGUARD_GO = """mkdir -p /run/wireguard
+mount -t tmpfs none /run/wireguard
+wireguard-go -f wg0 &
+trap 'kill %1' EXIT
+until [ -S /run/wireguard/wg0.sock ]; do sleep 0.05; done"""
+
+
+def commands(place: str, section: str) -> list[str]:
+    """Return the commands that a section of the page has for a place, such as `site-a$`."""
+    page = (REPOSITORY / "docs/two-sites.md").read_text()
+    text = page.split(f"\n## {section}\n")[1].split("\n## ")[0].replace("\\\n", " ")
+    found = re.findall(rf"^{re.escape(place)} (.*)$", text, re.M)
+    assert found, f"docs/two-sites.md has no command of {place}"
+    return found
+
+
+def wait_until(reached: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < end, f"waited too long for {what}"
+        time.sleep(0.05)
+
+
+class Console:
+    """What runs at a place, with a folder of its own."""
+
+    def __init__(self, sites: Sites, place: str, folder: Path) -> None:
+        self.sites, self.place, self.folder = sites, place, folder
+        folder.mkdir(exist_ok=True)
+        self.output = folder / "console.txt"
+
+    def start(self, command: str, **settings: object) -> None:
+        """Start a command of the page; settings are added to a training."""
+        if "run_train.sh" in command:
+            settings = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
+            words = [f"--{key} {value}" for key, value in settings.items()]
+            command = " ".join(["exec env", command.replace("./", f"{REPOSITORY}/"), *words])
+        command = re.sub("^python ", f"exec {sys.executable} ", command)
+        environment = ENVIRONMENT | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        with self.output.open("ab") as output:
+            self.process = self.sites.start(
+                Sites.PLACES.index(self.place),
+                ["bash", "-c", f"cd {self.folder}; {command}"],
+                environment | {"PYTHONPATH": str(REPOSITORY)},
+                output,
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str) -> None:
+        wait_until(
+            lambda: re.search(pattern, self.text) or self.ended, f"{pattern} at {self.place}"
+        )
+        assert re.search(pattern, self.text), self.text
+
+    def finish(self) -> None:
+        wait_until(lambda: self.ended, f"the end of {self.place}")
+        assert self.process.returncode == 0, self.text
+
+    @property
+    def step(self) -> int:
+        return max(map(int, re.findall(r"^step +(\d+)/", self.text, re.M)), default=0)
+
+
+@pytest.fixture
+def sites() -> Iterator[Sites]:
+    with built(Sites()) as network:
+        yield network
+
+
+def refused(holder: int, address: str, port: int) -> None:
+    enter(holder)
+    with pytest.raises(OSError, match=r"timed out|refused|unreachable"):
+        socket.create_connection((address, port), timeout=2)
+
+
+def check_that_no_site_reaches_the_other(sites: Sites) -> None:
+    for site, other in (("a", "b"), ("b", "a")):
+        given = sites.place(f"site-{site}").pid, Sites.PUBLIC[other], 29500
+        process = FORKS.Process(target=refused, args=given, daemon=True)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+
+def peers(sites: Sites, place: str, port: int) -> set[str]:
+    """Return the addresses with a connection to a port of a place."""
+    own = Path(f"/proc/{sites.place(place).pid}/net")
+    lines = [line for name in ("tcp", "tcp6") for line in (own / name).read_text().splitlines()]
+    found = set()
+    for _, local, remote, state, *_ in map(str.split, lines):
+        if local.endswith(f":{port:04X}") and state == "01":
+            found.add(socket.inet_ntoa(bytes.fromhex(remote.partition(":")[0][-8:])[::-1]))
+    return found
+
+
+def test_islands(sites: Sites, tmp_path: Path) -> None:
+    """One site is killed and started again; the other one trains on."""
+    need_server()
+    check_that_no_site_reaches_the_other(sites)
+    server = Console(sites, "server", tmp_path / "server")
+    (serve,) = commands("server$", "Islands")
+    server.start(serve.replace("server.example.org", Sites.PUBLIC["server"]))
+    server.wait_for("contains a password")
+    consoles = []
+    for site in ("a", "b"):
+        console = Console(sites, f"site-{site}", tmp_path / site)
+        shutil.copy(server.folder / "islands/join.txt", console.folder)
+        (train,) = commands(f"site-{site}$", "Islands")
+        console.start(train, training__steps=300, checkpoint__every=20)
+        consoles.append(console)
+    a, b = consoles
+    b.wait_for("checkpoint of step 20")
+    assert peers(sites, "server", 4222) == {Sites.PUBLIC["a"], Sites.PUBLIC["b"]}
+    b.process.kill()
+    reached = a.step
+    wait_until(lambda: a.step > reached + 10, "steps of site A without site B")
+    b.start(train, training__steps=300, checkpoint__every=20)
+    b.wait_for("resumed from")
+    for console in consoles:
+        console.finish()
+    server.process.terminate()
+    server.finish()
+    check_that_both_have_the_same_model(consoles)
+
+
+def test_one_world_over_wireguard(sites: Sites, tmp_path: Path) -> None:
+    """Site B is killed and started again; site A waits for it."""
+    consoles = [Console(sites, f"site-{site}", tmp_path / site) for site in ("a", "b")]
+    set_up_wireguard(sites, tmp_path)
+    settings = {"training__steps": 40, "checkpoint__every": 10}
+    for console in consoles:
+        (train,) = commands(f"{console.place}$", "One world")
+        console.start(train, **settings)
+    a, b = consoles
+    b.wait_for("checkpoint of step 20")
+    b.process.kill()
+    a.wait_for("rank 1 was lost|worker 1")
+    b.start(train, **settings)
+    for console in consoles:
+        console.finish()
+        assert "resumed from" in console.text
+    check_that_both_have_the_same_model(consoles)
+
+
+def set_up_wireguard(sites: Sites, folder: Path) -> None:
+    """Run the commands of the page. A kernel without WireGuard gets wireguard-go in its place."""
+    if os.geteuid() or shutil.which("wg", path=ENVIRONMENT["PATH"]) is None:
+        pytest.skip("needs root and the wg command (Debian: wireguard-tools)")
+    probe = [*sites.inside(sites.switch), "ip", "link", "add", "wg0", "type", "wireguard"]
+    in_kernel = subprocess.run(probe, capture_output=True, env=ENVIRONMENT).returncode == 0
+    if not in_kernel and shutil.which("wireguard-go", path=ENVIRONMENT["PATH"]) is None:
+        pytest.skip("needs WireGuard in the kernel, or wireguard-go")
+    tunnels = [Console(sites, f"site-{site}", folder / f"tunnel-{site}") for site in ("a", "b")]
+    scripts, keys = [], {}
+    for tunnel, name in zip(tunnels, ("KEY_OF_A", "KEY_OF_B"), strict=True):
+        make_key, *lines = commands(f"{tunnel.place}#", "One world")
+        tunnel.start(make_key)
+        tunnel.finish()
+        keys[name] = tunnel.text.strip()
+        scripts.append("\n".join([*lines, "wg show wg0"]))
+    for tunnel, script in zip(tunnels, scripts, strict=True):
+        for name, key in keys.items():
+            script = script.replace(name, key)
+        if not in_kernel:
+            script = script.replace("ip link add wg0 type wireguard", WIREGUARD_GO)
+            script = f'unshare --mount bash -ec "{script}\nwait"'
+        tunnel.start(script)
+    for tunnel in tunnels:
+        tunnel.wait_for("peer: ")
+
+
+def check_that_both_have_the_same_model(consoles: list[Console]) -> None:
+    one, other = (open_saved(console.folder / "runs/1b") for console in consoles)
+    ours, theirs = one.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
