@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Entry, Outcome, State
 from torchtitan_diloco.islands.status import open_reader
 

@@ -39,8 +39,8 @@ from torchtitan_diloco.components.optimizer import (
 from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
-from torchtitan_diloco.islands import IslandDiLoCo, Islands, leader
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection, leader
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Outcome
 from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.islands.status import open_reader
@@ -323,7 +323,7 @@ def main() -> None:
     options = parser.parse_args()
     names = core.parse_names(parser, "--cases", options.cases, list(CASES))
     sys.setswitchinterval(0.0005)  # islands of a process take turns
-    leader.EXPIRY, leader.BEAT = EXPIRY_SECONDS, BEAT_SECONDS
+    connection.EXPIRY, leader.BEAT = EXPIRY_SECONDS, BEAT_SECONDS
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.touch()
     for seed in options.seeds:

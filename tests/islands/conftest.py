@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server import local_server
 
 
@@ -18,4 +18,4 @@ def server(tmp_path: Path) -> Iterator[Join]:
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an island count as gone soon."""
-    monkeypatch.setattr("torchtitan_diloco.islands.leader.EXPIRY", 3.0)
+    monkeypatch.setattr("torchtitan_diloco.islands.connection.EXPIRY", 3.0)

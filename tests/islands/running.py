@@ -15,8 +15,8 @@ from tests.diloco.toy import Net, config, inner_step, parameters, sgd
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError
-from torchtitan_diloco.islands.join import Join
 
 TOKENS = 4
 """Weight of a step."""

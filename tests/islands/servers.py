@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import pytest
 
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import Connected, Event, LogRecord
-from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import Server, find_server, open_folder
+from torchtitan_diloco.islands.session import Connected, Event, LogRecord
 
 E = TypeVar("E", bound=Event)
 PATIENCE = 150

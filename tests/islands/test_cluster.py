@@ -11,10 +11,9 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server
-from torchtitan_diloco.islands.inbox import Disconnected
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server import find_server, make_streams
-from torchtitan_diloco.islands.session import Session
+from torchtitan_diloco.islands.session import Disconnected, Session
 
 need_server()
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
 from tests.islands.servers import need_server, running_server
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, joining, leader
+from torchtitan_diloco.islands import IslandFencedError, leader, replay
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
-from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.records import Chunk
+from torchtitan_diloco.islands.session import SnapshotWanted
 
 need_server()
 
@@ -75,23 +76,23 @@ def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None
 def test_a_joiner_asks_another_island_when_its_donor_dies(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
+    monkeypatch.setattr(replay, "SNAPSHOT_SECONDS", 3600.0)
     islands = [Island(server, name, steps=80, slots=3, grace=0.2) for name in ("a", "b", "c")]
     dead: list[Island] = []
 
     def die_first(island: Island) -> None:
         found = island.outer._leader
         assert found is not None
-        answer = found._answer
+        give = found._give_snapshot
 
-        def die_or_answer(sender: str, message: object) -> None:
+        def die_or_give(wanted: SnapshotWanted) -> None:
             if not dead:
                 dead.append(island)
                 island.died.set()
             elif island not in dead:
-                answer(sender, message)
+                give(wanted)
 
-        monkeypatch.setattr(found, "_answer", die_or_answer)
+        monkeypatch.setattr(found, "_give_snapshot", die_or_give)
 
     for island in islands:
         island.step_seconds = 0.02
@@ -228,7 +229,7 @@ def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:
             held = [len(copy.versions) for copy in spare.outer._copies.fragments]
             assert max(held) <= 2
             assert spare.outer._leader is not None
-            assert len(spare.outer._leader._parts._fetched) <= 10
+            assert len(spare.outer._leader._fetched) <= 10
 
 
 def test_an_island_leaves_without_a_connection(

@@ -18,11 +18,11 @@ import pytest
 from tests.islands.running import wait_until
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server, running_server
 from torchtitan_diloco.islands import connection as module
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
-from torchtitan_diloco.islands.inbox import Asked, Disconnected, LogRecord
-from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.server import Server, make_streams
+from torchtitan_diloco.islands.session import Disconnected, Leave, LogRecord, SnapshotWanted
 
 need_server()
 
@@ -93,14 +93,15 @@ def test_beats_and_questions_reach_the_others(
     hint = Hint("a/1", step=3, tokens=4, step_seconds=0.5, caught_up=True)
     first.connection.beat(hint)
     assert second.wait(Hint) == hint
-    first.connection.ask("b.*/>2", b"one\ntwo")
-    first.connection.ask("a/1", b"not for the second")
-    first.connection.ask("b.*/>2", b"three")
-    assert second.wait(Asked) == Asked("a/1", b"one\ntwo")
-    assert second.wait(Asked) == Asked("a/1", b"three")
+    wanted = SnapshotWanted(sender="a/1", fragment=3)
+    first.connection.ask("b.*/>2", wanted)
+    first.connection.ask("a/1", Leave(sender="not for the second"))
+    first.connection.ask("b.*/>2", Leave(sender="a/1"))
+    assert second.wait(SnapshotWanted) == wanted
+    assert second.wait(Leave) == Leave(sender="a/1")
     second.connection.beat(msgspec.structs.replace(hint, leaving=True))
     assert first.wait(Hint).leaving
-    assert not any(isinstance(event, Asked) for event in first.heard), "one's own message"
+    assert not any(isinstance(event, Leave) for event in first.heard), "one's own message"
 
 
 def test_a_record_that_is_too_large_is_refused(pair: tuple[Listener, Listener]) -> None:

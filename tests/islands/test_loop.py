@@ -19,7 +19,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 
 need_server()
 

@@ -18,11 +18,11 @@ from tests.islands.servers import Listener, free_port, need_server, running_serv
 from tests.islands.test_log import Log
 from torchtitan_diloco.islands import status
 from torchtitan_diloco.islands.__main__ import main
-from torchtitan_diloco.islands.inbox import LEAVE, Asked, LogRecord
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
 from torchtitan_diloco.islands.server import open_folder, run_islands
+from torchtitan_diloco.islands.session import Leave, LogRecord
 from torchtitan_diloco.utils import USER_ERROR
 
 need_server()
@@ -156,7 +156,7 @@ def test_status_and_leave(
 
     def live() -> None:
         """Beat until asked to leave, then give the slot back."""
-        while not any(isinstance(event, Asked) for event in island.heard):
+        while not any(isinstance(event, Leave) for event in island.heard):
             island.connection.beat(Hint("a", 5, 500, 0.25, caught_up=True))
             island.hear_for(0.1)
         island.connection.append(encode(Give(run="r", slot=0, incarnation="a")))
@@ -169,7 +169,7 @@ def test_status_and_leave(
     text = capsys.readouterr().out
     assert main(["leave", "a", *join]) == 0
     thread.join()
-    assert [event.raw for event in island.heard if isinstance(event, Asked)] == [LEAVE]
+    assert sum(isinstance(event, Leave) for event in island.heard) == 1
     assert "a has left" in capsys.readouterr().out
     assert main(["leave", "a", *join]) == USER_ERROR
     assert "no island 'a' is in the run; there are: ['b']" in capsys.readouterr().err
@@ -198,8 +198,8 @@ ISLAND = """
 import signal, sys, time
 from pathlib import Path
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import LogRecord
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.session import LogRecord
+from torchtitan_diloco.islands.config import Join
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 name = flags["--islands.name"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3 if name == "island-2" else 0))

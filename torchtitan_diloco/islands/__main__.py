@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR
 
 

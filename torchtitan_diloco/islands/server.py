@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import msgspec
 
+from torchtitan_diloco.islands.config import RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
-from torchtitan_diloco.islands.join import RUN_PATTERN, Join
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
 from torchtitan_diloco.utils import STOP_SIGNALS, end_with_parent, install_command, logger
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import LEAVE, Inbox
-from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import Members, name_of
+from torchtitan_diloco.islands.session import Leave
 from torchtitan_diloco.utils import markdown_table
 
 LISTEN_SECONDS = 3.0
@@ -29,25 +29,17 @@ class Reader:
 
     def __init__(self, connection: Connection, note: Callable[[Outcome], object]) -> None:
         self.connection, self.state, self._note = connection, State(None), note
-        self.members = Members(expiry=0.0)
-        self.inbox = Inbox(connection.events, self.members)
 
-    def read(self, seconds: float) -> None:
-        """Read what comes in."""
+    def read(self, seconds: float = 0.0) -> None:
+        """Read what comes in, at least for so long."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.inbox.receive(left)
-            while self.inbox.records:
-                record = self.inbox.records.popleft()
+        while True:
+            while self.connection.records:
+                record = self.connection.records.popleft()
                 self._note(self.state.read(record.sequence, record.raw))
-
-    def catch_up(self) -> None:
-        """Read what is in the log now."""
-        end = time.monotonic() + READ_SECONDS
-        while self.inbox.last < 0 or self.state.sequence < self.inbox.last:
-            self.read(0.1)
-            if time.monotonic() > end:
-                raise ValueError(f"the server does not send its log {self.inbox.problem}".strip())
+            if time.monotonic() >= end:
+                return
+            self.connection.receive()
 
 
 @contextmanager
@@ -56,25 +48,26 @@ def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) 
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
     connection.start(0)
     try:
+        connection.receive_log(READ_SECONDS)
         reader = Reader(connection, note)
-        reader.catch_up()
+        reader.read()
         yield reader
     finally:
         connection.close()
 
 
 def summary(reader: Reader, run: str) -> dict[str, Any]:
-    state, heard = reader.state, reader.members.heard
+    state, members = reader.state, reader.connection.members
     owned = {owner: slot for slot, owner in state.owners().items()}
-    names = sorted({*owned, *heard}, key=lambda name: owned.get(name, len(state.slots)))
+    names = sorted({*owned, *members.heard}, key=lambda name: owned.get(name, len(state.slots)))
     phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
     return {
         "run": run,
         "phase": phase if state.facts else "nothing has been written yet",
-        "connection": reader.inbox.problem or "ok",
+        "connection": reader.connection.problem or "ok",
         "total_tokens": state.facts.total_tokens if state.facts else None,
         "tokens_merged": max((fragment.clock for fragment in state.fragments), default=0),
-        "islands": [_island(reader.members, name, owned.get(name)) for name in names],
+        "islands": [_island(members, name, owned.get(name)) for name in names],
         "fragments": [
             {"version": one.version, "open": one.open is not None, "waiting": len(one.waiting)}
             for one in state.fragments
@@ -155,7 +148,7 @@ def ask_to_leave(join: Join, name: str) -> None:
             names = sorted({name_of(owner) for owner in owners})
             raise ValueError(f"no island {name!r} is in the run; there are: {names}")
         for incarnation in asked:
-            reader.connection.ask(incarnation, LEAVE)
+            reader.connection.ask(incarnation, Leave(sender="status"))
         print(f"{name} has been asked to leave", flush=True)
         end = time.monotonic() + LEAVE_SECONDS
         while asked.intersection(reader.state.owners().values()):
