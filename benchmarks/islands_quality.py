@@ -40,10 +40,10 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection, leader
+from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Outcome
 from torchtitan_diloco.islands.server import local_server
-from torchtitan_diloco.islands.status import open_reader
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
 GRACE_SECONDS = 3.0

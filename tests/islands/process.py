@@ -1,5 +1,6 @@
 """An island of a simulation, and what is drawn or chosen for it."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from torchtitan_diloco.islands.log import State, checksums_before
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import (
     Chunk,
+    Close,
     Facts,
     Part,
     Record,
@@ -45,6 +47,7 @@ class Plan:
     """Steps of all islands together, if there were `begin` of them in lockstep."""
     slots: int = 3
     begin: int = 3
+    quorum: int = 1
     floor: float = 0.3
     expiry: float = 2.0
     loss: float = 0.0
@@ -58,7 +61,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.schedule, floor=self.floor)
+        return Timing(self.schedule, self.quorum, self.floor)
 
     @property
     def facts(self) -> Facts:
@@ -84,6 +87,8 @@ class Nature:
     """Probability that a part is corrupt."""
     not_finite_at: int = -1
     """Step after which the parameters are not finite."""
+    dies_at: float = -1.0
+    """Dies before its n-th message or chunk, and 0.5 more: after it."""
 
 
 class Process:
@@ -94,6 +99,8 @@ class Process:
         self.incarnation = f"{name}/{len(world.processes)}"
         self.offset = world.random.uniform(-HOUR, HOUR)
         self.alive, self.finished, self.paused_until = True, False, 0.0
+        self.effects = 0
+        """Messages and chunks sent so far."""
         self.cursor = self.delivered = 0
         self.members = Members(self.plan.expiry)
         self.copies = self._first_copies()
@@ -197,6 +204,7 @@ class Process:
             checksum = self.copies.checksum(close.fragment, close.version)
             self.world.agree(("checksum", close.fragment, close.version), checksum)
         if isinstance(outcome.record, Part) and not outcome.void:
+            assert self.world.payloads.keys() >= {one.sequence for one in outcome.record.chunks}
             self.world.after(self.nature.download, partial(self.check, self.cursor), self)
         self.react()
 
@@ -208,9 +216,21 @@ class Process:
         self.checked[sequence] = "its hash differs" if corrupt else ""
         self.react()
 
+    def have_effect(self, action: Callable[[], object]) -> None:
+        """Do what others notice, unless this process dies before it."""
+        self.effects += 1
+        if self.effects == self.nature.dies_at:
+            self.kill()
+            return
+        action()
+        if self.effects + 0.5 == self.nature.dies_at:
+            self.kill()
+
     def transmit(self, record: Record) -> None:
         """Send a record to the server. Nobody ever learns whether it arrived."""
         world = self.world
+        if isinstance(record, Close):
+            assert self.checked.keys() >= set(record.parts), "its writer has read all parts"
         for _ in range(1 + (world.random.random() < self.plan.doubled)):
             if self.members.connected and world.random.random() >= self.plan.loss:
                 world.after(world.delay(), partial(world.append, record))
@@ -222,7 +242,7 @@ class Process:
         attempt = attempt_of(record)
         if self.now >= self.attempts.get(attempt, -HOUR * 2) + RETRY:
             self.attempts[attempt] = self.now
-            self.transmit(record)
+            self.have_effect(partial(self.transmit, record))
 
     def beat(self) -> None:
         if self.members.connected:
@@ -377,7 +397,9 @@ class Process:
             self.world.after(RETRY, partial(self.store, part, delta), self)
             return
         number = len(self.world.payloads) + 1
-        self.world.payloads[number] = delta
+        self.have_effect(partial(self.world.payloads.__setitem__, number, delta))
+        if not self.alive:
+            return
         if self.world.random.random() < self.nature.bad:
             self.world.corrupt.add(number)
         chunk = Chunk(number, 1, digest(repr(delta).encode()))

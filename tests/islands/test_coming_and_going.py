@@ -1,9 +1,12 @@
 """Islands that join, die, lag, leave and return, and what the log says of them."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,15 @@ from torch import Tensor
 
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
 from tests.islands.servers import need_server, running_server
+from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, leader, replay
+from torchtitan_diloco.islands import IslandFencedError, connection, leader, replay
+from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
+from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.records import Chunk
+from torchtitan_diloco.islands.replay import Replay
 from torchtitan_diloco.islands.session import SnapshotWanted
 
 need_server()
@@ -35,7 +42,7 @@ def at(step: int, action: Action) -> Action:
 def hold(step: int, condition: Callable[[], object]) -> Action:
     """Let an island wait in a step, so that a run does not end before something has happened."""
     return at(
-        step, lambda one: wait_until(lambda: one.died.is_set() or condition(), "the other", 150)
+        step, lambda one: wait_until(lambda: one.died.is_set() or condition(), "the other", 500)
     )
 
 
@@ -105,6 +112,44 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
         result = islands[2].finish()
         (survivor,) = set(islands[:2]) - set(dead)
         assert same(survivor.finish().shared, result.shared)
+
+
+STATES = [
+    (Connection, "receive_log"),
+    (Replay, "_wait_for_answer"),
+    (Replay, "_start_at"),  # the first of its copies is there
+    (Leader, "_attempt"),  # to take a slot
+    (Leader, "join"),
+    (Connection, "store"),  # of a part that nobody knows of
+]
+
+
+def _die_after(server: Join, owner: type, method: str) -> None:
+    """Join, and end without a word after this method has returned for the first time."""
+    original = getattr(owner, method)
+
+    def die(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, method, die)
+    connection.EXPIRY = 3.0
+    Island(server, "c", steps=100, slots=3, grace=0.2)._train()
+
+
+def test_a_joiner_may_die_at_any_time(processes: ProcessPool, server: Join) -> None:
+    islands = [Island(server, name, steps=100, slots=3, grace=0.2) for name in ("a", "b", "c")]
+    for island in islands[:2]:
+        island.step_seconds = 0.02
+        island.each_step = hold(20, lambda: islands[2].step)
+    with started(*islands[:2]):
+        islands[0].wait_for_step(20)
+        for owner, method in STATES:
+            processes.run(_die_after, 1, server, owner, method, dying={0})
+        islands[2].start()
+        results = [island.finish() for island in islands]
+    assert same(results[0].shared, results[1].shared)
+    assert same(results[0].shared, results[2].shared)
 
 
 def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
@@ -178,10 +223,10 @@ def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
     third = Island(server, "c", steps=100)
     fetch, delays = Connection.fetch, [5.0]
 
-    def slow(connection: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
-        if connection._name.startswith("b/") and third.is_alive() and delays:
+    def slow(one: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
+        if one._name.startswith("b/") and third.is_alive() and delays:
             time.sleep(delays.pop())
-        return fetch(connection, chunks, bulk)
+        return fetch(one, chunks, bulk)
 
     monkeypatch.setattr(Connection, "fetch", slow)
     with started(first, second):
@@ -311,3 +356,5 @@ def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
                 else:
                     with pytest.raises(ValueError, match="truncated or made anew"):
                         island.finish()
+                    with open_reader(found.join) as reader:
+                        assert reader.state.sequence == 0, "nothing was written"

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.islands.servers import Listener, free_port, need_server, running_server
 from tests.islands.test_log import Log
-from torchtitan_diloco.islands import status
+from torchtitan_diloco.islands import __main__ as status
 from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import Hint
@@ -178,7 +178,8 @@ def test_status_and_leave(
     assert (first["incarnation"], first["slot"], first["step"]) == ("a", 0, 5)
     assert first["tokens_per_second"] == 400
     assert (second["incarnation"], second["heard_seconds_ago"]) == ("b", None)
-    assert found["fragments"][0] == {"version": 1, "open": False, "waiting": 1}
+    round_ = {"fragment": 0, "version": 1, "open": False, "waiting": 1}
+    assert found["fragments"][0] == round_
     half = {"merged": 0, "lost": 0, "waiting": 0, "read_twice": 0}  # of two fragments, one has it
     assert found["slots"] == [
         {"slot": 0, "owner": "a", **half, "merged": 5},
