@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import State, checksums_before
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import (
     Chunk,
@@ -18,7 +18,6 @@ from torchtitan_diloco.islands.records import (
     Part,
     Record,
     Take,
-    VoidError,
     attempt_of,
     decode,
     digest,
@@ -36,7 +35,7 @@ HOUR = 3600.0
 
 @dataclass
 class Plan:
-    """State that all islands of a simulation share."""
+    """What all islands of a simulation share."""
 
     sync_every: int = 6
     fragments: int = 2
@@ -77,7 +76,7 @@ class Plan:
 
 @dataclass
 class Nature:
-    """State of one island."""
+    """What is special about one island."""
 
     step: float = 0.1
     jitter: float = 0.0
@@ -153,20 +152,9 @@ class Process:
         if not donors:
             fragments = range(self.plan.fragments)
             return Copies([Shared() for _ in fragments], [{} for _ in fragments])
-        donor = self.world.random.choice(donors)
-        records = []
-        for raw in self.world.log[: donor.cursor]:
-            try:
-                records.append(decode(raw))
-            except VoidError:
-                continue
-        snapshots, checksums = [], []
-        for fragment, shared in enumerate(donor.copies.shared):
-            snapshot = shared[self.world.random.choice(sorted(shared)[-3:])]
-            head = donor.heads[fragment].get(snapshot.version, "")
-            checksums.append(checksums_before(records, fragment, head))
-            snapshots.append(snapshot)
-        return Copies(snapshots, checksums)
+        donor, choose = self.world.random.choice(donors), self.world.random.choice
+        snapshots = [shared[choose(sorted(shared)[-3:])] for shared in donor.copies.shared]
+        return toy.begin_with(snapshots, donor.heads, self.world.log[: donor.cursor])
 
     def connect(self) -> None:
         self.copies = self._first_copies()

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.diloco.toy import Net, config, inner_step, parameters, sgd
+from tests.diloco.toy import Net, config, inner_step, sgd
+from tests.islands.servers import PATIENCE
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
@@ -51,7 +51,6 @@ class Island(threading.Thread):
     facts: dict[str, str] = field(default_factory=dict)
     saved: SavedState | None = None
     """State to resume from."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(name=self.name_, daemon=True)
@@ -62,13 +61,8 @@ class Island(threading.Thread):
         self.step = 0
         self.model = Net()
         self.optimizer = sgd(self.model)
-        settings = Islands(
-            str(self.join_string),
-            self.name_,
-            slots=self.slots,
-            begin=self.begin,
-            grace_seconds=self.grace,
-        )
+        size = {"slots": self.slots, "begin": self.begin}
+        settings = Islands(str(self.join_string), self.name_, grace_seconds=self.grace, **size)
         self.outer = IslandDiLoCo(
             self.model,
             settings,
@@ -76,7 +70,6 @@ class Island(threading.Thread):
             total_tokens=self.steps * self.begin * TOKENS,
             optimizer=self.optimizer,
             samples_per_step=2,
-            seed=self.seed,
             facts=self.facts,
         )
 
@@ -112,7 +105,7 @@ class Island(threading.Thread):
         shared = {name: value.clone() for name, value in outer.global_state_dict().items()}
         self.result = Result(outer, self.model, shared, self.step, outer.rounds())
 
-    def finish(self, seconds: float = 60.0) -> Result:
+    def finish(self, seconds: float = PATIENCE) -> Result:
         """Wait for the end of the island, and return its result or raise its error."""
         self.join(seconds)
         assert not self.is_alive(), f"{self.name} does not end"
@@ -124,14 +117,8 @@ class Island(threading.Thread):
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.step >= step or not self.is_alive(), f"step {step} of {self.name}")
 
-    def merged(self, fragment: int = 0) -> int:
-        """Return the newest version that this island has read."""
-        leader = self.outer._leader
-        assert leader is not None
-        return leader.state.fragments[fragment].version
 
-
-def wait_until(reached: Callable[[], object], what: str, seconds: float = 40.0) -> None:
+def wait_until(reached: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
     until = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < until, f"waited too long for {what}"
@@ -155,7 +142,4 @@ def started(*islands: Island) -> Iterator[None]:
             if island.outer._leader is not None:
                 island.outer._leader._closed.set()
         for island in islands:
-            island.join(20)
-
-
-__all__ = ["FP4", "Island", "Path", "Result", "parameters", "same", "started", "wait_until"]
+            island.join(PATIENCE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
-from tests.islands.servers import need_server, running_server
+from tests.islands.servers import PATIENCE, need_server, running_server
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandFencedError, connection, leader, replay
@@ -159,7 +159,7 @@ def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
     second.each_step = at(30, die)
     first.each_step = hold(40, lambda: again.step)
     with started(first, second):
-        second.join(60)
+        second.join(PATIENCE)
         taken = second.outer.seat.slot
         again.start()
         results = [first.finish(), again.finish()]
@@ -289,7 +289,7 @@ def test_an_island_leaves_without_a_connection(
             found.process.kill()
             island.wait_for_step(island.step + 5)
             island.stop.set()
-            island.finish(30)
+            island.finish()
 
 
 # --- the log is the run ---------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
 
     def save(island: Island) -> None:
         if island.step == 30:
-            saved.append(island.outer.start_state_dict().result(20))
+            saved.append(island.outer.start_state_dict().result(PATIENCE))
 
     def save_and_die(island: Island) -> None:
         save(island)
@@ -325,8 +325,8 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
     first = Island(server, "a", steps=STEPS, grace=0.2, each_step=save_and_die)
     second = Island(server, "b", steps=STEPS, grace=0.2, each_step=at(45, die))
     with started(first, second):
-        first.join(60)
-        second.join(60)
+        first.join(PATIENCE)
+        second.join(PATIENCE)
     versions = [copy.newest for copy in first.outer._copies.fragments]
     again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
     other = Island(server, "b", steps=STEPS, grace=0.2)
@@ -344,7 +344,7 @@ def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
 
     def save(island: Island) -> None:
         if island.step == 20:
-            saved.append(island.outer.start_state_dict().result(20))
+            saved.append(island.outer.start_state_dict().result(PATIENCE))
 
     for folder in ("one", "two"):
         with running_server(tmp_path / folder, run="same") as found:
