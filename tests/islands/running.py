@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.diloco.toy import Net, config, inner_step, sgd
-from tests.islands.servers import PATIENCE
+from tests.islands.servers import PATIENCE, wait_until
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
@@ -116,13 +116,6 @@ class Island(threading.Thread):
 
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.step >= step or not self.is_alive(), f"step {step} of {self.name}")
-
-
-def wait_until(reached: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    until = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < until, f"waited too long for {what}"
-        time.sleep(0.01)
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
-from tests.islands.servers import PATIENCE, need_server, running_server
+from tests.islands.running import FP4, TOKENS, Island, same, started
+from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandFencedError, connection, leader, replay

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
-from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
-from tests.islands.servers import need_server
+from tests.islands.running import FP4, TOKENS, Island, same, started
+from tests.islands.servers import need_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco import state_dict as saving

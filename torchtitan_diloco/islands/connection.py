@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import math
-import queue
 import random
 import threading
 import time
@@ -26,9 +25,6 @@ from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
     AnyMessage,
-    Connected,
-    Disconnected,
-    Event,
     Leave,
     LogRecord,
     LogSession,
@@ -36,7 +32,6 @@ from torchtitan_diloco.islands.session import (
     Session,
     Snapshot,
     SnapshotWanted,
-    Wake,
     ask_subject,
     check_installed,
     stream_of,
@@ -83,11 +78,10 @@ class CorruptError(ValueError):
 
 
 class Connection:
-    """What an island sends and hears. `receive` handles all that has come in, in order."""
+    """What an island sends, and all that it has heard."""
 
     def __init__(self, join: Join, name: str) -> None:
         """`name`: this incarnation."""
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.members = Members(EXPIRY)
         """The other islands, as far as one has heard of them."""
         self.records: deque[LogRecord] = deque()
@@ -101,10 +95,11 @@ class Connection:
         self.problem = ""
         """Why there is no connection."""
         self._away_since = math.inf
+        self._news = threading.Event()
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._delivered = 0
-        """Last record in `events`."""
+        """Last record that has come in."""
         self._first = Future[None]()
         self._background = set[asyncio.Task[None]]()
         self._log: LogSession | None = None
@@ -193,17 +188,15 @@ class Connection:
     # --- what has come in -------------------------------------------------------------------------
 
     def receive(self, seconds: float = TICK) -> None:
-        """Wait for an event, not longer than this, and handle all there are."""
+        """Wait until something has come in, not longer than this."""
         self.members.tick(time.monotonic())
-        with suppress(queue.Empty):
-            event = self.events.get(timeout=seconds)
-            while True:
-                self._handle(event)
-                event = self.events.get_nowait()
+        self._news.wait(seconds)
+        self._news.clear()
+        self.members.tick(time.monotonic())
 
     def wake(self) -> None:
         """End a wait in `receive`."""
-        self.events.put(Wake())
+        self._news.set()
 
     def receive_log(self, patience: float = math.inf) -> None:
         """Receive all records that the log had when the connection was made."""
@@ -217,28 +210,33 @@ class Connection:
         """Return for how long there has been no connection, at most 0 if there is one."""
         return time.monotonic() - self._away_since
 
-    def _handle(self, event: Event) -> None:
-        now = time.monotonic()
-        match event:
-            case LogRecord():
-                self.records.append(event)
-                self.received = event.sequence
-            case Hint():
-                self.members.hear(event, now)
-            case Leave():
-                logger.info("this island was asked to leave the run")
-                self.leaving = True
-            case Connected(last):
-                if self.problem:
-                    logger.info("the server of the islands is there again")
-                self.last, self.problem, self._away_since = last, "", math.inf
-                self.members.connect(now)
-            case Disconnected(reason):
-                self.problem, self._away_since = reason, min(self._away_since, now)
-                self.members.connected = False
-                logger.warning(f"no connection to the server of the islands: {reason}")
-            case SnapshotWanted() | Snapshot():
-                self.messages.append(event)
+    def connected(self, last: int) -> None:
+        if self.problem:
+            logger.info("the server of the islands is there again")
+        self.problem, self._away_since = "", math.inf
+        self.members.connect(time.monotonic())
+        self.last = last
+
+    def _disconnected(self, reason: str) -> None:
+        self._away_since = min(self._away_since, time.monotonic())
+        self.members.connected, self.problem = False, reason
+        logger.warning(f"no connection to the server of the islands: {reason}")
+        self.wake()
+
+    def hear_record(self, record: LogRecord) -> None:
+        self.records.append(record)
+        self.received = record.sequence
+        self.wake()
+
+    def hear(self, message: Hint | AnyMessage) -> None:
+        if isinstance(message, Hint):
+            self.members.hear(message, time.monotonic())
+        elif isinstance(message, Leave):
+            logger.info("this island was asked to leave the run")
+            self.leaving = True
+        else:
+            self.messages.append(message)
+            self.wake()
 
     # --- in the thread: the log -------------------------------------------------------------------
 
@@ -256,7 +254,7 @@ class Connection:
             if self._closed:  # nats-py ignores some cancellations
                 return
             log, bulk = (
-                LogSession(LOG_PATIENCE, self.events, self._delivered),
+                LogSession(LOG_PATIENCE, self, self._delivered),
                 Session(BULK_PATIENCE),
             )
             try:
@@ -287,7 +285,7 @@ class Connection:
                 if first:
                     logger.warning(f"waiting for the server of the islands: {reason}")
                 else:
-                    self.events.put(Disconnected(reason))
+                    self._disconnected(reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 

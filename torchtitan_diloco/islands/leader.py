@@ -261,7 +261,7 @@ class Leader(Replay):
             self._notice(self._read(records.popleft()))
         while self._connection.messages:
             message = self._connection.messages.popleft()
-            if isinstance(message, SnapshotWanted) and message.fragment < len(self.checksums):
+            if isinstance(message, SnapshotWanted) and message.fragment < len(self.state.fragments):
                 self._give_snapshot(message)
         while not self._copies.saves.empty():
             self._copies.run(self._copies.save)
@@ -272,7 +272,8 @@ class Leader(Replay):
     def _beat(self) -> None:
         """Tell the others of this island, in a thread of its own: the other one may be busy."""
         while not self._closed.wait(BEAT):
-            island, caught_up = self.island, self.state.sequence >= self._connection.last
+            island = self.island
+            caught_up = 0 <= self._connection.last <= self.state.sequence
             hint = Hint(self.incarnation, 0, 0, 0.0, caught_up=caught_up)
             if island is not None:
                 numbers = island.step, island.tokens, island.step_seconds

@@ -3,19 +3,17 @@
 import asyncio
 import logging
 import math
-import queue
 import ssl
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import Chunk, digest
+from torchtitan_diloco.islands.records import Chunk, Count, digest
 from torchtitan_diloco.utils import install_command
 
 if TYPE_CHECKING:
@@ -33,27 +31,9 @@ HEARTBEAT, SILENT_POLLS = 0.5, 30
 """Seconds after which the server says that there is no new record, and looks without one."""
 
 
-@dataclass(frozen=True)
-class LogRecord:
+class LogRecord(NamedTuple):
     sequence: int
     raw: bytes
-
-
-@dataclass(frozen=True)
-class Connected:
-    last: int
-    """Sequence number of the last record in the log at this moment."""
-
-
-@dataclass(frozen=True)
-class Disconnected:
-    """There is no connection. It comes once more if a new attempt fails for another reason."""
-
-    reason: str
-
-
-class Wake(msgspec.Struct, frozen=True):
-    """Something else has happened in this process."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,12 +47,12 @@ class Leave(Message, frozen=True):
 
 
 class SnapshotWanted(Message, frozen=True):
-    fragment: int
+    fragment: Count
 
 
 class Snapshot(Message, frozen=True):
-    fragment: int
-    version: int
+    fragment: Count
+    version: Count
     head: str
     """Hash of the entry that made the version."""
     rounds: int
@@ -80,7 +60,15 @@ class Snapshot(Message, frozen=True):
 
 
 AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
-Event: TypeAlias = LogRecord | Hint | AnyMessage | Connected | Disconnected | Wake
+
+
+class Ears(Protocol):
+    """What takes all that comes in over a connection. It is called in the connection's thread."""
+
+    def hear_record(self, record: LogRecord) -> None: ...
+    def hear(self, message: Hint | AnyMessage) -> None: ...
+    def connected(self, last: int) -> None:
+        """`last`: sequence number of the last record in the log at this moment."""
 
 
 class RefusedError(ValueError):
@@ -207,12 +195,12 @@ class Session:
 
 
 class LogSession(Session):
-    """Puts all that it hears into a queue: records of the log in order, without gaps."""
+    """Tells all that it hears: records of the log in order, without gaps."""
 
-    def __init__(self, patience: float, events: "queue.SimpleQueue[Event]", delivered: int) -> None:
-        """`delivered`: last record that the queue has had."""
+    def __init__(self, patience: float, ears: Ears, delivered: int) -> None:
+        """`delivered`: last record that the ears have had."""
         super().__init__(patience)
-        self._events, self.delivered = events, delivered
+        self._ears, self.delivered = ears, delivered
         self._consumed = 0
 
     async def follow(self, run: str, name: str) -> None:
@@ -235,7 +223,7 @@ class LogSession(Session):
 
         client, stream = self.client, stream_of(run, "log")
         info = await self.jetstream.stream_info(stream)
-        self._events.put(Connected(info.state.last_seq))
+        self._ears.connected(info.state.last_seq)
         self._polls_left = SILENT_POLLS
         await client.subscribe(subject_of(run, "beat"), cb=partial(self._on_message, Hint))
         await client.subscribe(ask_subject(run, name), cb=partial(self._on_message, AnyMessage))
@@ -268,7 +256,7 @@ class LogSession(Session):
                 self.fail("a record was lost on the way")
                 return
             self.delivered = sequence.stream
-            self._events.put(LogRecord(sequence.stream, message.data))
+            self._ears.hear_record(LogRecord(sequence.stream, message.data))
         elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
             await self.client.publish(go_on)
         elif headers.get("Status") != "100":
@@ -276,7 +264,7 @@ class LogSession(Session):
 
     async def _on_message(self, kind: Any, message: "Msg") -> None:
         with suppress(msgspec.DecodeError):  # garbage
-            self._events.put(msgspec.msgpack.decode(message.data, type=kind))
+            self._ears.hear(msgspec.msgpack.decode(message.data, type=kind))
 
 
 def _explain(error: Exception, address: str) -> Exception:
