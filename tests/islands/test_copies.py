@@ -114,7 +114,7 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
-OPTIMIZERS = ["nesterov", "adam"]
+OPTIMIZERS = ["nesterov", "momentum"]
 FORMATS = ["fp32", "fp4_e3m0", "int8"]
 
 

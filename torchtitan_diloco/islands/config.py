@@ -50,8 +50,7 @@ def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mist
     refused = {
         "diloco.beginning.steps": diloco.beginning.steps > 0,
         "diloco.average_at_end": diloco.average_at_end,
-        "diloco.quantization.error_feedback": diloco.quantization.error_feedback,
-        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # needs feedback
+        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }

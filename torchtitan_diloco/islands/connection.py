@@ -98,8 +98,6 @@ class Connection:
         self._news = threading.Event()
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
-        self._delivered = 0
-        """Last record that has come in."""
         self._first = Future[None]()
         self._background = set[asyncio.Task[None]]()
         self._log: LogSession | None = None
@@ -119,7 +117,7 @@ class Connection:
         `known`. Later on, the connection is made again whenever it is lost.
         """
         check_installed()
-        self._delivered = after
+        self.received = after
         self._thread.start()
         self._submit(self._keep_connected(known))
         try:
@@ -253,15 +251,12 @@ class Connection:
         for address in itertools.cycle(addresses):
             if self._closed:  # nats-py ignores some cancellations
                 return
-            log, bulk = (
-                LogSession(LOG_PATIENCE, self, self._delivered),
-                Session(BULK_PATIENCE),
-            )
+            log, bulk = LogSession(LOG_PATIENCE, self), Session(BULK_PATIENCE)
             try:
                 await log.open(self._join, address, self._name)
                 await log.run(bulk.open(self._join, address, f"{self._name} bulk"))
                 self._log, self._bulk = log, bulk  # before the event that says so
-                await log.follow(self._join.run, self._name)
+                await log.follow(self._join.run, self._name, self.received)
                 self._is_there.set()
                 if not self._first.done():
                     self._first.set_result(None)
@@ -272,7 +267,7 @@ class Connection:
                 failure = error
             finally:
                 self._is_there.clear()
-                self._log, self._delivered = None, log.delivered
+                self._log = None
                 for session in (log, bulk):
                     session.fail("closed")
                     self._in_background(session.close())

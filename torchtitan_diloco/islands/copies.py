@@ -34,6 +34,7 @@ MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.th
 """Settings in which islands may differ."""
 
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
 Result = TypeVar("Result")
 
 
@@ -79,8 +80,8 @@ class Copies:
         ]
         self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
         """What `save` does on this rank, in order."""
-        self._content = torch.empty(0, dtype=torch.uint8)
-        """What the first rank gives with a call."""
+        self._content = NOTHING
+        """What the first rank gives with the call that is under way."""
         self._stopped = False
         self._decoder = build_codec(config.quantization)
 
@@ -88,23 +89,25 @@ class Copies:
         self, method: Callable[..., Result], *arguments: Any, content: Tensor | None = None
     ) -> Result:
         """Call a method on all ranks, and return its result here. Only the first rank does this."""
-        self._content = torch.empty(0, dtype=torch.uint8) if content is None else content
-        call = Call(method.__name__, list(arguments), self._content.numel())
-        share(call, Call, self.ranks.copies)
-        self._share_content()
-        return method(*arguments)
+        content = NOTHING if content is None else content
+        call = Call(method.__name__, list(arguments), content.numel())
+        result: Result = self._call(share(call, Call, self.ranks.copies), content)
+        return result
 
     def follow(self) -> None:
         """Call what the first rank calls, until `stop`."""
         while not self._stopped:
             call: Call = share(None, Call, self.ranks.copies)
-            self._content = torch.empty(call.size, dtype=torch.uint8)
-            self._share_content()
-            getattr(self, call.method)(*call.arguments)
+            self._call(call, torch.empty(call.size, dtype=torch.uint8))
 
-    def _share_content(self) -> None:
-        if self.ranks.copies is not None and self._content.numel():
-            dist.broadcast(self._content, group_src=0, group=self.ranks.copies)
+    def _call(self, call: Call, content: Tensor) -> Any:
+        if self.ranks.copies is not None and content.numel():
+            dist.broadcast(content, group_src=0, group=self.ranks.copies)
+        self._content = content
+        try:
+            return getattr(self, call.method)(*call.arguments)
+        finally:
+            self._content = NOTHING
 
     def stop(self) -> None:
         self._stopped = True

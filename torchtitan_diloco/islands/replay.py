@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
-from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.copies import NOTHING, Copies
 from torchtitan_diloco.islands.log import Outcome, State, checksums_before
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
@@ -41,7 +41,6 @@ SNAPSHOT_SECONDS = 3600.0
 not waited for."""
 HEAR_SECONDS = 3.0
 """Seconds in which every island that is alive has sent a heartbeat."""
-NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass

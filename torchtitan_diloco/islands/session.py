@@ -197,18 +197,20 @@ class Session:
 class LogSession(Session):
     """Tells all that it hears: records of the log in order, without gaps."""
 
-    def __init__(self, patience: float, ears: Ears, delivered: int) -> None:
-        """`delivered`: last record that the ears have had."""
+    def __init__(self, patience: float, ears: Ears) -> None:
         super().__init__(patience)
-        self._ears, self.delivered = ears, delivered
+        self._ears = ears
         self._consumed = 0
 
-    async def follow(self, run: str, name: str) -> None:
-        """Let the server send the log and messages. Raises RefusedError if it has no such run."""
+    async def follow(self, run: str, name: str, after: int) -> None:
+        """Let the server send the log behind a record, and messages.
+
+        Raises RefusedError if it has no such run.
+        """
         from nats.js.errors import NotFoundError
 
         try:
-            await self.run(self._subscribe(run, name), SETUP_SECONDS)
+            await self.run(self._subscribe(run, name, after), SETUP_SECONDS)
         except (NotFoundError, ConnectionError) as error:
             denied = "permissions violation" in str(error).lower()
             if denied or isinstance(error, NotFoundError):
@@ -218,7 +220,7 @@ class LogSession(Session):
                 ) from error
             raise
 
-    async def _subscribe(self, run: str, name: str) -> None:
+    async def _subscribe(self, run: str, name: str, after: int) -> None:
         from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
         client, stream = self.client, stream_of(run, "log")
@@ -235,7 +237,7 @@ class LogSession(Session):
             ConsumerConfig(
                 deliver_subject=inbox,
                 deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                opt_start_seq=self.delivered + 1,
+                opt_start_seq=after + 1,
                 ack_policy=AckPolicy.NONE,
                 flow_control=True,
                 idle_heartbeat=HEARTBEAT,
@@ -255,7 +257,6 @@ class LogSession(Session):
             if sequence.consumer != self._consumed:
                 self.fail("a record was lost on the way")
                 return
-            self.delivered = sequence.stream
             self._ears.hear_record(LogRecord(sequence.stream, message.data))
         elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
             await self.client.publish(go_on)
