@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.islands.servers import PATIENCE
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server import local_server
 
@@ -13,6 +14,12 @@ from torchtitan_diloco.islands.server import local_server
 def server(tmp_path: Path) -> Iterator[Join]:
     with local_server(tmp_path / "server") as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a first connection take as long as it does on a busy machine."""
+    monkeypatch.setattr("torchtitan_diloco.islands.connection.FIRST_CONNECTION_SECONDS", PATIENCE)
 
 
 @pytest.fixture

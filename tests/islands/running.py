@@ -124,11 +124,14 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @contextmanager
 def started(*islands: Island) -> Iterator[None]:
-    """Start islands, and end those that are left."""
+    """Start islands, and end those that are left. What has failed is printed."""
     for island in islands:
         island.start()
     try:
         yield
+    except BaseException:
+        print([f"{island.name}, step {island.step}: {island.failure!r}" for island in islands])
+        raise
     finally:
         for island in islands:
             island.died.set()

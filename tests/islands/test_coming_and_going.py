@@ -133,7 +133,7 @@ def _die_after(server: Join, owner: type, method: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, method, die)
-    connection.EXPIRY = 3.0
+    connection.EXPIRY, connection.FIRST_CONNECTION_SECONDS = 3.0, PATIENCE
     Island(server, "c", steps=100, slots=3, grace=0.2)._train()
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started
-from tests.islands.servers import need_server, wait_until
+from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Outcome
@@ -78,6 +78,7 @@ def _ranks(
     server: Join, name: str, chosen: DiLoCoConfig, steps: int, dies_in: int = 0
 ) -> dict[str, Tensor]:
     """Train an island whose ranks share the model; one is slow, and dies in an upload, if told."""
+    connection.FIRST_CONNECTION_SECONDS = PATIENCE
     world = join(1, int(os.environ["WORLD_SIZE"]))
     model = sharded(world)
     optimizer = sgd(model)

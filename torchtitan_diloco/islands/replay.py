@@ -153,7 +153,7 @@ class Replay:
 
     def _unread(self) -> list[AnyRecord]:
         found = list[AnyRecord]()
-        for record in self._connection.records:
+        for record in self._connection.records.copy():  # others may come in meanwhile
             with suppress(VoidError):
                 found.append(decode(record.raw))
         return found

@@ -36,6 +36,7 @@ ISLAND_MAY = {
 SNAPSHOT_SECONDS = 6 * 3600
 """Snapshots are made on request. Later ones replace them."""
 LOCAL_GB = 1
+PORTS_TRIED = 3
 MAKE_SECONDS = 10.0
 
 
@@ -310,10 +311,17 @@ def _message(line: str) -> str:
 @contextmanager
 def local_server(folder: Path) -> Iterator[Join]:
     """Run a server for islands on this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    server = open_folder(folder, host="127.0.0.1", port=port, address="127.0.0.1", keep_gb=LOCAL_GB)
-    server.start()
+    host = "127.0.0.1"
+    for attempt in range(1, PORTS_TRIED + 1):
+        with socket.create_server((host, 0)) as found:
+            port = found.getsockname()[1]
+        server = open_folder(folder, host=host, port=port, address=host, keep_gb=LOCAL_GB)
+        try:
+            server.start()
+            break
+        except ValueError as error:  # another process may have taken the port by now
+            if "address already in use" not in str(error).lower() or attempt == PORTS_TRIED:
+                raise
     try:
         yield server.join
     finally:
