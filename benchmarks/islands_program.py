@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, Overlap, Quantization
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.__main__ import open_reader
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Entry, Outcome, State
-from torchtitan_diloco.islands.status import open_reader
 
 TOKENS, SAMPLES = 4, 2
 """Weight of a step, and samples of the slot that it reads."""

@@ -43,8 +43,8 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.islands import IslandDiLoCo, Islands, leader
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection, leader
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
@@ -294,7 +294,7 @@ def main() -> None:
     options = parser.parse_args()
     names = core.parse_names(parser, "--cases", options.cases, list(CASES))
     sys.setswitchinterval(0.0005)  # islands of a process take turns
-    leader.EXPIRY, leader.BEAT = EXPIRY_SECONDS, BEAT_SECONDS
+    connection.EXPIRY, leader.BEAT = EXPIRY_SECONDS, BEAT_SECONDS
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.touch()
     results = read_results(options.out, options.tokens)

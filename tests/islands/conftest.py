@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_diloco.islands.join import Join
+from tests.islands.servers import PATIENCE
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server import local_server
 
 
@@ -15,7 +16,13 @@ def server(tmp_path: Path) -> Iterator[Join]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a first connection take as long as it does on a busy machine."""
+    monkeypatch.setattr("torchtitan_diloco.islands.connection.FIRST_CONNECTION_SECONDS", PATIENCE)
+
+
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an island count as gone soon."""
-    monkeypatch.setattr("torchtitan_diloco.islands.leader.EXPIRY", 3.0)
+    monkeypatch.setattr("torchtitan_diloco.islands.connection.EXPIRY", 3.0)

@@ -1,5 +1,6 @@
 """An island of a simulation, and what is drawn or chosen for it."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -8,15 +9,15 @@ from typing import TYPE_CHECKING
 from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import State, checksums_before
+from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import (
     Chunk,
+    Close,
     Facts,
     Part,
     Record,
     Take,
-    VoidError,
     attempt_of,
     decode,
     digest,
@@ -34,7 +35,7 @@ HOUR = 3600.0
 
 @dataclass
 class Plan:
-    """State that all islands of a simulation share."""
+    """What all islands of a simulation share."""
 
     sync_every: int = 6
     fragments: int = 2
@@ -45,6 +46,7 @@ class Plan:
     """Steps of all islands together, if there were `begin` of them in lockstep."""
     slots: int = 3
     begin: int = 3
+    quorum: int = 1
     floor: float = 0.3
     expiry: float = 2.0
     loss: float = 0.0
@@ -58,7 +60,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.schedule, floor=self.floor)
+        return Timing(self.schedule, self.quorum, self.floor)
 
     @property
     def facts(self) -> Facts:
@@ -74,7 +76,7 @@ class Plan:
 
 @dataclass
 class Nature:
-    """State of one island."""
+    """What is special about one island."""
 
     step: float = 0.1
     jitter: float = 0.0
@@ -84,6 +86,8 @@ class Nature:
     """Probability that a part is corrupt."""
     not_finite_at: int = -1
     """Step after which the parameters are not finite."""
+    dies_at: float = -1.0
+    """Dies before its n-th message or chunk, and 0.5 more: after it."""
 
 
 class Process:
@@ -94,6 +98,8 @@ class Process:
         self.incarnation = f"{name}/{len(world.processes)}"
         self.offset = world.random.uniform(-HOUR, HOUR)
         self.alive, self.finished, self.paused_until = True, False, 0.0
+        self.effects = 0
+        """Messages and chunks sent so far."""
         self.cursor = self.delivered = 0
         self.members = Members(self.plan.expiry)
         self.copies = self._first_copies()
@@ -146,20 +152,9 @@ class Process:
         if not donors:
             fragments = range(self.plan.fragments)
             return Copies([Shared() for _ in fragments], [{} for _ in fragments])
-        donor = self.world.random.choice(donors)
-        records = []
-        for raw in self.world.log[: donor.cursor]:
-            try:
-                records.append(decode(raw))
-            except VoidError:
-                continue
-        snapshots, checksums = [], []
-        for fragment, shared in enumerate(donor.copies.shared):
-            snapshot = shared[self.world.random.choice(sorted(shared)[-3:])]
-            head = donor.heads[fragment].get(snapshot.version, "")
-            checksums.append(checksums_before(records, fragment, head))
-            snapshots.append(snapshot)
-        return Copies(snapshots, checksums)
+        donor, choose = self.world.random.choice(donors), self.world.random.choice
+        snapshots = [shared[choose(sorted(shared)[-3:])] for shared in donor.copies.shared]
+        return toy.begin_with(snapshots, donor.heads, self.world.log[: donor.cursor])
 
     def connect(self) -> None:
         self.copies = self._first_copies()
@@ -197,6 +192,7 @@ class Process:
             checksum = self.copies.checksum(close.fragment, close.version)
             self.world.agree(("checksum", close.fragment, close.version), checksum)
         if isinstance(outcome.record, Part) and not outcome.void:
+            assert self.world.payloads.keys() >= {one.sequence for one in outcome.record.chunks}
             self.world.after(self.nature.download, partial(self.check, self.cursor), self)
         self.react()
 
@@ -208,9 +204,21 @@ class Process:
         self.checked[sequence] = "its hash differs" if corrupt else ""
         self.react()
 
+    def have_effect(self, action: Callable[[], object]) -> None:
+        """Do what others notice, unless this process dies before it."""
+        self.effects += 1
+        if self.effects == self.nature.dies_at:
+            self.kill()
+            return
+        action()
+        if self.effects + 0.5 == self.nature.dies_at:
+            self.kill()
+
     def transmit(self, record: Record) -> None:
         """Send a record to the server. Nobody ever learns whether it arrived."""
         world = self.world
+        if isinstance(record, Close):
+            assert self.checked.keys() >= set(record.parts), "its writer has read all parts"
         for _ in range(1 + (world.random.random() < self.plan.doubled)):
             if self.members.connected and world.random.random() >= self.plan.loss:
                 world.after(world.delay(), partial(world.append, record))
@@ -222,7 +230,7 @@ class Process:
         attempt = attempt_of(record)
         if self.now >= self.attempts.get(attempt, -HOUR * 2) + RETRY:
             self.attempts[attempt] = self.now
-            self.transmit(record)
+            self.have_effect(partial(self.transmit, record))
 
     def beat(self) -> None:
         if self.members.connected:
@@ -377,7 +385,9 @@ class Process:
             self.world.after(RETRY, partial(self.store, part, delta), self)
             return
         number = len(self.world.payloads) + 1
-        self.world.payloads[number] = delta
+        self.have_effect(partial(self.world.payloads.__setitem__, number, delta))
+        if not self.alive:
+            return
         if self.world.random.random() < self.nature.bad:
             self.world.corrupt.add(number)
         chunk = Chunk(number, 1, digest(repr(delta).encode()))

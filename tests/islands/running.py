@@ -5,18 +5,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.diloco.toy import Net, config, inner_step, parameters, sgd
+from tests.diloco.toy import Net, config, inner_step, sgd
+from tests.islands.servers import PATIENCE, wait_until
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError
-from torchtitan_diloco.islands.join import Join
 
 TOKENS = 4
 """Weight of a step."""
@@ -61,13 +61,8 @@ class Island(threading.Thread):
         self.step = 0
         self.model = Net()
         self.optimizer = sgd(self.model)
-        settings = Islands(
-            str(self.join_string),
-            self.name_,
-            slots=self.slots,
-            begin=self.begin,
-            grace_seconds=self.grace,
-        )
+        size = {"slots": self.slots, "begin": self.begin}
+        settings = Islands(str(self.join_string), self.name_, grace_seconds=self.grace, **size)
         self.outer = IslandDiLoCo(
             self.model,
             settings,
@@ -110,7 +105,7 @@ class Island(threading.Thread):
         shared = {name: value.clone() for name, value in outer.global_state_dict().items()}
         self.result = Result(outer, self.model, shared, self.step, outer.rounds())
 
-    def finish(self, seconds: float = 60.0) -> Result:
+    def finish(self, seconds: float = PATIENCE) -> Result:
         """Wait for the end of the island, and return its result or raise its error."""
         self.join(seconds)
         assert not self.is_alive(), f"{self.name} does not end"
@@ -122,19 +117,6 @@ class Island(threading.Thread):
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.step >= step or not self.is_alive(), f"step {step} of {self.name}")
 
-    def merged(self, fragment: int = 0) -> int:
-        """Return the newest version that this island has read."""
-        leader = self.outer._leader
-        assert leader is not None
-        return leader.state.fragments[fragment].version
-
-
-def wait_until(reached: Callable[[], object], what: str, seconds: float = 40.0) -> None:
-    until = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < until, f"waited too long for {what}"
-        time.sleep(0.01)
-
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
@@ -142,18 +124,18 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @contextmanager
 def started(*islands: Island) -> Iterator[None]:
-    """Start islands, and end those that are left."""
+    """Start islands, and end those that are left. What has failed is printed."""
     for island in islands:
         island.start()
     try:
         yield
+    except BaseException:
+        print([f"{island.name}, step {island.step}: {island.failure!r}" for island in islands])
+        raise
     finally:
         for island in islands:
             island.died.set()
             if island.outer._leader is not None:
                 island.outer._leader._closed.set()
         for island in islands:
-            island.join(20)
-
-
-__all__ = ["FP4", "Island", "Path", "Result", "parameters", "same", "started", "wait_until"]
+            island.join(PATIENCE)

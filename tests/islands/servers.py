@@ -1,22 +1,19 @@
 """A nats-server for tests, and what a connection to it hears."""
 
-import queue
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.inbox import Connected, Event, LogRecord
-from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.server import Server, find_server, open_folder
+from torchtitan_diloco.islands.session import LogRecord
 
-E = TypeVar("E", bound=Event)
 PATIENCE = 150
 """Seconds after which a test hangs."""
 
@@ -50,13 +47,12 @@ def running_server(folder: Path, run: str = "test") -> Iterator[Server]:
 
 
 class Listener:
-    """A connection, and all that it has heard."""
+    """A connection that keeps all that it hears."""
 
     def __init__(self, join: Join, name: str, after: int = 0) -> None:
         self.join = join
         self.connection = Connection(join, name)
         self.connection.start(after)
-        self.heard: list[Event] = []
 
     def __enter__(self) -> "Listener":
         return self
@@ -64,33 +60,26 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.connection.close()
 
-    def wait(self, kind: type[E], matches: Callable[[E], bool] = lambda _: True) -> E:
-        """Return the next event of a kind."""
-        end = time.monotonic() + PATIENCE
-        while True:
-            try:
-                event = self.connection.events.get(timeout=end - time.monotonic())
-            except (queue.Empty, ValueError):
-                pytest.fail(f"nothing like {kind.__name__} after {self.heard[-9:]}")
-            self.heard.append(event)
-            if isinstance(event, kind) and matches(event):
-                return event
-
-    def hear_for(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            with suppress(queue.Empty):
-                self.heard.append(self.connection.events.get(timeout=left))
+    def wait_disconnected(self) -> None:
+        wait_until(lambda: self.connection.problem, "the end of the connection")
 
     def wait_connected(self) -> int:
-        return self.wait(Connected).last
+        """Return the number of records in the log at that moment."""
+        wait_until(lambda: self.connection.last >= 0 and not self.connection.problem, "the server")
+        return self.connection.last
 
     def read_to(self, sequence: int) -> list[LogRecord]:
         """Return all records heard so far, at least up to this one."""
-        if not any(record.sequence == sequence for record in self.records):
-            self.wait(LogRecord, lambda record: record.sequence >= sequence)
+        wait_until(lambda: self.connection.received >= sequence, f"record {sequence}")
         return self.records
 
     @property
     def records(self) -> list[LogRecord]:
-        return [event for event in self.heard if isinstance(event, LogRecord)]
+        return list(self.connection.records)
+
+
+def wait_until(reached: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    until = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < until, f"waited too long for {what}"
+        time.sleep(0.01)

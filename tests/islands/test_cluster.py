@@ -5,19 +5,20 @@ import re
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import PATIENCE, Listener, free_port, need_server
-from torchtitan_diloco.islands.inbox import Disconnected
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.server import find_server, make_streams
 from torchtitan_diloco.islands.session import Session
 
 need_server()
 
+T = TypeVar("T")
 DOCS = (REPOSITORY / "docs/islands.md").read_text()
 SERVERS = ("one", "two", "three")
 
@@ -56,33 +57,34 @@ def cluster(folder: Path) -> Iterator[tuple[Join, dict[str, "subprocess.Popen[by
             process.wait()
 
 
-def wait_until_ready(folder: Path) -> None:
+def repeat(action: Callable[[], T]) -> T:
+    """Repeat what fails: on a busy machine, servers may take long to agree on anything."""
     end = time.monotonic() + PATIENCE
-    for name in SERVERS:
-        path = folder / f"{name}.log"
-        while not (
-            path.exists()
-            and re.search("is new JetStream.*leader|new metadata leader", path.read_text())
-        ):
-            assert time.monotonic() < end, path.read_text()
-            time.sleep(0.05)
+    while True:
+        try:
+            return action()
+        except Exception:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.1)
 
 
 async def find_leader(admin: Join) -> str:
-    session = Session(3.0)
-    await session.open(admin, admin.addresses[0], "test")
-    info = await session.jetstream.stream_info("islands-test-log")
-    await session.close()
-    assert info.cluster is not None
-    assert info.cluster.leader is not None
+    session = Session(PATIENCE)
+    try:
+        await session.open(admin, admin.addresses[0], "test")
+        info = await session.run(session.jetstream.stream_info("islands-test-log"), 10.0)
+    finally:
+        await session.close()
+    if info.cluster is None or info.cluster.leader is None:
+        raise ValueError("the stream has no leader yet")
     return info.cluster.leader
 
 
 def test_one_of_three_servers_is_killed(tmp_path: Path) -> None:
     with cluster(tmp_path) as (admin, processes):
-        wait_until_ready(tmp_path)
-        asyncio.run(make_streams(admin, keep_gb=0.1, replicas=3))
-        leader = asyncio.run(find_leader(admin))
+        repeat(lambda: asyncio.run(make_streams(admin, keep_gb=0.1, replicas=3)))
+        leader = repeat(lambda: asyncio.run(find_leader(admin)))
         join = Join(admin.addresses, "test", "island", "PASSWORD", certificate=admin.certificate)
         with Listener(join, "a/1") as first, Listener(join, "b/1") as second:
             first.connection.append(b"before")
@@ -103,8 +105,6 @@ def _append_until_heard(writer: Listener, reader: Listener) -> None:
     """Append again and again: there is no leader for a moment, and what is appended is lost."""
     end = time.monotonic() + PATIENCE
     while not any(record.raw == b"after" for record in reader.records):
-        assert time.monotonic() < end, [
-            event for event in reader.heard if isinstance(event, Disconnected)
-        ]
+        assert time.monotonic() < end, reader.connection.problem
         writer.connection.append(b"after")
-        reader.hear_for(0.2)
+        time.sleep(0.2)

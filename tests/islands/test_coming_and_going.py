@@ -1,21 +1,29 @@
 """Islands that join, die, lag, leave and return, and what the log says of them."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
-from tests.islands.servers import need_server, running_server
+from tests.islands.running import FP4, TOKENS, Island, same, started
+from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
+from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, joining, leader
+from torchtitan_diloco.islands import IslandFencedError, connection, leader, replay
+from torchtitan_diloco.islands.__main__ import open_reader
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.leader import Leader
 from torchtitan_diloco.islands.records import Chunk
+from torchtitan_diloco.islands.replay import Replay
+from torchtitan_diloco.islands.session import SnapshotWanted
 
 need_server()
 
@@ -34,7 +42,7 @@ def at(step: int, action: Action) -> Action:
 def hold(step: int, condition: Callable[[], object]) -> Action:
     """Let an island wait in a step, so that a run does not end before something has happened."""
     return at(
-        step, lambda one: wait_until(lambda: one.died.is_set() or condition(), "the other", 150)
+        step, lambda one: wait_until(lambda: one.died.is_set() or condition(), "the other", 500)
     )
 
 
@@ -75,23 +83,23 @@ def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None
 def test_a_joiner_asks_another_island_when_its_donor_dies(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "SNAPSHOT_SECONDS", 3600.0)
+    monkeypatch.setattr(replay, "SNAPSHOT_SECONDS", 3600.0)
     islands = [Island(server, name, steps=80, slots=3, grace=0.2) for name in ("a", "b", "c")]
     dead: list[Island] = []
 
     def die_first(island: Island) -> None:
         found = island.outer._leader
         assert found is not None
-        answer = found._answer
+        give = found._give_snapshot
 
-        def die_or_answer(sender: str, message: object) -> None:
+        def die_or_give(wanted: SnapshotWanted) -> None:
             if not dead:
                 dead.append(island)
                 island.died.set()
             elif island not in dead:
-                answer(sender, message)
+                give(wanted)
 
-        monkeypatch.setattr(found, "_answer", die_or_answer)
+        monkeypatch.setattr(found, "_give_snapshot", die_or_give)
 
     for island in islands:
         island.step_seconds = 0.02
@@ -106,6 +114,44 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
         assert same(survivor.finish().shared, result.shared)
 
 
+STATES = [
+    (Connection, "receive_log"),
+    (Replay, "_wait_for_answer"),
+    (Replay, "_start_at"),  # the first of its copies is there
+    (Leader, "_attempt"),  # to take a slot
+    (Leader, "join"),
+    (Connection, "store"),  # of a part that nobody knows of
+]
+
+
+def _die_after(server: Join, owner: type, method: str) -> None:
+    """Join, and end without a word after this method has returned for the first time."""
+    original = getattr(owner, method)
+
+    def die(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, method, die)
+    connection.EXPIRY, connection.FIRST_CONNECTION_SECONDS = 3.0, PATIENCE
+    Island(server, "c", steps=100, slots=3, grace=0.2)._train()
+
+
+def test_a_joiner_may_die_at_any_time(processes: ProcessPool, server: Join) -> None:
+    islands = [Island(server, name, steps=100, slots=3, grace=0.2) for name in ("a", "b", "c")]
+    for island in islands[:2]:
+        island.step_seconds = 0.02
+        island.each_step = hold(20, lambda: islands[2].step)
+    with started(*islands[:2]):
+        islands[0].wait_for_step(20)
+        for owner, method in STATES:
+            processes.run(_die_after, 1, server, owner, method, dying={0})
+        islands[2].start()
+        results = [island.finish() for island in islands]
+    assert same(results[0].shared, results[1].shared)
+    assert same(results[0].shared, results[2].shared)
+
+
 def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
     first, second, again = (
         Island(server, name, steps=80, grace=0.2, step_seconds=0.02) for name in "abb"
@@ -113,7 +159,7 @@ def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
     second.each_step = at(30, die)
     first.each_step = hold(40, lambda: again.step)
     with started(first, second):
-        second.join(60)
+        second.join(PATIENCE)
         taken = second.outer.seat.slot
         again.start()
         results = [first.finish(), again.finish()]
@@ -177,10 +223,10 @@ def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
     third = Island(server, "c", steps=100)
     fetch, delays = Connection.fetch, [5.0]
 
-    def slow(connection: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
-        if connection._name.startswith("b/") and third.is_alive() and delays:
+    def slow(one: Connection, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
+        if one._name.startswith("b/") and third.is_alive() and delays:
             time.sleep(delays.pop())
-        return fetch(connection, chunks, bulk)
+        return fetch(one, chunks, bulk)
 
     monkeypatch.setattr(Connection, "fetch", slow)
     with started(first, second):
@@ -228,7 +274,7 @@ def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:
             held = [len(copy.versions) for copy in spare.outer._copies.fragments]
             assert max(held) <= 2
             assert spare.outer._leader is not None
-            assert len(spare.outer._leader._parts._fetched) <= 10
+            assert len(spare.outer._leader._fetched) <= 10
 
 
 def test_an_island_leaves_without_a_connection(
@@ -243,7 +289,7 @@ def test_an_island_leaves_without_a_connection(
             found.process.kill()
             island.wait_for_step(island.step + 5)
             island.stop.set()
-            island.finish(30)
+            island.finish()
 
 
 # --- the log is the run ---------------------------------------------------------------------------
@@ -270,7 +316,7 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
 
     def save(island: Island) -> None:
         if island.step == 30:
-            saved.append(island.outer.start_state_dict().result(20))
+            saved.append(island.outer.start_state_dict().result(PATIENCE))
 
     def save_and_die(island: Island) -> None:
         save(island)
@@ -279,8 +325,8 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
     first = Island(server, "a", steps=STEPS, grace=0.2, each_step=save_and_die)
     second = Island(server, "b", steps=STEPS, grace=0.2, each_step=at(45, die))
     with started(first, second):
-        first.join(60)
-        second.join(60)
+        first.join(PATIENCE)
+        second.join(PATIENCE)
     versions = [copy.newest for copy in first.outer._copies.fragments]
     again = Island(server, "a", steps=STEPS, grace=0.2, saved=saved[0])
     other = Island(server, "b", steps=STEPS, grace=0.2)
@@ -298,7 +344,7 @@ def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
 
     def save(island: Island) -> None:
         if island.step == 20:
-            saved.append(island.outer.start_state_dict().result(20))
+            saved.append(island.outer.start_state_dict().result(PATIENCE))
 
     for folder in ("one", "two"):
         with running_server(tmp_path / folder, run="same") as found:
@@ -310,3 +356,5 @@ def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
                 else:
                     with pytest.raises(ValueError, match="truncated or made anew"):
                         island.finish()
+                    with open_reader(found.join) as reader:
+                        assert reader.state.sequence == 0, "nothing was written"

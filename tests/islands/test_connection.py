@@ -15,14 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.islands.running import wait_until
-from tests.islands.servers import PATIENCE, Listener, free_port, need_server, running_server
+from tests.islands.servers import (
+    PATIENCE,
+    Listener,
+    free_port,
+    need_server,
+    running_server,
+    wait_until,
+)
 from torchtitan_diloco.islands import connection as module
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
-from torchtitan_diloco.islands.inbox import Asked, Disconnected, LogRecord
-from torchtitan_diloco.islands.join import Join
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.server import Server, make_streams
+from torchtitan_diloco.islands.session import Leave, LogRecord, SnapshotWanted
 
 need_server()
 
@@ -92,15 +98,18 @@ def test_beats_and_questions_reach_the_others(
     run_as(foreign, "publish_async", "islands.test.beat", b"garbage")
     hint = Hint("a/1", step=3, tokens=4, step_seconds=0.5, caught_up=True)
     first.connection.beat(hint)
-    assert second.wait(Hint) == hint
-    first.connection.ask("b.*/>2", b"one\ntwo")
-    first.connection.ask("a/1", b"not for the second")
-    first.connection.ask("b.*/>2", b"three")
-    assert second.wait(Asked) == Asked("a/1", b"one\ntwo")
-    assert second.wait(Asked) == Asked("a/1", b"three")
+    heard, messages = second.connection.members.heard, second.connection.messages
+    wait_until(lambda: heard, "a heartbeat")
+    assert [member.hint for member in heard.values()] == [hint]
+    wanted = SnapshotWanted(sender="a/1", fragment=3)
+    first.connection.ask("a/1", msgspec.structs.replace(wanted, sender="not for the second"))
+    first.connection.ask("b.*/>2", wanted)
+    first.connection.ask("b.*/>2", Leave(sender="a/1"))
+    wait_until(lambda: second.connection.leaving, "the second message")
+    assert list(messages) == [wanted]
     second.connection.beat(msgspec.structs.replace(hint, leaving=True))
-    assert first.wait(Hint).leaving
-    assert not any(isinstance(event, Asked) for event in first.heard), "one's own message"
+    wait_until(lambda: first.connection.members.heard, "a heartbeat")
+    assert not first.connection.messages, "one's own message"
 
 
 def test_a_record_that_is_too_large_is_refused(pair: tuple[Listener, Listener]) -> None:
@@ -171,7 +180,7 @@ def _kill_while_both_work(server: Server, writer: Listener, reader: Listener) ->
             assert server.process is not None
             server.process.kill()
             for listener in (reader, writer):
-                listener.wait(Disconnected)
+                listener.wait_disconnected()
             server.start()
             assert reader.wait_connected() >= len(reader.records)
             last = writer.wait_connected()
@@ -201,7 +210,7 @@ def test_a_server_that_is_silent_for_a_while(
         try:
             with ThreadPoolExecutor() as pool:
                 storing = pool.submit(listener.connection.store, b"x" * 3_000_000, "parts")
-                listener.wait(Disconnected)
+                listener.wait_disconnected()
                 server.process.send_signal(signal.SIGCONT)
                 assert listener.wait_connected() == 1
                 assert len(storing.result()) == 3

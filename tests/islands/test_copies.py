@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.islands.copies import Advance, Copies, Declare, Encoder, arithmetic
+from torchtitan_diloco.islands.copies import Copies, Encoder, arithmetic
 from torchtitan_diloco.islands.shards import Layout, Ranks
 
 SHAPES = [(5, 3), (1,), (7,), (4, 2, 3), (2, 9)]
@@ -133,13 +133,13 @@ def replayed() -> dict[str, list[str]]:
                 for parameter in model.parameters():
                     parameter.copy_(numbers(parameter.numel(), 1).view(parameter.shape))
             copies, states = copies_of(model, config)
-            sums = [copies.run(Declare())]
+            sums = [copies.run(copies.declare, 0, 0)]
             encoder = Encoder(config)
             for version in range(1, 5):
                 deltas = [numbers(states[0].values, 10 * version + one) * 0.01 for one in range(2)]
                 payload = torch.cat([encoder.encode(delta) for delta in deltas])
-                job = Advance(version=version, lr=0.7, weights=[3, 4], ranks=[1, 1])
-                sums.append(copies.run(job, payload))
+                job = 0, version, 0.7, [3, 4], [1, 1]
+                sums.append(copies.run(copies.advance, *job, content=payload))
             found[f"{name} {codec}"] = [arithmetic(config, torch.device("cpu")), *sums]
     return found
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 
 SECRET = "s3cret"
 

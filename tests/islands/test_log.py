@@ -90,15 +90,6 @@ def changed(record: Any, **fields: Any) -> Any:
     return msgspec.structs.replace(record, **fields)
 
 
-def test_a_round() -> None:
-    log = Log()
-    outcome = log.round(10, 20)
-    assert outcome.entry is not None
-    assert outcome.entry.close.weights == (10, 20)
-    assert log.state.fragments[0].clock == 30
-    assert [slot.ledgers[0].taken_to for slot in log.state.slots] == [10, 20]
-
-
 # --- closes ---------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,15 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
-from tests.islands.running import FP4, TOKENS, Island, same, started, wait_until
-from tests.islands.servers import need_server
+from tests.islands.running import FP4, TOKENS, Island, same, started
+from tests.islands.servers import PATIENCE, need_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Overlap, Quantization, StreamingDiLoCo
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.distributed.world import WORKER
-from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection
+from torchtitan_diloco.islands.__main__ import open_reader
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.log import Outcome
+from torchtitan_diloco.islands.records import Part
 
 need_server()
 
@@ -67,31 +71,62 @@ def test_two_islands_have_the_bits_of_one_world(
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def _ranks(server: Join, name: str, chosen: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
-    """Train an island whose ranks share the model; one of them is slow."""
+def _ranks(
+    server: Join, name: str, chosen: DiLoCoConfig, steps: int, dies_in: int = 0
+) -> dict[str, Tensor]:
+    """Train an island whose ranks share the model; one is slow, and dies in an upload, if told."""
+    connection.FIRST_CONNECTION_SECONDS = PATIENCE
     world = join(1, int(os.environ["WORLD_SIZE"]))
     model = sharded(world)
     optimizer = sgd(model)
     outer = IslandDiLoCo(
         model,
-        Islands(str(server), name, slots=2, begin=2, grace_seconds=60.0),
+        Islands(str(server), name, slots=2, begin=1 if dies_in else 2, grace_seconds=60.0),
         chosen,
         total_tokens=steps * 2 * TOKENS,
         optimizer=optimizer,
         ranks=world.control,
         samples_per_step=2,
     )
+    encode, uploads = outer._encoder.encode, count(1)
+
+    def encode_or_die(*arguments: Any) -> Tensor:
+        if next(uploads) == dies_in and world.rank:
+            os._exit(1)
+        return encode(*arguments)
+
+    outer._encoder.encode = encode_or_die  # type: ignore[method-assign, assignment]
     outer.join()
     step = 0
-    while not outer.finished:
-        step += 1
-        inner_step(model, optimizer, outer.seat.slot, step)
-        time.sleep(0.02 * world.rank)
-        outer.step(weight=TOKENS)
+    try:
+        while not outer.finished:
+            step += 1
+            inner_step(model, optimizer, outer.seat.slot, step)
+            time.sleep(0.02 * world.rank)
+            outer.step(weight=TOKENS)
+    except RuntimeError:
+        assert dies_in
+        return {}
     outer.drain()
     shared = {name: full(value) for name, value in outer.global_state_dict().items()}
     outer.close()
     return shared
+
+
+def test_a_dead_rank_leaves_no_part(processes: ProcessPool, server: Join) -> None:
+    """A part is announced when all ranks have encoded theirs, and all is stored."""
+    processes.run(_ranks, 2, server, "a", FP4, 1000, 5, dying={1})
+    parts: list[Part] = []
+
+    def note(outcome: Outcome) -> None:
+        if isinstance(outcome.record, Part):
+            parts.append(outcome.record)
+
+    with open_reader(server, note) as reader:
+        for part in parts:
+            assert part.chunks
+            assert reader.connection.fetch(part.chunks, "parts")
+    assert 1 <= len(parts) <= 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -7,13 +7,14 @@ import pytest
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
-from torchtitan_diloco.islands.records import Close, Facts, Open, Part, Take, encode
+from torchtitan_diloco.islands.records import Facts, Open, Part, Record, Take, encode
 from torchtitan_diloco.islands.rules import Island, Timing
 
 EXPIRY = 4.0
 
 
 def two_owners() -> State:
+    """Return the state of a run whose first two slots belong to i0 and i1."""
     state = State(lambda _, __: "v0")
     facts = Facts(
         run="r", slots=3, begin=1, total_tokens=9, checksums=("v0",), fingerprints={"code": "a"}
@@ -35,6 +36,37 @@ def pass_time(members: Members, begin: float, end: float, *heard: str) -> None:
         members.tick(now)
         for name in heard:
             members.hear(hint(name, quarter), now)
+
+
+class Alone:
+    """The island i0, which reads what i1 and itself have written."""
+
+    def __init__(self, connected_for: float = 10.0) -> None:
+        self.state, self.members = two_owners(), Members(EXPIRY)
+        self.island = Island(self.state, self.members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+        self.rounds = self.island.rounds[0]
+        self.members.connect(0.0)
+        pass_time(self.members, 0.0, connected_for, "i0", "i1")
+
+    def read(self, record: Record, now: float = 0.0) -> int:
+        """Read a record that is valid, and return its number."""
+        assert not self.island.read(self.state.sequence + 1, encode(record), now).void
+        return self.state.sequence
+
+    def open(self, version: int, now: float = 0.0, grace: float = 1.0) -> None:
+        who: dict[str, Any] = {"run": "r", "slot": 0, "incarnation": "i0", "fragment": 0}
+        self.read(Open(**who, version=version, grace=grace), now)
+
+    def part(self, slot: int, number: int, weight: int = 20, now: float = 0.0) -> int:
+        start = self.state.slots[slot].ledgers[0].taken_to
+        range_: dict[str, Any] = {"start": start, "end": start + weight, "weight": weight}
+        return self.read(part_of(slot, number=number, base=number - 1, **range_), now)
+
+
+def part_of(slot: int, checksum: str = "v0", **changed: Any) -> Part:
+    fields: dict[str, Any] = {"number": 1, "base": 0, "start": 0, "end": 20, "weight": 20}
+    who: dict[str, Any] = {"run": "r", "slot": slot, "incarnation": f"i{slot}", "fragment": 0}
+    return Part(**who, checksum=checksum, **fields | changed)
 
 
 def test_nobody_is_gone_in_the_first_expiry_time() -> None:
@@ -99,71 +131,25 @@ def test_an_island_takes_the_slot_of_its_earlier_start_and_no_other() -> None:
 
 def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends() -> None:
     """It has the work of fifty cycles. The next round must not count on as much."""
-    state, members = two_owners(), Members(EXPIRY)
-    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
-    members.connect(0.0)
-    pass_time(members, 0.0, 10.0, "i0", "i1")
-    ends, weights = [0, 0], [(20, 20), (20, 1000), (20,)]
-
-    def read(record: Open | Part | Close) -> int:
-        sequence = state.sequence + 1
-        assert not island.read(sequence, encode(record), now=0.0).void
-        return sequence
-
-    for version, of_slots in enumerate(weights):
-        who: dict[str, Any] = {"run": "r", "fragment": 0}
-        read(Open(**who, slot=0, incarnation="i0", version=version + 1, grace=1.0))
-        checked = {}
-        for slot, weight in enumerate(of_slots):
-            start, ends[slot] = ends[slot], ends[slot] + weight
-            part = Part(
-                **who,
-                slot=slot,
-                incarnation=f"i{slot}",
-                number=version + 1,
-                base=version,
-                checksum="v0",
-                start=start,
-                end=ends[slot],
-                weight=weight,
-                finite=True,
-            )
-            checked[read(part)] = ""
-        close = island.rounds[0].close(checked, lr=1.0, now=10.0)
+    one = Alone()
+    for version, weights in enumerate([(20, 20), (20, 1000), (20,)], start=1):
+        one.open(version)
+        checked = {one.part(slot, version, weight): "" for slot, weight in enumerate(weights)}
+        close = one.rounds.close(checked, lr=1.0, now=10.0)
         assert close is not None
-        assert close.lr == (1.0 if len(of_slots) == 2 else 0.5)
-        read(close)
+        assert close.lr == (1.0 if len(weights) == 2 else 0.5)
+        one.read(close)
 
 
 def test_the_lags_of_parts_that_are_fetched_in_another_order_are_known() -> None:
     """Else rounds would wait for half a cycle, as for parts of which nothing is known."""
-    state, members = two_owners(), Members(EXPIRY)
-    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
-    island.step_seconds = 1.0
-    members.connect(0.0)
-    pass_time(members, 0.0, 40.0, "i0", "i1")
-
-    def read(record: type[Open] | type[Part], slot: int, now: float, **fields: Any) -> int:
-        fields |= {"run": "r", "fragment": 0, "slot": slot, "incarnation": f"i{slot}"}
-        made = record(**fields)
-        assert not island.read(state.sequence + 1, encode(made), now).void
-        return state.sequence
-
-    def part(slot: int, number: int, now: float) -> int:
-        ends: dict[str, int] = {"start": 20 * number - 20, "end": 20 * number, "weight": 20}
-        return read(Part, slot, now, number=number, base=number - 1, checksum="v0", **ends)
-
-    read(Open, 0, 10.0, version=1, grace=0.5)
-    first, second = part(0, 1, 10.0), part(1, 1, 10.0)
-    assert island.rounds[0].close({second: ""}, lr=1.0, now=10.1) is None
-    assert island.rounds[0].close({first: "", second: ""}, lr=1.0, now=12.0) is not None
-    assert [list(one.lags) for one in island.habits[:2]] == [[2.0], pytest.approx([0.1])]
-
-
-def part_of(slot: int, checksum: str = "v0", number: int = 1) -> Part:
-    who: dict[str, Any] = {"run": "r", "slot": slot, "incarnation": f"i{slot}", "fragment": 0}
-    who |= {"number": number, "base": 0, "start": 0, "end": 20, "weight": 20}
-    return Part(**who, checksum=checksum)
+    one = Alone(connected_for=40.0)
+    one.island.step_seconds = 1.0
+    one.open(1, now=10.0, grace=0.5)
+    first, second = one.part(0, 1, now=10.0), one.part(1, 1, now=10.0)
+    assert one.rounds.close({second: ""}, lr=1.0, now=10.1) is None
+    assert one.rounds.close({first: "", second: ""}, lr=1.0, now=12.0) is not None
+    assert [list(one.lags) for one in one.island.habits[:2]] == [[2.0], pytest.approx([0.1])]
 
 
 @pytest.mark.parametrize("confirmed", [True, False])
@@ -188,26 +174,20 @@ def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool)
 
 
 def test_what_is_known_of_a_slot_is_that_of_its_owner() -> None:
-    state, members = two_owners(), Members(EXPIRY)
-    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
-    island.read(4, encode(part_of(1)), now=0.0)
-    island.habits[1].lags.append(3.0)
-    assert island.habits[1].weight(0) == 20
-    island.read(5, encode(Take(run="r", slot=1, incarnation="new", replaces="i1")), now=0.0)
-    assert (island.habits[1].weight(0), list(island.habits[1].lags)) == (0, [])
+    one = Alone()
+    one.part(1, 1)
+    one.island.habits[1].lags.append(3.0)
+    assert one.island.habits[1].weight(0) == 20
+    one.read(Take(run="r", slot=1, incarnation="new", replaces="i1"))
+    assert (one.island.habits[1].weight(0), list(one.island.habits[1].lags)) == (0, [])
 
 
-def test_lags_are_not_measured_while_an_outage_is_read() -> None:
+@pytest.mark.parametrize(("connected", "known"), [(7.0, 0), (0.0, 1)])
+def test_lags_are_not_measured_while_an_outage_is_read(connected: float, known: int) -> None:
     """All its records come in a moment: nothing would seem to take any time."""
-    state, members = two_owners(), Members(EXPIRY)
-    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
-    opening = Open(run="r", slot=0, incarnation="i0", fragment=0, version=1, grace=1.0)
-    for connected, known in ((7.0, 0), (0.0, 1)):
-        members.connect(connected)
-        pass_time(members, connected, 10.0, "i0", "i1")
-        if state.sequence == 3:
-            island.read(4, encode(opening), now=9.0)
-            island.read(5, encode(part_of(1)), now=10.0)
-        island.rounds[0].close({5: ""}, lr=1.0, now=10.0)
-        assert len(island.habits[1].lags) == known
-        island.rounds[0]._measured.clear()
+    one = Alone()
+    one.members.connect(connected)
+    pass_time(one.members, connected, 10.0, "i0", "i1")
+    one.open(1, now=9.0)
+    one.rounds.close({one.part(1, 1, now=10.0): ""}, lr=1.0, now=10.0)
+    assert len(one.island.habits[1].lags) == known

@@ -6,11 +6,12 @@ to a component of its own, so a vector tells which samples it contains.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, State
-from torchtitan_diloco.islands.records import Part, digest
+from torchtitan_diloco.islands.log import Entry, State, checksums_before
+from torchtitan_diloco.islands.records import Part, VoidError, decode, digest
 from torchtitan_diloco.islands.rules import Mode
 
 PRIME = 2**61 - 1
@@ -117,6 +118,19 @@ class Copies:
         made = self.shared[fragment][version - 1].advance(deltas, entry.close.weights)
         self.shared[fragment][version] = made
         self.checksums[fragment][version] = made.checksum
+
+
+def begin_with(
+    snapshots: Sequence[Shared], heads: Sequence[Mapping[int, str]], log: Iterable[bytes]
+) -> Copies:
+    """Return copies that begin with snapshots. `heads`: hashes of entries, by version."""
+    records = []
+    for raw in log:
+        with suppress(VoidError):
+            records.append(decode(raw))
+    newest = [known.get(one.version, "") for known, one in zip(heads, snapshots, strict=True)]
+    known = [checksums_before(records, fragment, head) for fragment, head in enumerate(newest)]
+    return Copies(snapshots, known)
 
 
 def replay(

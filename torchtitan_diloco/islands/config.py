@@ -1,8 +1,14 @@
-"""Settings of islands: the `[islands]` section."""
+"""Settings of islands: the `[islands]` section, and the join string in it."""
 
+import base64
+import binascii
+import ipaddress
 import re
-from dataclasses import dataclass
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote, unquote
 
 from msgspec import Meta
 
@@ -44,10 +50,110 @@ def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mist
     refused = {
         "diloco.beginning.steps": diloco.beginning.steps > 0,
         "diloco.average_at_end": diloco.average_at_end,
-        "diloco.quantization.codec": diloco.quantization.codec == "topk",
+        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
     }
     for key, is_set in refused.items():
         if is_set:
             yield key, "does not work with islands: leave it out"
+
+
+# --- join string: where the server of a run is, and how to log in to it ---------------------------
+
+RUN_PATTERN = r"[A-Za-z0-9_-]{1,64}"
+FORM = "nats+tls://USER:PASSWORD@HOST:PORT[,HOST:PORT...]#RUN[.CERTIFICATE]"
+_JOIN = re.compile(
+    r"(?P<scheme>nats|nats\+tls)://(?:(?P<user>[^:@/#]+):(?P<password>[^:@/#]+)@)?"
+    rf"(?P<addresses>[^@/#]+)#(?P<run>{RUN_PATTERN})(?:\.(?P<certificate>[A-Za-z0-9_-]+))?"
+)
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python has no name for."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """What an island needs to know of the server. It contains a password: never log its text."""
+
+    addresses: tuple[str, ...]
+    """HOST:PORT of the server, or of several servers of a cluster."""
+    run: str
+    user: str = ""
+    password: str = field(default="", repr=False)
+    tls: bool = True
+    certificate: bytes = b""
+    """DER of the only certificate that is trusted. Empty: those that the system trusts are, and
+    the host name must be the server's."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Join":
+        """Read a join string, or a file that holds one."""
+        if "#" not in text and Path(text).is_file():
+            text = Path(text).read_text()
+        found = _JOIN.fullmatch(text.strip())
+        if found is None:
+            raise _error(text, f"is not of the form {FORM}")
+        addresses = tuple(found["addresses"].split(","))
+        for address in addresses:
+            _check_address(text, address, tls=found["scheme"] == "nats+tls")
+        return cls(
+            addresses=addresses,
+            run=found["run"],
+            user=unquote(found["user"] or ""),
+            password=unquote(found["password"] or ""),
+            tls=found["scheme"] == "nats+tls",
+            certificate=_decode_certificate(text, found["certificate"] or ""),
+        )
+
+    def __str__(self) -> str:
+        login = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}@" if self.user else ""
+        text = f"nats{'+tls' * self.tls}://{login}{','.join(self.addresses)}#{self.run}"
+        if self.certificate:
+            text += "." + base64.urlsafe_b64encode(self.certificate).decode().rstrip("=")
+        return text
+
+    def context(self) -> ssl.SSLContext | None:
+        """Return how to check the server. None: without TLS."""
+        if not self.tls:
+            return None
+        if not self.certificate:
+            return ssl.create_default_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.load_verify_locations(cadata=self.certificate)
+        # Clocks of sites may differ, and this certificate is trusted until the run is over.
+        context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
+        return context
+
+
+def _check_address(text: str, address: str, tls: bool) -> None:
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        raise _error(text, f"the address {address!r} is not HOST:PORT")
+    if not tls and not is_loopback(found["host"]):
+        raise _error(text, f"{address} is another machine, which needs nats+tls:// for encryption")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _decode_certificate(text: str, encoded: str) -> bytes:
+    try:
+        certificate = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+        if encoded:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificate)
+    except (binascii.Error, ssl.SSLError, ValueError) as error:
+        raise _error(text, "its certificate is damaged; it may have been cut off") from error
+    return certificate
+
+
+def _error(text: str, reason: str) -> ValueError:
+    """Return an error with the join string, but without what may be its password."""
+    shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
+    remedy = "copy the whole line that `python -m torchtitan_diloco.islands serve` prints"
+    return ValueError(f"islands.join = {shown!r}: {reason}; {remedy}")

@@ -1,16 +1,17 @@
 """Connection of an island to the NATS server: the log, the chunks, and messages between islands.
 
 All that waits for the network is in a thread with an event loop. Methods can be called from any
-other thread. The log and the chunks have a connection each, so that records are not held up.
+other thread. The log and the chunks have a session each, so that records are not held up.
 """
 
 import asyncio
-import hashlib
 import itertools
 import logging
-import queue
+import math
 import random
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -19,15 +20,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.inbox import Disconnected, Event
-from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.members import Hint
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
-    HEARTBEAT,
+    AnyMessage,
+    Leave,
+    LogRecord,
     LogSession,
     RefusedError,
     Session,
+    Snapshot,
+    SnapshotWanted,
     ask_subject,
     check_installed,
     stream_of,
@@ -46,16 +50,19 @@ UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
 """Chunks under way at a time. Parts go first, so they have more."""
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Patience of an island that starts, and of one that has been in the run: a server may reboot."""
-LOG_PATIENCE, BULK_PATIENCE = 3.0, 60.0
+LOG_PATIENCE, BULK_PATIENCE = 3.0, 300.0
 """Seconds that the server may be silent. Pings come behind chunks, which may go over a slow link.
-When the log's connection is lost, that of the chunks is given up, too."""
+When one session is lost, both are made anew."""
 ANSWER_SECONDS = 10.0
 """Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
-HEARTBEATS_MISSED = 6
 NO_MESSAGE = 10037
 """Error code of the server."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
+TICK = 0.1
+"""Seconds between two looks at the clock."""
+EXPIRY = 5.0
+"""Seconds of silence after which an island counts as gone."""
 
 
 class ClosedError(RuntimeError):
@@ -71,20 +78,31 @@ class CorruptError(ValueError):
 
 
 class Connection:
-    """What an island sends and hears. `events` has all that comes in, in order."""
+    """What an island sends, and all that it has heard."""
 
     def __init__(self, join: Join, name: str) -> None:
         """`name`: this incarnation."""
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.members = Members(EXPIRY)
+        """The other islands, as far as one has heard of them."""
+        self.records: deque[LogRecord] = deque()
+        """Records that wait to be read."""
+        self.messages: deque[SnapshotWanted | Snapshot] = deque()
+        self.leaving = False
+        """This island was asked to leave the run."""
+        self.received, self.last = 0, -1
+        """Number of the last record received, and of the last one in the log when the connection
+        was made last."""
+        self.problem = ""
+        """Why there is no connection."""
+        self._away_since = math.inf
+        self._news = threading.Event()
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
-        self._delivered = 0
-        """Last record in the queue."""
         self._first = Future[None]()
         self._background = set[asyncio.Task[None]]()
         self._log: LogSession | None = None
         self._bulk: Session | None = None
-        self._bulk_is_there = asyncio.Event()
+        self._is_there = asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_note_failure)
@@ -99,7 +117,7 @@ class Connection:
         `known`. Later on, the connection is made again whenever it is lost.
         """
         check_installed()
-        self._delivered = after
+        self.received = after
         self._thread.start()
         self._submit(self._keep_connected(known))
         try:
@@ -133,29 +151,19 @@ class Connection:
     def beat(self, hint: Hint) -> None:
         self._send(self._subject("beat"), msgspec.msgpack.encode(hint))
 
-    def ask(self, incarnation: str, raw: bytes) -> None:
+    def ask(self, incarnation: str, message: AnyMessage) -> None:
         """Send a message to one island."""
-        self._send(ask_subject(self._join.run, incarnation), self._name.encode() + b"\n" + raw)
+        self._send(ask_subject(self._join.run, incarnation), msgspec.msgpack.encode(message))
 
     def store(self, payload: bytes | memoryview, bulk: Bulk) -> tuple[Chunk, ...]:
         """Store a payload in chunks, and return when all are acknowledged."""
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
-        under_way = self._submit(_gather(self._store(piece, bulk) for piece in pieces))
-        hashes = [hashlib.sha256(piece).hexdigest() for piece in pieces]  # in the meantime
-        sequences = self._wait(under_way)
-        return tuple(map(Chunk, sequences, map(len, pieces), hashes))
+        return tuple(self._run_all(self._store(piece, bulk) for piece in pieces))
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
         """Return the chunks. Raises GoneError or CorruptError if one is not as it was stored."""
-        for chunk in chunks:
-            if chunk.size > CHUNK_BYTES:
-                raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
-        found = self._wait(self._submit(_gather(self._fetch(chunk, bulk) for chunk in chunks)))
-        for chunk, data in zip(chunks, found, strict=True):
-            if len(data) != chunk.size or digest(data) != chunk.sha256:
-                raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
-        return found
+        return self._run_all(self._fetch(chunk, bulk) for chunk in chunks)
 
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._lock:
@@ -164,9 +172,9 @@ class Connection:
                 raise ClosedError("the connection is closed")
             return asyncio.run_coroutine_threadsafe(operation, self._loop)
 
-    def _wait(self, future: "Future[T]") -> T:
+    def _run_all(self, operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         try:
-            return future.result()
+            return self._submit(_gather(operations)).result()
         except CancelledError as error:
             raise ClosedError("the connection was closed") from error
 
@@ -174,6 +182,59 @@ class Connection:
         """Publish, unless there is no connection, or it was closed."""
         with suppress(ClosedError):
             self._submit(self._publish(subject, raw))
+
+    # --- what has come in -------------------------------------------------------------------------
+
+    def receive(self, seconds: float = TICK) -> None:
+        """Wait until something has come in, not longer than this."""
+        self.members.tick(time.monotonic())
+        self._news.wait(seconds)
+        self._news.clear()
+        self.members.tick(time.monotonic())
+
+    def wake(self) -> None:
+        """End a wait in `receive`."""
+        self._news.set()
+
+    def receive_log(self, patience: float = math.inf) -> None:
+        """Receive all records that the log had when the connection was made."""
+        end = time.monotonic() + patience
+        while self.last < 0 or self.received < self.last:
+            self.receive()
+            if time.monotonic() > end:
+                raise ValueError(f"the server does not send its log {self.problem}".strip())
+
+    def seconds_away(self) -> float:
+        """Return for how long there has been no connection, at most 0 if there is one."""
+        return time.monotonic() - self._away_since
+
+    def connected(self, last: int) -> None:
+        if self.problem:
+            logger.info("the server of the islands is there again")
+        self.problem, self._away_since = "", math.inf
+        self.members.connect(time.monotonic())
+        self.last = last
+
+    def _disconnected(self, reason: str) -> None:
+        self._away_since = min(self._away_since, time.monotonic())
+        self.members.connected, self.problem = False, reason
+        logger.warning(f"no connection to the server of the islands: {reason}")
+        self.wake()
+
+    def hear_record(self, record: LogRecord) -> None:
+        self.records.append(record)
+        self.received = record.sequence
+        self.wake()
+
+    def hear(self, message: Hint | AnyMessage) -> None:
+        if isinstance(message, Hint):
+            self.members.hear(message, time.monotonic())
+        elif isinstance(message, Leave):
+            logger.info("this island was asked to leave the run")
+            self.leaving = True
+        else:
+            self.messages.append(message)
+            self.wake()
 
     # --- in the thread: the log -------------------------------------------------------------------
 
@@ -183,28 +244,35 @@ class Connection:
                 await self._log.client.publish(subject, raw)
 
     async def _keep_connected(self, known: bool) -> None:
-        """Connect again whenever the connection of the log is lost."""
+        """Connect again whenever the connection is lost."""
         patience = SERVER_IS_BACK_SECONDS if known else FIRST_CONNECTION_SECONDS
         give_up, pause, reason = self._loop.time() + patience, PAUSE, ""
         addresses = random.sample(self._join.addresses, len(self._join.addresses))
         for address in itertools.cycle(addresses):
             if self._closed:  # nats-py ignores some cancellations
                 return
-            session = LogSession(LOG_PATIENCE, self.events, self._delivered)
+            log, bulk = LogSession(LOG_PATIENCE, self), Session(BULK_PATIENCE)
             try:
-                await session.open(self._join, address, self._name)
-                self._log = session  # before the event that says so
-                await session.follow(self._join.run, self._name)
+                await asyncio.gather(
+                    log.open(self._join, address, self._name),
+                    bulk.open(self._join, address, f"{self._name} bulk"),
+                )
+                self._log, self._bulk = log, bulk  # before the event that says so
+                await log.follow(self._join.run, self._name, self.received)
+                self._is_there.set()
                 if not self._first.done():
                     self._first.set_result(None)
                 reason, pause = "", PAUSE
-                failure: Exception = ConnectionError(await self._serve(session, address))
+                lost, _ = await asyncio.wait([log.lost, bulk.lost], return_when="FIRST_COMPLETED")
+                failure: Exception = ConnectionError(lost.pop().result())
             except Exception as error:  # whatever a damaged server makes the client raise
                 failure = error
             finally:
-                self._log, self._delivered = None, session.delivered
-                session.fail("closed")
-                self._in_background(session.close())
+                self._is_there.clear()
+                self._log = None
+                for session in (log, bulk):
+                    session.fail("closed")
+                    self._in_background(session.close())
             first = not self._first.done()
             if first and (isinstance(failure, RefusedError) or self._loop.time() > give_up):
                 self._first.set_exception(_first_error(failure, patience))
@@ -214,42 +282,11 @@ class Connection:
                 if first:
                     logger.warning(f"waiting for the server of the islands: {reason}")
                 else:
-                    self.events.put(Disconnected(reason))
+                    self._disconnected(reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _serve(self, session: LogSession, address: str) -> str:
-        """Work until the connection is lost, and return the reason."""
-        bulk = asyncio.create_task(self._keep_bulk(session, address))
-        try:
-            while session.silent < HEARTBEATS_MISSED and not session.lost.done():
-                await asyncio.wait([session.lost], timeout=HEARTBEAT)
-                session.silent += 1  # counted, not timed: a pause of this process is no silence
-            session.fail("the server has stopped to send the log")
-            return session.lost.result()
-        finally:
-            bulk.cancel()
-
     # --- in the thread: chunks --------------------------------------------------------------------
-
-    async def _keep_bulk(self, log: Session, address: str) -> None:
-        """Have a connection for chunks to the server that the log's is to."""
-        while not log.is_lost:
-            session = Session(BULK_PATIENCE)
-            try:
-                await log.run(session.open(self._join, address, f"{self._name} bulk"))
-                self._bulk = session
-                self._bulk_is_there.set()
-                reason = await asyncio.shield(session.lost)
-            except Exception as error:
-                reason = str(error)
-            finally:
-                if self._bulk is session:
-                    self._bulk_is_there.clear()
-                session.fail("the connection of the log is lost")
-                self._in_background(session.close())
-            logger.debug("no connection for chunks: %s", reason)
-            await asyncio.sleep(PAUSE)
 
     async def _retry(
         self, bulk: Bulk, operation: Callable[["JetStreamContext"], Coroutine[Any, Any, T]]
@@ -260,7 +297,7 @@ class Connection:
         pause, patience = PAUSE, ANSWER_SECONDS
         async with self._free[bulk]:
             while not self._closed:
-                await self._bulk_is_there.wait()
+                await self._is_there.wait()
                 assert self._bulk is not None
                 session = self._bulk
                 try:
@@ -277,12 +314,15 @@ class Connection:
                 pause = min(2 * pause, LONGEST_PAUSE)
         raise ClosedError("the connection was closed")
 
-    async def _store(self, piece: memoryview, bulk: Bulk) -> int:
+    async def _store(self, piece: memoryview, bulk: Bulk) -> Chunk:
         subject = self._subject(bulk)
         stored = await self._retry(bulk, lambda stream: stream.publish(subject, bytes(piece)))
-        return stored.seq
+        return Chunk(stored.seq, len(piece), digest(bytes(piece)))
 
     async def _fetch(self, chunk: Chunk, bulk: Bulk) -> bytes:
+        if chunk.size > CHUNK_BYTES:
+            raise CorruptError(f"chunk {chunk.sequence} of {bulk} claims {chunk.size} bytes")
+
         async def get(jetstream: "JetStreamContext") -> bytes | None:
             from nats.js.errors import NotFoundError
 
@@ -301,6 +341,8 @@ class Connection:
         found = await self._retry(bulk, get)
         if found is None:
             raise GoneError(f"chunk {chunk.sequence} of {bulk} is not kept any more")
+        if len(found) != chunk.size or digest(found) != chunk.sha256:
+            raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
         return found
 
     # --- in the thread: its end -------------------------------------------------------------------

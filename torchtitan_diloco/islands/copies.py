@@ -1,6 +1,6 @@
 """Shared copies of the fragments on each rank of an island, made by replaying entries of the log.
 
-All ranks do the same jobs in the same order, each on its own shard. The first rank starts a job by
+All ranks call the same methods in the same order, each on its own shard. The first rank does so by
 `run`; the others are in `follow`.
 """
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,46 +29,17 @@ MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.th
 """Settings in which islands may differ."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
-    fragment: int = 0
-    version: int = 0
+NOTHING = torch.empty(0, dtype=torch.uint8)
+Result = TypeVar("Result")
 
 
-class Advance(Job, frozen=True):
-    """Make a version from the payloads of parts, and return its checksum."""
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A method of `Copies`, and what all ranks give it."""
 
-    lr: float
-    weights: list[int]
-    ranks: list[int]
-    """Ranks of the island that has sent each part."""
-    only_newest: bool = False
-    """Drop the versions before: nobody will apply this one."""
-
-
-class Declare(Job, frozen=True):
-    """Let what the outer state holds be this version, and return its checksum."""
-
-    fresh: bool = False
-    """The optimizer state is zero: what was loaded of it is of another run."""
-
-
-class Load(Declare, frozen=True):
-    """Take a whole copy and its optimizer state first."""
-
-
-class Collect(Job, frozen=True):
-    """Let the first rank have a whole copy and its optimizer state in `collected`."""
-
-
-class Save(Job, frozen=True):
-    """Do what is next in `saves`, while no copy changes."""
-
-
-class Stop(Job, frozen=True):
-    """End `follow`."""
-
-
-AnyJob: TypeAlias = Advance | Declare | Load | Collect | Save | Stop
+    method: str
+    arguments: list[Any]
+    size: int
+    """Bytes that the first rank gives them, too."""
 
 
 class SharedCopy:
@@ -95,63 +66,73 @@ class SharedCopy:
 
 class Copies:
     def __init__(self, states: Sequence[OuterState], config: DiLoCoConfig, ranks: Ranks) -> None:
-        self._ranks, self._optimizer = ranks, config.outer_optimizer
+        self.ranks, self._optimizer = ranks, config.outer_optimizer
         self._quantization, self.outer_lr = config.quantization, config.outer_optimizer.lr
         self.threads = config.quantization.threads
         self.fragments = [
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]
         self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self.collected = torch.empty(0)
+        """What `save` does on this rank, in order."""
+        self._content = NOTHING
+        """What the first rank gives with the call that is under way."""
+        self._stopped = False
         self._decoder = build_codec(config.quantization)
 
-    def run(self, job: AnyJob, content: Tensor | None = None) -> str:
-        """Do a job on all ranks and return the checksum. Only the first rank calls this."""
-        share(job, AnyJob, self._ranks.copies)
-        return self._do(job, content)
+    def run(
+        self, method: Callable[..., Result], *arguments: Any, content: Tensor | None = None
+    ) -> Result:
+        """Call a method on all ranks, and return its result here. Only the first rank does this."""
+        content = NOTHING if content is None else content
+        call = Call(method.__name__, list(arguments), content.numel())
+        result: Result = self._call(share(call, Call, self.ranks.copies), content)
+        return result
 
     def follow(self) -> None:
-        """Do the jobs that the first rank starts, until Stop."""
-        running = True
-        while running:
-            job: AnyJob = share(None, AnyJob, self._ranks.copies)
-            running = not isinstance(job, Stop)
-            self._do(job, None)
+        """Call what the first rank calls, until `stop`."""
+        while not self._stopped:
+            call: Call = share(None, Call, self.ranks.copies)
+            self._call(call, torch.empty(call.size, dtype=torch.uint8))
 
-    def _do(self, job: AnyJob, content: Tensor | None) -> str:
-        copy, group = self.fragments[job.fragment], self._ranks.copies
-        if isinstance(job, Stop):
-            return ""
-        if isinstance(job, Save):
-            self.saves.get()()
-            return ""
-        if isinstance(job, Collect):
-            whole = self._collect(copy)
-            if self._ranks.rank == 0:
-                self.collected = whole
-            return ""
-        if content is None:
-            content = torch.empty(self._content_bytes(job), dtype=torch.uint8)
-        if group is not None and content.numel():
-            dist.broadcast(content, group_src=0, group=group)
+    def _call(self, call: Call, content: Tensor) -> Any:
+        if self.ranks.copies is not None and content.numel():
+            dist.broadcast(content, group_src=0, group=self.ranks.copies)
+        self._content = content
+        try:
+            return getattr(self, call.method)(*call.arguments)
+        finally:
+            self._content = NOTHING
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def save(self) -> None:
+        """Do what is next in `saves`, while no copy changes."""
+        self.saves.get()()
+
+    def declare(self, fragment: int, version: int, fresh: bool = False) -> str:
+        """Let what the outer state holds be this version, and return its checksum.
+
+        The content, if there is any, is a whole copy and its optimizer state, which are taken
+        first. `fresh`: the optimizer state is zero, as what was loaded of it is of another run.
+        """
+        copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
-            if isinstance(job, Advance):
-                self._advance(copy, job, content)
-            else:
-                if isinstance(job, Load):
-                    whole = content.view(torch.float32).view(-1, copy.layout.values)
-                    for buffer, values in zip(copy.buffers(), whole, strict=True):
-                        copy.layout.scatter(values, buffer)
-                for slot in copy.state.slots if job.fresh else []:
-                    slot.zero_()
-                copy.declare(job.version)
-            mine = copy.layout.checksum(copy.versions[copy.newest])
-            return f"{sum_modulo(mine, group):016x}"
+            if self._content.numel():
+                whole = self._content.view(torch.float32).view(-1, copy.layout.values)
+                for buffer, values in zip(copy.buffers(), whole, strict=True):
+                    copy.layout.scatter(values, buffer)
+            for slot in copy.state.slots if fresh else []:
+                slot.zero_()
+            copy.declare(version)
+            return self._checksum(copy)
 
-    def _content_bytes(self, job: AnyJob) -> int:
-        if isinstance(job, Advance):
-            return sum(sum(self.payload_sizes(job.fragment, ranks)) for ranks in job.ranks)
-        return self.snapshot_bytes(job.fragment) if isinstance(job, Load) else 0
+    def _checksum(self, copy: SharedCopy) -> str:
+        mine = copy.layout.checksum(copy.versions[copy.newest])
+        return f"{sum_modulo(mine, self.ranks.copies):016x}"
+
+    def newest(self, fragment: int) -> int:
+        return self.fragments[fragment].newest
 
     def payload_sizes(self, fragment: int, ranks: int) -> list[int]:
         """Return the bytes that each rank of an island encodes its shard of a fragment into."""
@@ -171,25 +152,43 @@ class Copies:
         return all(bool(_decode(decoder, *shard).isfinite().all()) for shard in shards)
 
     @torch.no_grad()
-    def _advance(self, copy: SharedCopy, job: Advance, content: Tensor) -> None:
-        theta, new, total = copy.versions[copy.newest], torch.empty(0), 0
-        parts = content.split([sum(self.payload_sizes(job.fragment, one)) for one in job.ranks])
-        for payload, ranks, weight in zip(parts, job.ranks, job.weights, strict=True):
-            total += weight
-            decoded = self.decode(job.fragment, payload, ranks)
-            new = decoded if total == weight else new.lerp_(decoded, weight / total)
-        if total:
-            optimizer = replace(self._optimizer, lr=job.lr)
-            block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
-            buffers = theta, new, *copy.state.slots
-            for before, mean, *slots in zip(*(one.split(block) for one in buffers), strict=True):
-                outer_step(optimizer, before, mean, slots)
-        else:
-            new = theta.clone()
-        copy.versions[job.version] = new
-        copy.newest = job.version
-        if job.only_newest:
-            copy.drop_before(job.version)
+    def advance(
+        self,
+        fragment: int,
+        version: int,
+        lr: float,
+        weights: list[int],
+        ranks: list[int],
+        only_newest: bool = False,
+    ) -> str:
+        """Make a version from the payloads of parts, which are the content; return its checksum.
+
+        Args:
+            ranks: those of the island that has sent each part.
+            only_newest: drop the versions before, as nobody will apply this one.
+        """
+        copy = self.fragments[fragment]
+        with copy.state.background(copy.state.moment()):
+            theta, new, total = copy.versions[copy.newest], torch.empty(0), 0
+            sizes = [sum(self.payload_sizes(fragment, one)) for one in ranks]
+            parts = zip(self._content.split(sizes), ranks, weights, strict=True)
+            for payload, sent_by, weight in parts:
+                total += weight
+                decoded = self.decode(fragment, payload, sent_by)
+                new = decoded if total == weight else new.lerp_(decoded, weight / total)
+            if total:
+                optimizer = replace(self._optimizer, lr=lr)
+                block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
+                buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
+                for before, mean, *slots in zip(*buffers, strict=True):
+                    outer_step(optimizer, before, mean, slots)
+            else:
+                new = theta.clone()
+            copy.versions[version] = new
+            copy.newest = version
+            if only_newest:
+                copy.drop_before(version)
+            return self._checksum(copy)
 
     @torch.no_grad()
     def decode(self, fragment: int, payload: Tensor, ranks: int) -> Tensor:
@@ -207,15 +206,16 @@ class Copies:
                     values[target].copy_(decoded[source])
         return values
 
-    def _collect(self, copy: SharedCopy) -> Tensor:
-        layout, sizes = copy.layout, copy.layout.sizes(self._ranks.size)
-        wholes = []
+    def collect(self, fragment: int) -> Tensor:
+        """Return a whole copy and its optimizer state, on the first rank."""
+        copy, wholes = self.fragments[fragment], []
+        layout, sizes = copy.layout, copy.layout.sizes(self.ranks.size)
         for buffer in copy.buffers():
-            collected = collect(buffer.cpu(), sizes, self._ranks.copies)
+            collected = collect(buffer.cpu(), sizes, self.ranks.copies)
             whole = torch.zeros(layout.values)
-            if self._ranks.is_first:
+            if self.ranks.is_first:
                 for rank, values in enumerate(collected.split(sizes)):
-                    for local, start, size in layout.spans(self._ranks.size, rank):
+                    for local, start, size in layout.spans(self.ranks.size, rank):
                         whole[start:][:size] = values[local:][:size]
             wholes.append(whole)
         return torch.cat(wholes)

@@ -1,11 +1,12 @@
 """First rank of an island: it reads the log, keeps the shared copies up to date, and decides.
 
-`join` takes a slot. From then on a thread handles what comes in, in order.
+`join` takes a slot. From then on a thread handles what comes in, in order, and appends what is due.
+The training thread asks at each boundary between two steps what is to be sent and applied.
 """
 
 import threading
 import time
-from functools import partial
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -13,56 +14,71 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import ClosedError, Connection
-from torchtitan_diloco.islands.copies import Advance, Collect, Copies, Save, Stop
-from torchtitan_diloco.islands.inbox import Inbox, LogRecord, Snapshot, SnapshotWanted
-from torchtitan_diloco.islands.joining import Joining, Saved
-from torchtitan_diloco.islands.log import Entry, Outcome, State
-from torchtitan_diloco.islands.members import Hint, IslandFencedError, Members, name_of
-from torchtitan_diloco.islands.parts import Parts, as_buffer
-from torchtitan_diloco.islands.records import (
-    Close,
-    Facts,
-    Part,
-    Record,
-    Take,
-    VoidError,
-    attempt_of,
-    decode,
-    encode,
-)
-from torchtitan_diloco.islands.rules import Island, Timing
+from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.log import Entry, Outcome
+from torchtitan_diloco.islands.members import Hint, IslandFencedError, name_of
+from torchtitan_diloco.islands.records import Facts, Part, Record, Take, attempt_of, encode
+from torchtitan_diloco.islands.replay import RETRY, Replay, Saved, as_buffer
+from torchtitan_diloco.islands.rules import Island, Mode, Rounds, Timing
+from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
 from torchtitan_diloco.utils import logger
 
-BEAT, RETRY, REPORT = 0.5, 0.5, 10.0
-"""Seconds between heartbeats, attempts to append a record, and lines about waiting."""
-EXPIRY = 5.0
-"""Seconds of silence after which an island counts as gone."""
+BEAT, REPORT = 0.5, 10.0
+"""Seconds between heartbeats, and lines about waiting."""
 AWAY = 10.0
 """Seconds without a connection after which an island that leaves does not wait for it."""
+LOOK = 0.1
+"""Seconds after which a wait is thought over: the connection may be gone."""
 
 
-class Leader:
+class Seat(msgspec.Struct, frozen=True):
+    """The place of an island in the run."""
+
+    slot: int
+    slots: int
+    block: int
+    position: int
+    """Sample of the slot with which the island begins."""
+    total_tokens: int
+    """Length of the run, as its first island has set it."""
+    clock: int
+    versions: list[int]
+    """Of the fragments, with which the island begins."""
+
+
+class Apply(msgspec.Struct, frozen=True):
+    """Change the parameters by the next version of a fragment."""
+
+    fragment: int
+    version: int
+    mode: Mode
+    own: bool
+    """Whether a part of this island is in it."""
+    weight: int
+    participants: int
+    received: int
+    """Bytes of the others' parts."""
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """What all ranks do between two steps, and what they know then."""
+
+    clock: int
+    stopped: bool = False
+    over: bool = False
+    """The island has nothing more to send or to apply."""
+    applied: list[Apply] = []
+    sent: list[Part] = []
+    """Parts whose deltas are taken now, after the changes."""
+
+
+class Leader(Replay):
     def __init__(
-        self,
-        connection: Connection,
-        copies: Copies,
-        facts: Facts,
-        timing: Timing,
-        *,
-        incarnation: str,
+        self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
     ) -> None:
-        """`facts`: those of the run, if this island is the first."""
-        self._connection, self._copies = connection, copies
-        self._timing, self.incarnation = timing, incarnation
-        self._members = Members(EXPIRY)
-        self._inbox = Inbox(connection.events, self._members, incarnation)
-        self._joining = Joining(connection, self._inbox, self._members, copies, facts)
-        self._checksums = self._joining.checksums
-        self.changed = threading.Condition()
-        """Guards the state; it is notified after every change."""
-        self.state = State(self._checksum)
-        self.island: Island | None = None
-        self._parts = Parts(connection, copies, self._react_to_parts)
+        """`facts`: those of the run, if this island is the first. `name`: this incarnation."""
+        super().__init__(connection, copies, facts, name)
+        self._timing = timing
         self._attempts: dict[tuple[object, ...], float] = {}
         """When each record was appended last."""
         self._reported = 0.0
@@ -74,17 +90,9 @@ class Leader:
 
     # --- join -------------------------------------------------------------------------------------
 
-    def replay(self, saved: Saved | None) -> Facts:
-        """Connect, and read the log as it is. Return the facts of the run."""
-        self._connection.start(after=0, known=saved is not None)
-        self._beats.start()
-        facts = self._joining.read_facts(saved)
-        self.state = State(self._checksum, self._joining.begin(facts, saved))
-        self._read_records()
-        return facts
-
-    def join(self, saved: Saved | None) -> None:
+    def join(self, saved: Saved | None) -> Seat:
         """Catch up with the log, take a slot, and wait until the run has begun."""
+        self._beats.start()
         facts = self.replay(saved)
         slot = self._take_slot(facts)
         while not self.state.begun:
@@ -92,8 +100,11 @@ class Leader:
             self._report(f"waiting until {facts.begin} islands are there; here are {here}")
             self._work()
         now = time.monotonic()
-        self.island = Island(self.state, self._members, slot, self._timing, now=now)
+        self.island = island = Island(self.state, self._members, slot, self._timing, now=now)
+        versions = [rounds.applied for rounds in island.rounds]
+        place = slot, facts.slots, facts.block, island.position
         self._thread.start()
+        return Seat(*place, facts.total_tokens, island.clock, versions)
 
     def _take_slot(self, facts: Facts) -> int:
         """Take a free slot, or that of an earlier start of this island."""
@@ -125,37 +136,84 @@ class Leader:
         assert self.island is not None, "join() comes first"
         return self.island
 
-    def begin_part(self, fragment: int) -> Part:
-        """Return the part to send now. The lock is held."""
-        rounds = self.joined.rounds[fragment]
-        checksum = self._checksum(fragment, rounds.applied)
-        part = rounds.send(checksum, time.monotonic())
-        # At once: an opening counts from the step at which it is made.
-        self._attempt(rounds.open())
-        return part
+    def finish_step(self, samples: int, weight: int, seconds: float) -> None:
+        with self.changed:
+            island = self.joined
+            island.finish_step(samples, weight, seconds)
+            island.leaving = self._connection.leaving
+            island.stopped = island.leaving or island.clock >= island.total_tokens
 
-    def store(self, part: Part, payload: Tensor) -> int:
-        """Store the chunks of an own part, and have it appended. Return the bytes sent."""
-        self._parts.store(part, payload)
-        self._react_to_parts()
-        return payload.numel() if part.finite else 0
+    def stop(self) -> None:
+        """Take no more steps: leave the run, if it has not had its tokens."""
+        with self.changed:
+            self.joined.leaving = self.joined.leaving or not self.joined.stopped
+            self.joined.stopped = True
 
-    @property
-    def leaving(self) -> bool:
-        """Whether this island was asked to leave the run."""
-        return self._inbox.leaving
+    def decide(self, applies: bool, sends: bool) -> Boundary:
+        """Return what is due at this boundary. What is applied is waited for, as the rules say."""
+        island = self.joined
+        applied = list(self._due_applies()) if applies else []
+        with self.changed:
+            sent = list(self._due_sends()) if sends else []
+            over = island.stopped and self._is_over()
+            return Boundary(island.clock, island.stopped, over, applied, sent)
 
-    def is_over(self) -> bool:
-        """Return whether a stopped island has nothing more to do. The lock is held."""
+    def _due_applies(self) -> Iterator[Apply]:
+        for fragment, rounds in enumerate(self.joined.rounds):
+            with self.changed:
+                while (mode := self._wait_for_mode(rounds)) is not None:
+                    entry = rounds.unapplied[0]
+                    own = entry.part_of(self.incarnation)
+                    others = [part for part in entry.parts if part is not own]
+                    yield Apply(
+                        fragment,
+                        entry.close.version,
+                        mode,
+                        own=own is not None,
+                        weight=0 if own is None else own.weight,
+                        participants=sum(weight > 0 for weight in entry.close.weights),
+                        received=sum(chunk.size for part in others for chunk in part.chunks),
+                    )
+                    rounds.finish_apply(time.monotonic())
+
+    def _wait_for_mode(self, rounds: Rounds) -> Mode | None:
+        while (mode := rounds.next_mode()) is None:
+            until, now = rounds.wait_until(), time.monotonic()
+            if until is None or now >= until:
+                return None
+            self.check()
+            self.changed.wait(min(until - now, LOOK))
+        return mode
+
+    def _due_sends(self) -> Iterator[Part]:
+        for fragment, rounds in enumerate(self.joined.rounds):
+            now = time.monotonic()
+            if rounds.send_is_due(now):
+                part = rounds.send(self._checksum(fragment, rounds.applied), now)
+                yield msgspec.structs.replace(part, ranks=self._copies.ranks.size)
+                # At once: an opening counts from the step at which it is made.
+                self._attempt(rounds.open())
+
+    def _is_over(self) -> bool:
+        """Return whether a stopped island has nothing more to do."""
         if any(rounds.unapplied for rounds in self.joined.rounds):
             return False
-        if self.joined.leaving and self._inbox.seconds_away() > AWAY:
+        if self.joined.leaving and self._connection.seconds_away() > AWAY:
             logger.warning(
                 "left without a connection: the work since the last part is not sent, and its "
                 "samples are read again by the next owner of the slot"
             )
             return True
         return self.state.ended or self.joined.left
+
+    def store(self, part: Part, payload: Tensor) -> int:
+        """Store the chunks of an own part, and have it appended. Return the bytes sent."""
+        if part.finite:
+            chunks = self._connection.store(as_buffer(payload), "parts")
+            part = msgspec.structs.replace(part, chunks=chunks)
+        self._own[part.fragment] = part, payload
+        self._connection.wake()
+        return payload.numel() if part.finite else 0
 
     def check(self) -> None:
         """Raise what has failed in the thread."""
@@ -175,8 +233,8 @@ class Leader:
         self._connection.close()
         if self._thread.is_alive():
             self._thread.join()
-        self._copies.run(Stop())
-        self._parts.close()
+        self._copies.run(self._copies.stop)
+        self._fetcher.close(timeout=1.0)
         self._giver.close(timeout=1.0)
 
     # --- the thread -------------------------------------------------------------------------------
@@ -197,73 +255,52 @@ class Leader:
         """Handle what has come in, or wait for a moment, and do what is due."""
         if self._closed.is_set():
             raise ClosedError("the island was closed")
-        self._inbox.receive()
-        self._read_records()
-        while self._inbox.messages:
-            self._answer(*self._inbox.messages.popleft())
+        self._connection.receive()
+        records = self._connection.records
+        while records and not (self.island and self.island.left):  # else none concerns it
+            self._notice(self._read(records.popleft()))
+        while self._connection.messages:
+            message = self._connection.messages.popleft()
+            if isinstance(message, SnapshotWanted) and message.fragment < len(self.state.fragments):
+                self._give_snapshot(message)
         while not self._copies.saves.empty():
-            self._copies.run(Save())
+            self._copies.run(self._copies.save)
         with self.changed:
-            now = time.monotonic()
-            self._members.tick(now)
-            for text in [] if self.island is None else self.island.settle_disputes(now):
-                logger.warning(f"{text}; another island has those of this one")
+            self._members.tick(time.monotonic())
             self._react()
 
     def _beat(self) -> None:
         """Tell the others of this island, in a thread of its own: the other one may be busy."""
         while not self._closed.wait(BEAT):
             island = self.island
-            self._connection.beat(
-                Hint(
-                    self.incarnation,
-                    island.step if island else 0,
-                    island.tokens if island else 0,
-                    island.step_seconds if island else 0.0,
-                    caught_up=self.state.sequence >= self._inbox.last,
-                    leaving=island.leaving if island else False,
-                )
-            )
-
-    def _answer(self, sender: str, message: object) -> None:
-        if isinstance(message, SnapshotWanted) and message.fragment < len(self._checksums):
-            fragment = message.fragment
-            self._copies.run(Collect(fragment=fragment))
-            copy, head = self._copies.fragments[fragment], self.state.fragments[fragment].head
-            snapshot = Snapshot(fragment, copy.newest, head, ())
-            whole, self._copies.collected = self._copies.collected, torch.empty(0)
-            self._giver.submit(partial(self._give, sender, snapshot, whole))
-
-    def _give(self, to: str, snapshot: Snapshot, content: Tensor) -> None:
-        chunks = self._connection.store(as_buffer(content), "snapshots")
-        snapshot = msgspec.structs.replace(snapshot, chunks=chunks)
-        self._connection.ask(to, msgspec.msgpack.encode(snapshot))
-
-    # --- records ----------------------------------------------------------------------------------
-
-    def _checksum(self, fragment: int, version: int) -> str:
-        return self._checksums[fragment][version]
-
-    def _read_records(self) -> None:
-        while self._inbox.records:
-            self._read(self._inbox.records.popleft())
-
-    def _read(self, record: LogRecord) -> None:
-        if self.island is not None and self.island.left:
-            return  # nothing that follows concerns it
-        self._advance(record)
-        now, island = time.monotonic(), self.island
-        with self.changed:
-            self._members.tick(now)
-            read = self.state.read if island is None else partial(island.read, now=now)
-            outcome: Outcome = read(record.sequence, record.raw)
+            caught_up = 0 <= self._connection.last <= self.state.sequence
+            hint = Hint(self.incarnation, 0, 0, 0.0, caught_up=caught_up)
             if island is not None:
-                self._notice(island, outcome)
-            self._fetch_waiting()
-            self.changed.notify_all()
+                numbers = island.step, island.tokens, island.step_seconds
+                hint = Hint(self.incarnation, *numbers, caught_up, island.leaving)
+            self._connection.beat(hint)
 
-    def _notice(self, island: Island, outcome: Outcome) -> None:
+    def _give_snapshot(self, wanted: SnapshotWanted) -> None:
+        fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]
+        whole = self._copies.run(self._copies.collect, fragment)
+        snapshot = Snapshot(
+            sender=self.incarnation,
+            fragment=fragment,
+            version=copy.newest,
+            head=self.state.fragments[fragment].head,
+        )
+
+        def give() -> None:
+            chunks = self._connection.store(as_buffer(whole), "snapshots")
+            self._connection.ask(wanted.sender, msgspec.structs.replace(snapshot, chunks=chunks))
+
+        self._giver.submit(give)
+
+    def _notice(self, outcome: Outcome) -> None:
         """Log what concerns people, and notice that this island has lost its slot."""
+        island = self.island
+        if island is None:
+            return
         if outcome.entry is not None:
             log_left_out(outcome.entry)
         if island.fenced and not island.left:
@@ -273,59 +310,24 @@ class Leader:
                 "part is not in the run"
             )
 
-    def _fetch_waiting(self) -> None:
-        """Fetch the parts that wait, but no parts of rounds that the copies contain already."""
-        waiting = dict[int, Part]()
-        for fragment, copy in zip(self.state.fragments, self._copies.fragments, strict=False):
-            if fragment.version >= copy.newest:
-                waiting |= fragment.waiting
-        self._parts.fetch(waiting)
-
-    def _advance(self, record: LogRecord) -> None:
-        """Make the version of a close that is valid, before the state knows of it.
-
-        So the training thread sees an entry only when its copy is there.
-        """
-        try:
-            close = decode(record.raw)
-        except VoidError:
-            return
-        entry = self.state.preview(close) if isinstance(close, Close) else None
-        if entry is None:
-            return
-        close, copy = entry.close, self._copies.fragments[entry.close.fragment]
-        if close.version != copy.newest + 1:
-            return
-        named = zip(close.parts, entry.parts, strict=True)
-        counted = [(part, self._parts.payload(number)) for number, part in named if part.weight]
-        job = Advance(
-            fragment=close.fragment,
-            version=close.version,
-            lr=close.lr,
-            weights=[part.weight for part, _ in counted],
-            ranks=[part.ranks for part, _ in counted],
-            only_newest=self.island is None,
-        )
-        content = torch.cat([torch.empty(0, dtype=torch.uint8), *(one for _, one in counted)])
-        self._checksums[close.fragment][close.version] = self._copies.run(job, content)
-
     # --- decisions --------------------------------------------------------------------------------
-
-    def _react_to_parts(self) -> None:
-        with self.changed:
-            self._react()
 
     def _react(self) -> None:
         """Append what is due. The lock is held."""
         island, now = self.island, time.monotonic()
-        if island is None or island.fenced or self.state.ended:
+        if island is None:
             return
-        checked = self._parts.checked()
+        for text in island.settle_disputes(now):
+            logger.warning(f"{text}; another island has those of this one")
+        if island.fenced or self.state.ended:
+            return
+        checked = self._checked()
         for fragment, rounds in enumerate(island.rounds):
             self._attempt(rounds.open())
             self._attempt(rounds.close(checked, self._copies.outer_lr, now))
-            if fragment in self._parts.stored and rounds.under_way:
-                self._attempt(self._parts.stored[fragment][0])
+            if rounds.under_way and rounds.sent and fragment in self._own:
+                stored, _ = self._own[fragment]
+                self._attempt(stored if stored.number == rounds.sent.number else None)
         self._attempt(island.last_record(now))
 
     def _attempt(self, record: Record | None) -> None:

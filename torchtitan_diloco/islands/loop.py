@@ -8,7 +8,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -28,22 +28,12 @@ from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE
-from torchtitan_diloco.islands.config import Islands, islands_mistakes
+from torchtitan_diloco.islands.config import Islands, Join, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.copies import Copies, Declare, Encoder, add_change, fingerprints
-from torchtitan_diloco.islands.decisions import (
-    Apply,
-    Boundary,
-    Decision,
-    Seat,
-    Send,
-    decide,
-    take_seat,
-)
-from torchtitan_diloco.islands.join import Join
-from torchtitan_diloco.islands.joining import Saved
-from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.copies import Copies, Encoder, add_change, fingerprints
+from torchtitan_diloco.islands.leader import Apply, Boundary, Leader, Seat
 from torchtitan_diloco.islands.records import Facts, Part
+from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect, share
 from torchtitan_diloco.utils import logger
@@ -112,7 +102,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._sent: dict[int, InFlight] = {}
         """Round of the latest part of each fragment, and whether the part is stored."""
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
-        self._last = Boundary(clock=0, stopped=False, over=False)
+        self._last = Boundary(clock=0)
         self._saved: Saved | None = None
 
     # --- join and leave ---------------------------------------------------------------------------
@@ -122,13 +112,12 @@ class IslandDiLoCo(StreamingDiLoCo):
         seat = None
         if self._ranks.is_first:
             self._leader = self.build_leader()
-            self._leader.join(self._saved)
-            seat = take_seat(self._leader)
+            seat = self._leader.join(self._saved)
         else:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
         self.seat = seat = share(seat, Seat, self._ranks.decisions)
-        self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock, False, False)
+        self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
         self._take_versions(seat.versions)
         logger.info(
             f"island {self.islands.name} has slot {seat.slot} of {seat.slots}, begins at its "
@@ -139,19 +128,19 @@ class IslandDiLoCo(StreamingDiLoCo):
         """Build the part of the first rank that reads the log. It is not connected yet."""
         chosen = self.islands
         join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
-        checksums = [self._copies.run(Declare(fragment=one)) for one in range(len(self.fragments))]
+        declare = partial(self._copies.run, self._copies.declare)
         facts = Facts(
             run=join.run,
             slots=chosen.slots,
             begin=chosen.begin,
             total_tokens=self.total_tokens,
-            checksums=tuple(checksums),
+            checksums=tuple(declare(one, 0) for one in range(len(self.fragments))),
             block=self._samples_per_step,
             fingerprints=fingerprints(self.config, self._states, self._facts),
         )
         timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds)
         connection = Connection(join, incarnation)
-        return Leader(connection, self._copies, facts, timing, incarnation=incarnation)
+        return Leader(connection, self._copies, facts, timing, incarnation)
 
     @property
     def left(self) -> bool:
@@ -187,10 +176,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         What was trained since the last send is sent first. At the end all islands have one copy.
         """
         if self._leader is not None and self._leader.island is not None:
-            with self._leader.changed:
-                island = self._leader.joined
-                island.leaving = island.leaving or not island.stopped
-                island.stopped = True
+            self._leader.stop()
         while not self._last.over and (self._leader or self._follower):
             self._boundary()
             if not self._last.over and self._leader is not None:
@@ -223,12 +209,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             self._durations.append(time.perf_counter() - self._boundary_at)
         self.check()
         if self._leader is not None:
-            island = self._leader.joined
             usual = statistics.median(self._durations) if self._durations else 0.0
-            with self._leader.changed:
-                island.finish_step(self._samples_per_step, int(weight), usual)
-                island.leaving = self._leader.leaving
-                island.stopped = island.leaving or island.clock >= island.total_tokens
+            self._leader.finish_step(self._samples_per_step, int(weight), usual)
         self._boundary()
         self._boundary_at = time.perf_counter()
 
@@ -242,23 +224,23 @@ class IslandDiLoCo(StreamingDiLoCo):
                 task.result()
 
     def _boundary(self) -> None:
-        """Do what the first rank decides, at this boundary, until nothing more is due."""
+        """Do what the first rank decides, on all ranks."""
         started, counted = time.perf_counter(), self._meter.exposed_seconds
-        leader, delay = self._leader, self.config.overlap.delay
-        decisions = None if leader is None else decide(leader, delay, self._ranks.size)
-        while True:
-            mine = None if decisions is None else next(decisions)
-            decision = cast("Decision", share(mine, Decision, self._ranks.decisions))
-            match decision:
-                case Send():
-                    self._send_part(decision.part)
-                case Apply():
-                    self._apply_version(decision)
-                case Boundary():
-                    self._last = decision
-                    break
+        if self.config.overlap.delay:
+            self._do_due(applies=True, sends=True)
+        else:  # what was sent is waited for
+            self._do_due(applies=False, sends=True)
+            self._do_due(applies=True, sends=False)
         counted -= self._meter.exposed_seconds  # by the rounds themselves
         self._meter.waited(time.perf_counter() - started + counted)
+
+    def _do_due(self, *, applies: bool, sends: bool) -> None:
+        mine = None if self._leader is None else self._leader.decide(applies, sends)
+        self._last = share(mine, Boundary, self._ranks.decisions)
+        for one in self._last.applied:
+            self._apply_version(one)
+        for part in self._last.sent:
+            self._send_part(part)
 
     def _send_part(self, part: Part) -> None:
         state = self._states[part.fragment]
@@ -273,41 +255,41 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._sent[part.fragment] = round_, self._background.submit(upload)
 
     @torch.no_grad()
-    def _apply_version(self, decision: Apply) -> None:
-        fragment, now = decision.fragment, time.perf_counter()
+    def _apply_version(self, due: Apply) -> None:
+        fragment, now = due.fragment, time.perf_counter()
         state, copy = self._states[fragment], self._copies.fragments[fragment]
-        round_ = self._round_of(decision)
-        round_.outer_round, round_.applied_step = decision.version, self.step_count
-        round_.weight, round_.participants = decision.weight, decision.participants
+        round_ = self._round_of(due)
+        round_.outer_round, round_.applied_step = due.version, self.step_count
+        round_.weight, round_.participants = due.weight, due.participants
         round_.asked = round_.fetched = now
-        round_.traffic.bytes_received = decision.received
+        round_.traffic.bytes_received = due.received
         drop_gathered(self._model)
-        new = copy.versions[decision.version]
-        if decision.mode in (Mode.MIX, Mode.MIX_LATE):
-            mixing = max(self._mixing(0, 1), LATE_MIXING * (decision.mode is Mode.MIX_LATE))
-            measured = is_measured(decision.version, self.config.measure_every)
+        new = copy.versions[due.version]
+        if due.mode in (Mode.MIX, Mode.MIX_LATE):
+            mixing = max(self._mixing(0, 1), LATE_MIXING * (due.mode is Mode.MIX_LATE))
+            measured = is_measured(due.version, self.config.measure_every)
             state.delta = new
             round_.drift = state.apply(mixing, measured=measured)
         else:
             old, state.outer = state.outer, new
             if old.is_cuda:  # the background thread's stream has allocated it
                 old.record_stream(torch.cuda.current_stream())
-            if decision.mode is Mode.RESET:
+            if due.mode is Mode.RESET:
                 state.write_model()
                 self._start_afresh(fragment)
                 round_.flags = NOT_FINITE
             else:
                 add_change(state, new, old)
-        copy.drop_before(decision.version)
+        copy.drop_before(due.version)
         round_.applied = time.perf_counter()
         self._meter.applied(round_)
 
-    def _round_of(self, decision: Apply) -> Round:
+    def _round_of(self, due: Apply) -> Round:
         """Return the round of the own part in an entry, or a new one if it has none."""
-        if decision.number and decision.fragment in self._sent:
-            return self._sent[decision.fragment][0]
-        values, now = self._states[decision.fragment].values, time.perf_counter()
-        round_ = Round(decision.fragment, decision.version, self.step_count, values, due=now)
+        if due.own and due.fragment in self._sent:
+            return self._sent[due.fragment][0]
+        values, now = self._states[due.fragment].values, time.perf_counter()
+        round_ = Round(due.fragment, due.version, self.step_count, values, due=now)
         round_.taken = round_.begun = round_.ready = now
         return round_
 
@@ -371,7 +353,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
         if saved.facts["in_flight"]:  # of a run that was one world, whose local share counts
             clock = round(saved.facts.get("progress", 0.0) * self.total_tokens)
-            self._last = Boundary(clock, stopped=False, over=False)
+            self._last = Boundary(clock)
             saving.apply_early(self._states, saved, self._mixing)
             saved.facts["in_flight"] = []
         notes = super().load_state_dict(saved)

@@ -78,7 +78,8 @@ class Members:
         self._since = self._last_tick = 0.0
 
     def connect(self, now: float) -> None:
-        self.connected, self._since, self._last_tick = True, now, now
+        self._since = self._last_tick = now
+        self.connected = True  # last: another thread may look meanwhile
 
     def tick(self, now: float) -> None:
         """Notice a pause. Call this more often than every half of `expiry`, and first of all."""

@@ -11,8 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import IO, Any
 
 import msgspec
 
+from torchtitan_diloco.islands.config import RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
-from torchtitan_diloco.islands.join import RUN_PATTERN, Join
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
 from torchtitan_diloco.utils import STOP_SIGNALS, end_with_parent, install_command, logger
 
@@ -37,6 +36,7 @@ ISLAND_MAY = {
 SNAPSHOT_SECONDS = 6 * 3600
 """Snapshots are made on request. Later ones replace them."""
 LOCAL_GB = 1
+PORTS_TRIED = 3
 MAKE_SECONDS = 10.0
 
 
@@ -44,12 +44,12 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """What is decided when a folder is new, in `run.json`. It contains passwords."""
 
     run: str
-    keep_gb: float
-    host: str
-    port: int
-    address: str
     password: str
     admin_password: str
+    address: str
+    host: str = "0.0.0.0"
+    port: int = 4222
+    keep_gb: float = 20.0
     made: bool = False
     """Whether the streams have been made."""
 
@@ -89,7 +89,7 @@ class Server:
             assert self.process.stderr is not None
             self._wait_until_ready(self.process.stderr)
             threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True).start()
-            asyncio.run(self._check_streams() if self.settings.made else self._make_streams())
+            asyncio.run(self._make_streams_once())
         except BaseException:
             self.stop()
             raise
@@ -174,22 +174,21 @@ class Server:
                 f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
             )
 
-    async def _make_streams(self) -> None:
-        await make_streams(self.admin, self.settings.keep_gb)
-        self.settings.made = True
-        save(self.folder, self.settings)
-
-    async def _check_streams(self) -> None:
+    async def _make_streams_once(self) -> None:
         from nats.js.errors import NotFoundError
 
-        async with _session(self.admin) as session:
-            try:
+        if not self.settings.made:
+            await make_streams(self.admin, self.settings.keep_gb)
+            self.settings.made = True
+            save(self.folder, self.settings)
+        try:
+            async with _session(self.admin) as session:
                 await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
-            except NotFoundError as error:
-                raise ValueError(
-                    f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
-                    "folder, or begin a new run in a new one"
-                ) from error
+        except NotFoundError as error:
+            raise ValueError(
+                f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
+                "folder, or begin a new run in a new one"
+            ) from error
 
 
 @asynccontextmanager
@@ -226,41 +225,38 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
 
 
 def open_folder(
-    folder: Path,
-    *,
-    run: str | None = None,
-    host: str | None = None,
-    port: int | None = None,
-    address: str | None = None,
-    keep_gb: float | None = None,
-    say: Callable[[str], object] = logger.debug,
+    folder: Path, *, say: Callable[[str], object] = logger.debug, **chosen: str | float | None
 ) -> Server:
     """Return the server of a folder, which is made if it is new.
 
-    In a folder that is known, None means as before; the run and what it keeps cannot change.
+    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. In a folder that is known, None means as
+    before; the first two cannot change.
     """
     folder = folder.absolute()
+    changes = {key: value for key, value in chosen.items() if value is not None}
     path = folder / "run.json"
     if not path.exists():
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--folder {folder}: it has files, but no run; give a new folder")
-        _make_folder(folder, run or f"run-{secrets.token_hex(4)}", keep_gb or 20)
+        _make_folder(folder, changes)
     try:
         settings = msgspec.json.decode(path.read_bytes(), type=Settings)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); restore the folder") from error
-    for flag, new, old in (("run", run, settings.run), ("keep-gb", keep_gb, settings.keep_gb)):
+    for key in ("run", "keep_gb"):
+        new, old = changes.get(key), getattr(settings, key)
         if new is not None and new != old:
-            raise ValueError(f"--{flag} {new}: {folder} was made with {old}; give a new folder")
-    settings.host = host or settings.host
-    settings.port = port or settings.port
-    settings.address = address or settings.address
-    return Server(folder, settings, say)
+            flag = f"--{key.replace('_', '-')} {new}"
+            raise ValueError(f"{flag}: {folder} was made with {old}; give a new folder")
+    return Server(folder, msgspec.structs.replace(settings, **changes), say)
 
 
-def _make_folder(folder: Path, run: str, keep_gb: float) -> None:
-    if not re.fullmatch(RUN_PATTERN, run):
-        raise ValueError(f"--run {run!r}: use at most 64 letters, digits, - and _")
+def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
+    made = {"run": f"run-{secrets.token_hex(4)}", "address": _own_address(), **chosen}
+    made |= {key: secrets.token_urlsafe(24) for key in ("password", "admin_password")}
+    settings = Settings(**made)
+    if not re.fullmatch(RUN_PATTERN, settings.run):
+        raise ValueError(f"--run {settings.run!r}: use at most 64 letters, digits, - and _")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500"
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
@@ -272,8 +268,7 @@ def _make_folder(folder: Path, run: str, keep_gb: float) -> None:
     except subprocess.CalledProcessError as error:
         raise ValueError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
     (folder / "key.pem").chmod(0o600)
-    passwords = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-    save(folder, Settings(run, keep_gb, "0.0.0.0", 4222, _own_address(), *passwords))
+    save(folder, settings)
 
 
 def save(folder: Path, settings: Settings) -> None:
@@ -316,10 +311,17 @@ def _message(line: str) -> str:
 @contextmanager
 def local_server(folder: Path) -> Iterator[Join]:
     """Run a server for islands on this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    server = open_folder(folder, host="127.0.0.1", port=port, address="127.0.0.1", keep_gb=LOCAL_GB)
-    server.start()
+    host = "127.0.0.1"
+    for attempt in range(1, PORTS_TRIED + 1):
+        with socket.create_server((host, 0)) as found:
+            port = found.getsockname()[1]
+        server = open_folder(folder, host=host, port=port, address=host, keep_gb=LOCAL_GB)
+        try:
+            server.start()
+            break
+        except ValueError as error:  # another process may have taken the port by now
+            if "address already in use" not in str(error).lower() or attempt == PORTS_TRIED:
+                raise
     try:
         yield server.join
     finally:
@@ -330,20 +332,18 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
     """Run a training command as several islands, each in a folder of its own, until all have ended.
 
     The output of the first island is that of this process, the others' is in `output.txt` of their
-    folders. Signals are passed on to all. Returns the first exit code that is not 0.
+    folders. Signals are passed on to all. Return the first exit code that is not 0.
     """
     with ExitStack() as stack:
         join = stack.enter_context(local_server(folder / "server"))
-        islands = []
-        for number in range(1, count + 1):
-            own = folder / f"island-{number}"
+        islands = list[subprocess.Popen[bytes]]()
+        for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
             own.mkdir(parents=True, exist_ok=True)
-            output = stack.enter_context((own / "output.txt").open("ab")) if number > 1 else None
-            words = [*command, "--islands.join", str(join), "--islands.name", own.name]
-            words += ["--run.folder", str(own)]
+            output = stack.enter_context((own / "output.txt").open("ab")) if islands else None
+            flags = ["--islands.join", str(join), "--islands.name", own.name]
             islands.append(
                 subprocess.Popen(
-                    words,
+                    [*command, *flags, "--run.folder", str(own)],
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
                     preexec_fn=end_with_parent,
@@ -353,19 +353,12 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
 
         def pass_on(number: int, _frame: object) -> None:
             for island in islands:
-                if island.poll() is None:
-                    island.send_signal(number)
+                island.send_signal(number)  # not if it has ended
 
         for number in STOP_SIGNALS:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, pass_on)
                 stack.callback(signal.signal, number, before)
-        running, code = list(islands), 0
-        while running:
-            for island in running[:]:
-                if (found := island.poll()) is not None:
-                    running.remove(island)
-                    code = code or (128 - found if found < 0 else found)
-            time.sleep(0.05)
-        return code
+        codes = [island.wait() for island in islands]
+        return next((128 - code if code < 0 else code for code in codes if code), 0)

@@ -1,19 +1,19 @@
-"""One connection to a NATS server, given up at its first failure, and the names of a run in it."""
+"""One connection to a NATS server, given up at its first failure, and what an island hears."""
 
 import asyncio
 import logging
-import queue
+import math
 import ssl
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.inbox import Asked, Connected, Event, LogRecord
-from torchtitan_diloco.islands.join import Join
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import digest
+from torchtitan_diloco.islands.records import Chunk, Count, digest
 from torchtitan_diloco.utils import install_command
 
 if TYPE_CHECKING:
@@ -21,17 +21,53 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
 T = TypeVar("T")
-POLL = 0.1
-"""Seconds between two looks at the state of a connection."""
-PING = 0.5
-CONNECT_SECONDS = 4.0
+POLL, PING = 0.1, 0.5
+"""Seconds between two looks at the state of a connection, and between pings."""
+SETUP_SECONDS = 4.0
+"""Time to connect, and to subscribe."""
 NO_LIMIT = 1e6
 """Seconds that nats-py waits for an answer: `run` has its own limit."""
+HEARTBEAT, SILENT_POLLS = 0.5, 30
+"""Seconds after which the server says that there is no new record, and looks without one."""
 
 
-FOLLOW_SECONDS = 4.0
-HEARTBEAT = 0.5
-"""Seconds after which the server says that there is no new record."""
+class LogRecord(NamedTuple):
+    sequence: int
+    raw: bytes
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What one island says to another."""
+
+    sender: str
+
+
+class Leave(Message, frozen=True):
+    """Leave the run."""
+
+
+class SnapshotWanted(Message, frozen=True):
+    fragment: Count
+
+
+class Snapshot(Message, frozen=True):
+    fragment: Count
+    version: Count
+    head: str
+    """Hash of the entry that made the version."""
+    chunks: tuple[Chunk, ...] = ()
+
+
+AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
+
+
+class Ears(Protocol):
+    """What takes all that comes in over a connection. It is called in the connection's thread."""
+
+    def hear_record(self, record: LogRecord) -> None: ...
+    def hear(self, message: Hint | AnyMessage) -> None: ...
+    def connected(self, last: int) -> None:
+        """`last`: sequence number of the last record in the log at this moment."""
 
 
 class RefusedError(ValueError):
@@ -83,6 +119,8 @@ class Session:
         self._patience = patience
         self._problem: Exception | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._polls_left = math.inf
+        """Looks until it counts as silent. Not timed: a pause of this process is no silence."""
 
     async def open(self, join: Join, address: str, name: str) -> None:
         """Connect; raise RefusedError if it is no use to try again, else any other error."""
@@ -106,7 +144,7 @@ class Session:
             no_echo=True,
         )
         try:
-            await self.run(connect, CONNECT_SECONDS)
+            await self.run(connect, SETUP_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
             raise _explain(self._problem or error, address) from error
         self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
@@ -118,8 +156,9 @@ class Session:
             self.fail(str(error))
 
     async def _notice_loss(self) -> None:
-        while not self.client.is_closed:
+        while not self.client.is_closed and self._polls_left > 0:
             await asyncio.sleep(POLL)
+            self._polls_left -= 1
         self.fail(str(self._problem or self.client.last_error or "the server does not answer"))
 
     @property
@@ -155,21 +194,22 @@ class Session:
 
 
 class LogSession(Session):
-    """Puts all that it hears into a queue: records of the log in order, without gaps."""
+    """Tells all that it hears: records of the log in order, without gaps."""
 
-    def __init__(self, patience: float, events: "queue.SimpleQueue[Event]", delivered: int) -> None:
-        """`delivered`: last record that the queue has had."""
+    def __init__(self, patience: float, ears: Ears) -> None:
         super().__init__(patience)
-        self._events, self.delivered = events, delivered
-        self._consumed = self.silent = 0
-        """`silent`: what `_on_record` sets back to 0."""
+        self._ears = ears
+        self._consumed = 0
 
-    async def follow(self, run: str, name: str) -> None:
-        """Let the server send the log and messages. Raises RefusedError if it has no such run."""
+    async def follow(self, run: str, name: str, after: int) -> None:
+        """Let the server send the log behind a record, and messages.
+
+        Raises RefusedError if it has no such run.
+        """
         from nats.js.errors import NotFoundError
 
         try:
-            await self.run(self._subscribe(run, name), FOLLOW_SECONDS)
+            await self.run(self._subscribe(run, name, after), SETUP_SECONDS)
         except (NotFoundError, ConnectionError) as error:
             denied = "permissions violation" in str(error).lower()
             if denied or isinstance(error, NotFoundError):
@@ -179,14 +219,15 @@ class LogSession(Session):
                 ) from error
             raise
 
-    async def _subscribe(self, run: str, name: str) -> None:
+    async def _subscribe(self, run: str, name: str, after: int) -> None:
         from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
         client, stream = self.client, stream_of(run, "log")
         info = await self.jetstream.stream_info(stream)
-        self._events.put(Connected(info.state.last_seq))
-        await client.subscribe(subject_of(run, "beat"), cb=self._on_beat)
-        await client.subscribe(ask_subject(run, name), cb=self._on_question)
+        self._ears.connected(info.state.last_seq)
+        self._polls_left = SILENT_POLLS
+        await client.subscribe(subject_of(run, "beat"), cb=partial(self._on_message, Hint))
+        await client.subscribe(ask_subject(run, name), cb=partial(self._on_message, AnyMessage))
         # The consumer that nats-py calls ordered mends gaps by itself, but not a lost connection.
         inbox = client.new_inbox()
         await client.subscribe(inbox, cb=self._on_record)
@@ -195,7 +236,7 @@ class LogSession(Session):
             ConsumerConfig(
                 deliver_subject=inbox,
                 deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                opt_start_seq=self.delivered + 1,
+                opt_start_seq=after + 1,
                 ack_policy=AckPolicy.NONE,
                 flow_control=True,
                 idle_heartbeat=HEARTBEAT,
@@ -206,7 +247,7 @@ class LogSession(Session):
         )
 
     async def _on_record(self, message: "Msg") -> None:
-        self.silent, headers = 0, message.headers or {}
+        self._polls_left, headers = SILENT_POLLS, message.headers or {}
         if self.lost.done():
             return
         if message.reply.startswith("$JS.ACK."):
@@ -215,21 +256,15 @@ class LogSession(Session):
             if sequence.consumer != self._consumed:
                 self.fail("a record was lost on the way")
                 return
-            self.delivered = sequence.stream
-            self._events.put(LogRecord(sequence.stream, message.data))
+            self._ears.hear_record(LogRecord(sequence.stream, message.data))
         elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
             await self.client.publish(go_on)
         elif headers.get("Status") != "100":
             self.fail(f"the server ends the log: {headers.get('Description')}")
 
-    async def _on_beat(self, message: "Msg") -> None:
+    async def _on_message(self, kind: Any, message: "Msg") -> None:
         with suppress(msgspec.DecodeError):  # garbage
-            self._events.put(msgspec.msgpack.decode(message.data, type=Hint))
-
-    async def _on_question(self, message: "Msg") -> None:
-        sender, _, raw = message.data.partition(b"\n")
-        with suppress(UnicodeDecodeError):
-            self._events.put(Asked(sender.decode(), raw))
+            self._ears.hear(msgspec.msgpack.decode(message.data, type=kind))
 
 
 def _explain(error: Exception, address: str) -> Exception:

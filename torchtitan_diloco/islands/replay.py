@@ -1,0 +1,320 @@
+"""The shared copies that follow from the log: how an island begins, and what it reads from then on.
+
+It reads the log, agrees on the facts, gets the copies, and makes each version from the parts that
+an entry names.
+"""
+
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchtitan_diloco.diloco.background import BackgroundThread
+from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.copies import NOTHING, Copies
+from torchtitan_diloco.islands.log import Outcome, State, checksums_before
+from torchtitan_diloco.islands.members import IslandFailedError, name_of
+from torchtitan_diloco.islands.records import (
+    AnyRecord,
+    Close,
+    Facts,
+    Part,
+    Take,
+    VoidError,
+    decode,
+    encode,
+)
+from torchtitan_diloco.islands.rules import Island
+from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
+from torchtitan_diloco.utils import find_differences, logger
+
+RETRY = 0.5
+"""Seconds between attempts to append a record."""
+SNAPSHOT_SECONDS = 3600.0
+"""Seconds without an answer after which another island is asked for a snapshot. One that is gone is
+not waited for."""
+HEAR_SECONDS = 3.0
+"""Seconds in which every island that is alive has sent a heartbeat."""
+
+
+@dataclass
+class Saved:
+    """Facts of a checkpoint about the log. Its copies are loaded already."""
+
+    run: str
+    sequence: int
+    digest: str
+    heads: list[str]
+    versions: list[int]
+
+
+class Replay:
+    """Reads the log, and keeps the copies at the newest versions that it makes."""
+
+    def __init__(self, connection: Connection, copies: Copies, facts: Facts, name: str) -> None:
+        """`facts`: those of the run, if this island is the first. `name`: this incarnation."""
+        self._connection, self._copies, self._mine = connection, copies, facts
+        self.incarnation, self._members = name, connection.members
+        self.checksums: list[dict[int, str]] = [{} for _ in copies.fragments]
+        """Checksums of each fragment, by version."""
+        self.changed = threading.Condition()
+        """Guards the state; it is notified after every change."""
+        self.state = State(self._checksum)
+        self.island: Island | None = None
+        """What decides, once this island has a slot."""
+        self._fetched: dict[int, Future[tuple[str, Tensor]]] = {}
+        """Waiting parts by sequence number: why one cannot be used, empty if it can, and its
+        payload."""
+        self._wanted: Collection[int] = ()
+        self._own: dict[int, tuple[Part, Tensor]] = {}
+        """Latest own part of each fragment, once its chunks are stored, and its payload."""
+        self._fetcher = BackgroundThread("islands-fetch")
+        self._loaded = False
+        """Snapshots were loaded: version 0 is not there any more."""
+
+    def replay(self, saved: Saved | None) -> Facts:
+        """Connect, and read the log as it is. Return the facts of the run."""
+        self._connection.start(after=0, known=saved is not None)
+        self._connection.receive_log()
+        facts = self._read_facts(saved)
+        self.state = State(self._checksum, self._begin(facts, saved))
+        while self._connection.records:
+            self._read(self._connection.records.popleft())
+        return facts
+
+    def _checksum(self, fragment: int, version: int) -> str:
+        return self.checksums[fragment][version]
+
+    # --- begin ------------------------------------------------------------------------------------
+
+    def _read_facts(self, saved: Saved | None) -> Facts:
+        """Return the facts of the run, written by this island if there are none."""
+        last = self._connection.last
+        if saved is not None and saved.run == self._mine.run and last < saved.sequence:
+            raise ValueError(
+                f"the log of the run has {last} records, and the checkpoint of this "
+                f"island knows {saved.sequence}: it was truncated or made anew; restore the "
+                "server's folder, or begin a new run with `serve` in an empty folder"
+            )
+        asked_at = -RETRY
+        while not (found := [one for one in self._unread() if isinstance(one, Facts)]):
+            if time.monotonic() - asked_at > RETRY:
+                self._connection.append(encode(self._mine))
+                asked_at = time.monotonic()
+            self._connection.receive()
+        facts = found[0]
+        if facts.total_tokens != self._mine.total_tokens:
+            logger.warning(
+                f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
+                f"{self._mine.total_tokens:,}, as the settings of this one do"
+            )
+        differences = find_differences([_flat(facts), _flat(self._mine)], "side")
+        if differences:
+            raise ValueError(
+                "this island (side 1) does not fit the run that it joins (side 0): start it with "
+                "the same settings, code, data and model:\n  " + "\n  ".join(differences)
+            )
+        return facts
+
+    def _begin(self, facts: Facts, saved: Saved | None) -> tuple[int, str] | None:
+        """Begin with saved copies, with version 0, or with snapshots of another island.
+
+        Return what `State` has to know of the log.
+        """
+        declare = partial(self._copies.run, self._copies.declare)
+        if saved is not None and saved.run == facts.run:
+            places = zip(saved.heads, saved.versions, strict=True)
+            for fragment, (head, version) in enumerate(places):
+                self._start_at(fragment, version, head, declare(fragment, version))
+            return saved.sequence, saved.digest
+        fits = self._mine.checksums == facts.checksums
+        records = self._unread()
+        if not fits or any(isinstance(record, Close) for record in records):
+            if self._take_snapshots(records):
+                return None
+            if self._loaded:
+                raise IslandFailedError("the islands that gave their shared copies are gone")
+            if not fits:
+                raise ValueError(
+                    "the parameters of this island are others than those that the run began with, "
+                    "and no island has answered with its own: start it with the same run.seed and "
+                    "model.weights, or while another island is running"
+                )
+        for fragment in range(len(facts.checksums)):  # what is loaded may be of another run
+            self._start_at(fragment, 0, "", declare(fragment, 0, True))
+        return None
+
+    def _unread(self) -> list[AnyRecord]:
+        found = list[AnyRecord]()
+        for record in self._connection.records.copy():  # others may come in meanwhile
+            with suppress(VoidError):
+                found.append(decode(record.raw))
+        return found
+
+    def _start_at(self, fragment: int, version: int, head: str, checksum: str) -> None:
+        """`head`: hash of the entry that made the version."""
+        self.checksums[fragment].update(checksums_before(self._unread(), fragment, head))
+        self.checksums[fragment][version] = checksum
+
+    def _take_snapshots(self, records: list[AnyRecord]) -> bool:
+        """Load all fragments from an island that is running; return whether there is one."""
+        takers = [record.incarnation for record in records if isinstance(record, Take)][::-1]
+        until = time.monotonic() + HEAR_SECONDS
+        while time.monotonic() < until and not any(map(self._members.has_caught_up, takers)):
+            self._connection.receive()
+        for donor in filter(self._members.has_caught_up, takers):
+            logger.info(f"taking the shared copies from island {name_of(donor)}")
+            problem = ""
+            for fragment in range(len(self.checksums)):
+                problem = problem or self._take_snapshot(donor, fragment)
+            if not problem:
+                return True
+            logger.warning(f"no snapshot of island {name_of(donor)}: {problem}")
+        return False
+
+    def _take_snapshot(self, donor: str, fragment: int) -> str:
+        """Load a fragment from another island; return what is wrong, if anything."""
+        wanted = SnapshotWanted(sender=self.incarnation, fragment=fragment)
+        self._connection.ask(donor, wanted)
+        answer = self._wait_for_answer(donor, fragment)
+        if answer is None:
+            return "it does not answer"
+        try:
+            content = join_bytes(self._connection.fetch(answer.chunks, "snapshots"))
+        except (GoneError, CorruptError) as error:
+            return str(error)
+        if content.numel() != self._copies.snapshot_bytes(fragment):
+            return f"it has {content.numel()} bytes"
+        self._loaded = True
+        place = fragment, answer.version
+        checksum = self._copies.run(self._copies.declare, *place, content=content)
+        self._start_at(fragment, answer.version, answer.head, checksum)
+        return ""
+
+    def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
+        """Return the answer once the log has been received up to the entry that it is of."""
+        until, answer, messages = (
+            time.monotonic() + SNAPSHOT_SECONDS,
+            None,
+            self._connection.messages,
+        )
+        while time.monotonic() < until:
+            self._connection.receive()
+            while messages:
+                message = messages.popleft()
+                if isinstance(message, Snapshot) and message.sender == donor:
+                    answer = message if message.fragment == fragment else answer
+            if answer is not None:
+                if not answer.version or checksums_before(self._unread(), fragment, answer.head):
+                    return answer
+            elif self._members.is_gone(donor, time.monotonic()):
+                break
+        return None
+
+    # --- records ----------------------------------------------------------------------------------
+
+    def _read(self, record: LogRecord) -> Outcome:
+        self._advance(record)
+        with self.changed:
+            now = time.monotonic()
+            self._members.tick(now)
+            if self.island is None:
+                outcome = self.state.read(record.sequence, record.raw)
+            else:
+                outcome = self.island.read(record.sequence, record.raw, now)
+            self._fetch_waiting()
+            self.changed.notify_all()
+        return outcome
+
+    def _advance(self, record: LogRecord) -> None:
+        """Make the version of a close that is valid, before the state knows of it.
+
+        So the training thread sees an entry only when its copy is there.
+        """
+        try:
+            close = decode(record.raw)
+        except VoidError:
+            return
+        entry = self.state.preview(close) if isinstance(close, Close) else None
+        if entry is None or entry.close.version != self._copies.newest(entry.close.fragment) + 1:
+            return
+        close = entry.close
+        named = zip(close.parts, entry.parts, strict=True)
+        counted = [(part, self._payload(number)) for number, part in named if part.weight]
+        self.checksums[close.fragment][close.version] = self._copies.run(
+            self._copies.advance,
+            close.fragment,
+            close.version,
+            close.lr,
+            [part.weight for part, _ in counted],
+            [part.ranks for part, _ in counted],
+            self.island is None,  # nobody will apply the versions before
+            content=torch.cat([NOTHING, *(payload for _, payload in counted)]),
+        )
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _fetch_waiting(self) -> None:
+        """Fetch and check the parts that wait in the background, and forget all others."""
+        waiting = dict[int, Part]()
+        for number, fragment in enumerate(self.state.fragments):
+            if fragment.version >= self._copies.newest(number):  # else the copy has them already
+                waiting |= fragment.waiting
+        self._wanted = waiting.keys()
+        for sequence in self._fetched.keys() - waiting.keys():
+            del self._fetched[sequence]
+        for sequence in waiting.keys() - self._fetched.keys():
+            found = self._fetcher.submit(partial(self._fetch, sequence, waiting[sequence]))
+            self._fetched[sequence] = found
+            found.add_done_callback(lambda _: self._connection.wake())
+
+    def _fetch(self, sequence: int, part: Part) -> tuple[str, Tensor]:
+        wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
+        if sum(chunk.size for chunk in part.chunks) != wanted:
+            return f"its chunks do not have {wanted} bytes", NOTHING
+        if sequence not in self._wanted or not part.finite:
+            return "", NOTHING
+        own, payload = self._own.get(part.fragment, (None, NOTHING))
+        if own != part:
+            try:
+                payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
+            except (CorruptError, GoneError) as error:
+                return str(error), NOTHING
+        if not self._copies.is_finite(part.fragment, payload, part.ranks):
+            return "its values are not finite", NOTHING
+        return "", payload
+
+    def _checked(self) -> dict[int, str]:
+        """Return why each part that was fetched cannot be used, empty if it can."""
+        done = [(sequence, one) for sequence, one in self._fetched.items() if one.done()]
+        return {sequence: one.result()[0] for sequence, one in done if one.exception() is None}
+
+    def _payload(self, sequence: int) -> Tensor:
+        """Return the payload of a part that an entry has taken."""
+        reason, payload = self._fetched[sequence].result()
+        if reason:
+            raise IslandFailedError(
+                f"a part that the run has merged cannot be read: {reason}; an island that is "
+                "started again takes the shared copies of another one, if one is running"
+            )
+        return payload
+
+
+def join_bytes(pieces: list[bytes]) -> Tensor:
+    """Return bytes as one tensor."""
+    content = bytearray().join(pieces)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else NOTHING
+
+
+def as_buffer(content: Tensor) -> memoryview:
+    return memoryview(content.numpy().data).cast("B") if content.numel() else memoryview(b"")
+
+
+def _flat(facts: Facts) -> dict[str, str]:
+    return {**facts.fingerprints, "slots": str(facts.slots), "begin": str(facts.begin)}
