@@ -67,8 +67,7 @@ def test_the_longest_phase_of_exchanges_is_found() -> None:
         "heard": 8.0,
         "received": 9.0,
     }
-    table: dict[str, Any] = {f"{name}_at_seconds": at for name, at in moments.items()}
-    worker = WorkerRound(**table)
+    worker = WorkerRound(at_seconds=moments)
     assert longest_phase([record([worker])]) == "waiting for others"
     assert longest_phase([record([WorkerRound()])]) == ""
 
