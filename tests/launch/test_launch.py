@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from torchtitan_diloco.launch import connect, describe_failures, main, open_store
 from torchtitan_diloco.placement import (
@@ -106,11 +105,36 @@ def test_mistakes_are_one_line(
     assert "workers" in capsys.readouterr().err
 
 
-def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for version, expected in (("2.13.0+cpu", 0), ("2.13.0", 8)):
-        monkeypatch.setattr(metadata, "version", lambda _name, version=version: version)
-        assert count_gpus() == expected
+@pytest.mark.parametrize(
+    ("listed", "selection", "expected"),
+    [
+        (8, None, 8),
+        (0, "0,1", 0),  # set for all of a cluster, on a node without GPUs
+        (8, "", 0),
+        (8, "0,9,1", 1),  # CUDA stops at the first that does not exist
+        (8, "GPU-8932f937,GPU-1", 2),
+        (1, "MIG-1,MIG-2", 2),
+    ],
+)
+def test_gpus(
+    listed: int,
+    selection: str | None,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listing = "".join(f"GPU {number}: A\\n  MIG 1g: (UUID)\\n" for number in range(listed))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if selection is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0+cpu")
+    assert count_gpus() == 0
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0")
+    assert count_gpus() == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ HIDDEN_WELL_PERCENT = 90
 REASONS = {
     "encoding": "encoding, on too few cores: diloco.quantization.threads, or a 16-bit codec",
     "waiting for others": "waiting for others: they are slower, or other programs use their cores",
-    "transfer": "the link: python -m torchtitan_diloco.plan --run finds settings for it",
+    "transfer": "the link: docs/planning.md says how to find settings for it",
     "outer step": "decoding and the outer step, on too few cores",
 }
 """What to say of each phase of an exchange that takes the most time."""
@@ -51,7 +51,7 @@ def summarise(
             totals["time/agreement_seconds"],
         )
         exposed, training = totals["diloco/exposed_seconds"], totals["time/step_seconds"]
-        summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / workers
+        summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / telemetry.world.workers
         summary.exchange_seconds_mean_over_ranks = exchange / ranks
         summary.exposed_waiting_seconds_mean_over_ranks = waited / ranks
         summary.hidden_percent = percent_without(waited, exchange)
@@ -68,7 +68,8 @@ def longest_phase(rounds: Collection[RoundRecord]) -> str:
     for phase in phases(tuple(rounds)):
         if phase.name in seconds:
             seconds[phase.name] += phase.seconds
-    return max(seconds, key=seconds.__getitem__) if any(seconds.values()) else ""
+    # Islands have no moments of the others: it is not known what takes the time.
+    return max(seconds, key=seconds.__getitem__) if seconds["transfer"] else ""
 
 
 def log_summary(summary: Summary, folder: Path, seconds: float, *, has_control: bool) -> None:

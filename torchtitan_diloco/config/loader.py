@@ -23,19 +23,24 @@ COMMAND_LINE = "command line"
 TYPES = setting_types(Config)
 SECTIONS = {key.rpartition(".")[0] for key in TYPES}
 REMOVED = {
-    "diloco.link.backend": "workers always exchange over gloo",
-    "diloco.quantization.rounding": "values are rounded to nearest",
-    "diloco.quantization.error_feedback": "topk always keeps what it has not sent, others never do",
-    "diloco.quantization.gather_codec": "means travel in diloco.quantization.codec",
-    "diloco.outer_optimizer.beta2": "adam is gone",
-    "diloco.outer_optimizer.epsilon": "adam is gone",
-    "diloco.outer_optimizer.warmup_rounds": "the outer learning rate is constant",
-    "diloco.outer_optimizer.decay": "the outer learning rate is constant",
-    "diloco.outer_optimizer.decay_rounds": "the outer learning rate is constant",
-    "diloco.outer_optimizer.floor": "the outer learning rate is constant",
-    "checkpoint.new_workers": "the inner optimizer of new workers starts fresh",
+    "diloco.link.backend": ("gloo", "workers always exchange over gloo"),
+    "diloco.quantization.rounding": ("nearest", "values are rounded to nearest"),
+    "diloco.quantization.error_feedback": (
+        False,
+        "topk always keeps what it has not sent, others never do",
+    ),
+    "diloco.quantization.gather_codec": ("same", "means travel in diloco.quantization.codec"),
+    "diloco.outer_optimizer.beta2": (0.99, "the outer optimizer adam was removed"),
+    "diloco.outer_optimizer.epsilon": (1e-8, "the outer optimizer adam was removed"),
+    "diloco.outer_optimizer.warmup_rounds": (0, "the outer learning rate is constant"),
+    "diloco.outer_optimizer.decay": ("constant", "the outer learning rate is constant"),
+    "diloco.outer_optimizer.decay_rounds": (0, "the outer learning rate is constant"),
+    "diloco.outer_optimizer.floor": (0.0, "the outer learning rate is constant"),
+    "checkpoint.new_workers": ("fresh", "the inner optimizer of new workers starts fresh"),
 }
-"""Keys of earlier versions, and what holds without them."""
+"""Keys of earlier versions: the value that had no effect, which is still read, as an old run's
+config.toml has all keys; and what holds now."""
+REMOVED_VALUES = {"adam", "sign_momentum", "balanced", "clusters", "stochastic"}
 
 
 class ConfigError(ValueError):
@@ -73,12 +78,9 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
 
 
 def parse_config(toml_text: str, origin: str) -> Config:
-    """Parse what `to_toml` wrote, also in an earlier version: settings that were removed since are
-    left out, and new ones have their defaults."""
+    """Parse what `to_toml` wrote. Settings that are new since have their defaults."""
     mistakes: list[str] = []
-    saved = flatten(_parse_toml(toml_text, origin))
-    known = {key: value for key, value in saved if key not in REMOVED}
-    settings = _valid_settings(known, origin, mistakes)
+    settings = _valid_settings(_parse_toml(toml_text, origin), origin, mistakes)
     if mistakes:
         raise ConfigError(mistakes)
     return _build(settings)
@@ -196,12 +198,15 @@ def _valid_settings(
     """Return the valid settings of a table, and add what is wrong with others to `mistakes`."""
     settings: dict[str, Setting] = {}
     for key, value in flatten(table):
+        if key in REMOVED and value == REMOVED[key][0]:
+            continue
         try:
             if key not in TYPES:
                 raise ValueError(_why_unknown(key))
             settings[key] = Setting(convert(value, TYPES[key]), origin)
         except ValueError as error:
-            mistakes.append(_mistake(origin, key, value, str(error)))
+            gone = "; it was removed" if value in REMOVED_VALUES else ""
+            mistakes.append(_mistake(origin, key, value, f"{error}{gone}"))
     return settings
 
 
@@ -240,7 +245,7 @@ def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, 
 def _why_unknown(key: str) -> str:
     """Suggest a key that is spelled alike, or one of the same name in another section."""
     if key in REMOVED:
-        return f"was removed: {REMOVED[key]}; leave it out"
+        return f"was removed: {REMOVED[key][1]}; leave it out"
     if key in SECTIONS:
         return "is a section: set one of its keys"
     same_name = [known for known in TYPES if known.endswith(f".{key.rpartition('.')[2]}")]

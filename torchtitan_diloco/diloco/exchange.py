@@ -154,12 +154,13 @@ class Exchange:
         Args:
             residual: what a sparse codec has not sent of this fragment so far; it is sent along,
                 and becomes what is not sent now. A worker that is left out keeps it as it is.
-            measured: compute the scalar product of the delta and the mean.
+            measured: compute the scalar product of the delta and the mean; not of a sparse codec,
+                which sends more than the delta.
         """
         if self._failure is not None:
             raise self._failure
         self._traffic = self._transport.traffic = Traffic()
-        self._is_measured = measured
+        self._is_measured = measured = measured and not self._codec.is_sparse
         self._dot.zero_()
         try:
             headers = self._run(header, delta, residual)

@@ -253,6 +253,8 @@ def load(
     elif is_sparse and not values[RESIDUAL]:
         notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
+        for buffer in [*state.slots, *([] if state.residual is None else [state.residual])]:
+            buffer.zero_()  # what is not saved starts from zero
         fill(state, state.outer, values[SHARED])
         for slot in [] if OPTIMIZER in changed else state.slots:
             fill(state, slot, values[MOMENTUM])

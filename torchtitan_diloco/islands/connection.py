@@ -50,7 +50,7 @@ UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
 """Chunks under way at a time. Parts go first, so they have more."""
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Patience of an island that starts, and of one that has been in the run: a server may reboot."""
-LOG_PATIENCE, BULK_PATIENCE = 3.0, 300.0
+LOG_PATIENCE, BULK_PATIENCE = 3.0, 120.0
 """Seconds that the server may be silent. Pings come behind chunks, which may go over a slow link.
 When one session is lost, both are made anew."""
 ANSWER_SECONDS = 10.0

@@ -212,7 +212,8 @@ class Leader(Replay):
             chunks = self._connection.store(as_buffer(payload), "parts")
             part = msgspec.structs.replace(part, chunks=chunks)
         self._own[part.fragment] = part, payload
-        self._connection.wake()
+        with self.changed:  # not in the thread, which may be waiting for another island's part
+            self._react()
         return payload.numel() if part.finite else 0
 
     def check(self) -> None:
