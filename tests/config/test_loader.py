@@ -15,7 +15,8 @@ from torchtitan_diloco.config import (
     parse_config,
     to_toml,
 )
-from torchtitan_diloco.config.loader import REMOVED, TYPES
+from torchtitan_diloco.config.loader import REMOVED
+from torchtitan_diloco.config.schema import format_value
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Overlap
 from torchtitan_diloco.diloco.fields import field_mistakes
 

@@ -102,8 +102,8 @@ def test_running_statistics_are_warned_about(processes: ProcessPool) -> None:
 # --- exchanges in vain ----------------------------------------------------------------------------
 
 
-def header(delta: int = 0, flags: int = 0) -> Header:
-    return Header(flags, 1, 0, 1, 1, 1.0, 0, delta)
+def header(delta: int = 0, flags: int = 0, fragment: int = 0) -> Header:
+    return Header(flags, 1, fragment, 1, 1, 1.0, 0, delta)
 
 
 def rounds(watch: Watch, *headers: Header, count: int) -> None:
@@ -130,14 +130,17 @@ def test_deltas_are_compared_until_they_differ_once() -> None:
 
 def test_a_worker_without_finite_deltas_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     watch, bad = Watch(workers=3, fragments=2), header(flags=NOT_FINITE)
-    rounds(watch, header(), bad, bad, count=6)
+    rounds(watch, header(), bad, bad, count=3)
     lines = [record.message for record in caplog.records]
     assert len(lines) == 1, "one line for rounds in a row"
     assert "the delta of worker 1 and of 2 after step 1 is not finite" in lines[0]
     rounds(watch, header(), header(), header(), count=1)
-    rounds(watch, header(), header(), bad, count=6)
+    rounds(watch, header(), header(), bad, count=3)
     assert len(caplog.records) == 2
-    with pytest.raises(ValueError, match="worker 2 has not sent a finite delta in 7 exchanges"):
+    fine = header(fragment=1)
+    rounds(watch, fine, fine, fine, count=3)  # of the other fragment
+    message = "worker 2 has not sent a finite delta of fragment 0 in 4 rounds"
+    with pytest.raises(ValueError, match=message):
         rounds(watch, header(), header(), bad, count=1)
 
 
@@ -172,7 +175,7 @@ def _run(mistake: str) -> tuple[int, str]:
         ("", ""),
         ("averaged", "gradients are averaged over the workers in every step"),
         ("same data", "or they read the same data"),
-        ("NaN", "worker 1 has not sent a finite delta in 16 exchanges"),
+        ("NaN", "worker 1 has not sent a finite delta of fragment 0 in 4 rounds"),
     ],
 )
 def test_a_run_ends_where_its_exchanges_are_in_vain(

@@ -205,8 +205,9 @@ def _valid_settings(
                 raise ValueError(_why_unknown(key))
             settings[key] = Setting(convert(value, TYPES[key]), origin)
         except ValueError as error:
-            gone = "; it was removed" if value in REMOVED_VALUES else ""
-            mistakes.append(_mistake(origin, key, value, f"{error}{gone}"))
+            is_gone = isinstance(value, str) and value in REMOVED_VALUES
+            reason = f"{error}; it was removed" if is_gone else str(error)
+            mistakes.append(_mistake(origin, key, value, reason))
     return settings
 
 

@@ -157,18 +157,17 @@ class Watch:
         self._fragments, self._same, self.compares = fragments, 0, workers > 1
         """`compares`: workers are not known to train apart yet."""
         self._broken = [[0] * workers for _ in range(fragments)]
-        self._left_out = [set[int]() for _ in range(fragments)]
+        self._left_out = set[int]()
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log who is left out of a fragment, once for rounds in a row.
+        """Log who is left out, once for exchanges in a row.
 
         Raise if workers send equal deltas only, or one no finite one.
         """
         left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
-        fragment = headers[0].fragment
-        if left_out - self._left_out[fragment]:
+        if left_out - self._left_out:
             log_left_out(headers, norm_limit)
-        self._left_out[fragment], broken = left_out, self._broken[fragment]
+        self._left_out, fragment = left_out, headers[0].fragment
         sums = {header.delta for header in headers}
         finite = not any(header.flags & NOT_FINITE for header in headers)
         if self.compares and finite and sums != {0}:  # 0: nothing has changed
@@ -181,11 +180,13 @@ class Watch:
                     "ranks of one worker), or they read the same data (give each its own part, or "
                     "its own seed), of which there may be too little for all"
                 )
+        broken = self._broken[fragment]
         for worker, header in enumerate(headers):
             broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)
             if broken[worker] > ROUNDS:
                 raise ValueError(
                     f"worker {worker} has not sent a finite delta of fragment {fragment} in "
                     f"{broken[worker]} rounds: its loss stays NaN. Lower the learning rate or "
-                    "clip gradients, and after a step whose gradient is not finite call StreamingDiLoCo.heal()"
+                    "clip gradients, and after a step whose gradient is not finite call "
+                    "StreamingDiLoCo.heal()"
                 )
