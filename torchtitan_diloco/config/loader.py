@@ -18,7 +18,7 @@ from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.fields import convert, setting_types
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
-DEFAULT_CONFIG = "debug"
+DEFAULT_CONFIG = "demo"
 COMMAND_LINE = "command line"
 TYPES = setting_types(Config)
 SECTIONS = {key.rpartition(".")[0] for key in TYPES}
