@@ -241,7 +241,7 @@ def draw_bytes() -> None:
     figure, axes = plt.subplots(figsize=(9.2, 4.2), layout="constrained")
     for name, loss in re.findall(r"^\| (.+), data parallel \| 1 \| \d \| ([\d.]+)", table, re.M):
         axes.axhline(float(loss), color=GREY, lw=1, ls="--")
-        axes.text(1 / 1100, float(loss), f"{name}, data parallel", ha="right", va="bottom")
+        axes.text(1 / 1300, float(loss), f"{name}, data parallel", ha="left", va="bottom")
     for method, points in curves.items():
         if len(points) > 1:
             axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)
@@ -300,16 +300,16 @@ def draw_two_sites() -> None:
     axes = bare_axes(9.2, 3.9)
     blue, orange, green = FRAGMENTS
     for site, x in (("site A: 203.0.113.10", 0.0), ("site B: 198.51.100.20", 7.0)):
-        first = 0 if x == 0 else 8
+        worker = 0 if x == 0 else 1
         axes.text(x + 2, 4.25, site, ha="center", weight="bold")
         axes.add_patch(FancyBboxPatch((x, 0.3), 4, 3.7, "round,pad=0", fill=False, edgecolor=GREY))
-        axes.text(x + 2, 3.62, f"worker {first // 8}: ranks {first} to {first + 7}", ha="center")
+        axes.text(x + 2, 3.62, f"worker {worker}: eight ranks", ha="center")
         for number in range(8):
             column, row = number % 4, number // 4
             bar(axes, x + 0.3 + 0.88 * column, 2.9 - 0.65 * row, 0.76, TRAIN, f"GPU {number}")
         axes.text(x + 2, 1.88, "FSDP2 inside: NCCL, NVLink", ha="center", color=FAINT)
         bar(axes, x + 0.3, 1.2, 3.4, green, "run.folder of this site")
-        axes.text(x + 2, 0.62, "own corpus, or the same", ha="center", color=FAINT)
+        axes.text(x + 2, 0.62, "the same corpus, a copy", ha="center", color=FAINT)
     both = {"arrowstyle": "<|-|>", "color": blue, "lw": 1.6}
     axes.annotate("", (4.05, 2.7), (6.95, 2.7), arrowprops=both)
     axes.text(5.5, 2.85, "one world: wg0 (UDP 51820)", ha="center", color=blue, size=9)
@@ -318,7 +318,7 @@ def draw_two_sites() -> None:
     for begin, end in (((4.05, 1.6), (4.9, 1.3)), ((6.95, 1.6), (6.1, 1.3))):
         arrow = {"arrowstyle": "-|>", "color": orange, "lw": 1.6}
         axes.annotate("", end, begin, arrowprops=arrow)
-    axes.text(5.5, 1.72, "or islands: each dials", ha="center", color=orange, size=9)
+    axes.text(5.5, 1.72, "or islands: each connects", ha="center", color=orange, size=9)
     axes.text(5.5, 0.42, "TCP 4222, TLS", ha="center", color=orange, size=9)
     axes.set(xlim=(-0.1, 11.1), ylim=(0.2, 4.6), xticks=[])
     save(axes, "two-sites")

@@ -162,7 +162,7 @@ def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
 
 def state_bytes(config: DiLoCoConfig) -> int:
     """Return the bytes of a parameter in the buffers of its fragment."""
-    is_sparse = config.quantization.codec == "topk"
+    is_sparse = build_codec(config.quantization).is_sparse
     return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
 
 
@@ -228,7 +228,7 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
     place = "GPU" if states[0].outer.is_cuda else "host"
     end, first = overlap.mixing_end, config.beginning
     momentum = f" momentum {outer.momentum:g}" * slot_count(outer)
-    residual = " and what was not sent yet" * (wire.codec == "topk")
+    residual = " and what was not sent yet" * build_codec(wire).is_sparse
     falling = "" if end is None else f", at the end {end:g}"
     beginning = (
         f"{'':<10} in the first {first.steps} steps every {first.sync_every} steps, averaged and "

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
@@ -93,7 +94,7 @@ class StreamingDiLoCo:
         if group is not None and self.workers > 1:
             startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
-        is_sparse = config.quantization.codec == "topk"
+        is_sparse = build_codec(config.quantization).is_sparse
         self._states = [
             OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
             for fragment in self.fragments
