@@ -95,7 +95,9 @@ def parse_settings(
 
 
 def command_line(settings: Mapping[str, str]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+    """Return the words that set these settings on top of debug.toml."""
+    pairs = {"config": "debug", **settings}
+    return [word for key, value in pairs.items() for word in (f"--{key}", value)]
 
 
 # --- measuring ------------------------------------------------------------------------------------

@@ -141,8 +141,14 @@ class Trainer:
         garbage.close()
         if early:
             log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
-        has_no_control = self.island or config.data.shard_by != "none" or self.start.checkpoint
-        log_summary(summary, folder, telemetry.elapsed_seconds, has_control=not has_no_control)
+        has_control = not (self.island or config.data.shard_by != "none" or self.start.checkpoint)
+        log_summary(
+            summary,
+            folder,
+            telemetry.elapsed_seconds,
+            has_control=has_control,
+            optimizer=config.optimizer.name,
+        )
         if checkpointer.failure:
             raise ValueError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "

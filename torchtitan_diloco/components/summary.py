@@ -72,7 +72,9 @@ def longest_phase(rounds: Collection[RoundRecord]) -> str:
     return max(seconds, key=seconds.__getitem__) if seconds["transfer"] else ""
 
 
-def log_summary(summary: Summary, folder: Path, seconds: float, *, has_control: bool) -> None:
+def log_summary(
+    summary: Summary, folder: Path, seconds: float, *, has_control: bool, optimizer: str
+) -> None:
     """Log the table at the end of a run of so many seconds.
 
     `has_control`: the same settings with data parallelism see the same data.
@@ -94,6 +96,8 @@ def log_summary(summary: Summary, folder: Path, seconds: float, *, has_control: 
             config = folder / "config.toml"
             control = f"./run_train.sh --config {config} --diloco.method none"
             rows["its loss at equal tokens"] = control
+            if optimizer != "adamw":
+                rows["and with AdamW"] = f"{control} --optimizer.name adamw"
     elif math.isfinite(expected):
         rows["sent between workers"] = f"about {would_send} {by_each} {gradients}"
     if math.isfinite(hidden := summary.hidden_percent):

@@ -19,7 +19,7 @@ Row = tuple[str, str, str, str]
 USAGE = """\
 usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key VALUE ...] [--print-config] [--help]
 
-  --config NAME_OR_PATH   a TOML file, or the name of one in train_configs/ (default: debug)
+  --config NAME_OR_PATH   a TOML file, or the name of one in train_configs/ (default: demo)
   --section.key VALUE     any setting below; takes precedence over the TOML file
   --print-config          print the resolved configuration as TOML and exit
   --help, -h              print this text and exit
