@@ -23,7 +23,9 @@ from tests.network import Sites, built, enter
 from tests.processes import FORKS
 from torchtitan_diloco.export.saved_model import open_saved
 
-PATIENCE = 200
+PATIENCE = 400
+STEPS = 900
+"""Enough for site B to come back before site A has trained all of them."""
 SMALL = {
     "config": "debug",
     "parallel.fsdp": 1,
@@ -154,7 +156,7 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
         console = Console(sites, f"site-{site}", tmp_path / site)
         shutil.copy(server.folder / "islands/join.txt", console.folder)
         (train,) = commands(f"site-{site}$", "Islands")
-        console.start(train, training__steps=300, checkpoint__every=20)
+        console.start(train, training__steps=STEPS, checkpoint__every=20)
         consoles.append(console)
     a, b = consoles
     b.wait_for("checkpoint of step 20")
@@ -162,7 +164,7 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
     b.process.kill()
     reached = a.step
     wait_until(lambda: a.step > reached + 10, "steps of site A without site B")
-    b.start(train, training__steps=300, checkpoint__every=20)
+    b.start(train, training__steps=STEPS, checkpoint__every=20)
     b.wait_for("resumed from")
     for console in consoles:
         console.finish()

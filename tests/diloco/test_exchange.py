@@ -84,9 +84,9 @@ def test_every_chunk_is_its_own_mean(
             assert error < {"fp32": 1e-5, "bf16": 0.1, "int8": 0.1}.get(codec, 4.0)
             if codec == "int8" and size > 1:
                 assert torch.nn.functional.cosine_similarity(got.double(), mean, dim=0) > 0.999
-            assert dot == pytest.approx(
-                torch.dot(deltas[worker].double(), got.double()).item(), rel=1e-3, abs=1e-3
-            )
+            expected = torch.dot(deltas[worker].double(), got.double()).item()
+            expected = math.nan if codec == "topk" else expected  # more than the delta is sent
+            assert dot == pytest.approx(expected, rel=1e-3, abs=1e-3, nan_ok=True)
 
 
 def _means_by_way_of_the_host(workers: int, chunk: int, name: CodecName) -> list[Tensor]:
