@@ -65,7 +65,7 @@ def wait_until(reached: Callable[[], object], what: str) -> None:
 
 
 class Console:
-    """What runs at a place, with a folder of its own."""
+    """A program at a place, with a folder of its own."""
 
     def __init__(self, sites: Sites, place: str, folder: Path) -> None:
         self.sites, self.place, self.folder = sites, place, folder

@@ -125,7 +125,7 @@ def draw_exchange() -> None:
 
 
 def draw_fragment() -> None:
-    """What happens to a fragment between two exchanges: on two workers, and between them."""
+    """Draw the life of a fragment between two exchanges, on two workers and between them."""
     axes = bare_axes(9.2, 3.4)
     blue, orange, green = FRAGMENTS
     for worker, y in ((0, 2.7), (1, 0.0)):

@@ -126,7 +126,7 @@ def test_threads_do_not_change_a_byte(job: Job) -> None:
 def test_killed_at_any_point_and_restarted_is_uninterrupted(
     job: Job, finished: tuple[int, int]
 ) -> None:
-    """Of both splits some shards are finished. The last case has all to train on (--max-tokens)."""
+    """Resume with some shards of both splits, or with all that --max-tokens asks for."""
     write_documents(job.source, documents=200)
     settings = ("--max-tokens", "300K", "--shard-tokens", "40K", "--validation-fraction", 0.3)
     assert job.run(*settings) == 0

@@ -35,7 +35,7 @@ HOUR = 3600.0
 
 @dataclass
 class Plan:
-    """What all islands of a simulation share."""
+    """Settings that all islands of a simulation share."""
 
     sync_every: int = 6
     fragments: int = 2
@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass
 class Nature:
-    """What is special about one island."""
+    """Properties of one island."""
 
     step: float = 0.1
     jitter: float = 0.0

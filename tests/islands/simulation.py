@@ -3,13 +3,13 @@
 import heapq
 import random
 from collections.abc import Callable
-from itertools import count
+from itertools import count, pairwise
 
 from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
-from tests.islands.toy import Vector
-from torchtitan_diloco.islands.log import Entry, Outcome
-from torchtitan_diloco.islands.records import Part, Record, encode
+from tests.islands.toy import Copies, Shared, Vector
+from torchtitan_diloco.islands.log import VERSIONS_LATE, Entry, Outcome, State
+from torchtitan_diloco.islands.records import Part, Record, digest, encode
 
 
 class World:
@@ -95,3 +95,60 @@ class World:
 
     def fetch(self, part: Part) -> Vector:
         return self.payloads[part.chunks[0].sequence] if part.chunks else {}
+
+
+# --- what holds after any run --------------------------------------------------------------------
+
+
+def check(world: World) -> tuple[State, list[Entry]]:
+    """Check what holds after any run: one state and one copy for all, each range merged once.
+
+    While the world ran, it has compared the state of all islands after each record, and the
+    checksums of all versions.
+    """
+    fragments = range(world.plan.fragments)
+    copies = Copies([Shared() for _ in fragments], [{} for _ in fragments])
+    state, entries = toy.replay(world.log, copies, world.fetch)
+    for process in world.processes:
+        if process.cursor == len(world.log):
+            assert toy.fingerprint(process.state) == toy.fingerprint(state)
+            for fragment in fragments:
+                assert process.copies.newest(fragment) == copies.newest(fragment)
+    check_ledger(state, entries)
+    check_snapshots(world, state, copies, entries)
+    assert all(late <= VERSIONS_LATE for late in world.late)
+    return state, entries
+
+
+def check_ledger(state: State, entries: list[Entry]) -> None:
+    for number, slot in enumerate(state.slots):
+        for fragment, ledger in enumerate(slot.ledgers):
+            parts = [
+                part
+                for entry in entries
+                for part in entry.parts
+                if (part.slot, part.fragment) == (number, fragment)
+            ]
+            for before, after in pairwise(parts):
+                assert before.end <= after.start, "a range was merged twice"
+            for one, other in pairwise(ledger.spans):
+                assert one.end == other.start
+                assert one.fate != other.fate
+            merged = sum(span.end - span.start for span in ledger.spans if span.fate == "merged")
+            assert merged == sum(part.end - part.start for part in parts if part.finite)
+            waiting = state.fragments[fragment].waiting_of(number)
+            assert waiting is None or waiting.start == ledger.taken_to
+
+
+def check_snapshots(world: World, state: State, copies: Copies, entries: list[Entry]) -> None:
+    """Replay the log from a snapshot, each fragment at a version of its own."""
+    heads: list[dict[int, str]] = [{} for _ in copies.shared]
+    for entry in entries:
+        heads[entry.close.fragment][entry.close.version] = digest(encode(entry.close))
+    rng = random.Random(len(world.log))
+    chosen = [shared[rng.choice(sorted(shared))] for shared in copies.shared]
+    again = toy.begin_with(chosen, heads, world.log)
+    replayed, _ = toy.replay(world.log, again, world.fetch)
+    assert toy.fingerprint(replayed) == toy.fingerprint(state)
+    for fragment in range(world.plan.fragments):
+        assert again.newest(fragment) == copies.newest(fragment)

@@ -27,7 +27,6 @@ Every state of joining: test_coming_and_going, test_a_joiner_may_die_at_any_time
 
 import random
 import statistics
-from itertools import pairwise
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -35,68 +34,13 @@ from hypothesis import strategies as st
 
 from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
-from tests.islands.simulation import World
-from tests.islands.toy import Copies, Shared
-from torchtitan_diloco.islands.log import VERSIONS_LATE, Entry, State
-from torchtitan_diloco.islands.records import Part, digest, encode
+from tests.islands.simulation import World, check
+from torchtitan_diloco.islands.log import Entry
+from torchtitan_diloco.islands.records import Part
 
 HALF = toy.inverse(2)
 PHASES = [Phase.explicit, Phase.generate]
 """Shrinking a failure would take minutes. All is drawn from a seed that the failure names."""
-
-
-def check(world: World) -> tuple[State, list[Entry]]:
-    """Check what holds after any run: one state and one copy for all, each range merged once.
-
-    While the world ran, it has compared the state of all islands after each record, and the
-    checksums of all versions.
-    """
-    fragments = range(world.plan.fragments)
-    copies = Copies([Shared() for _ in fragments], [{} for _ in fragments])
-    state, entries = toy.replay(world.log, copies, world.fetch)
-    for process in world.processes:
-        if process.cursor == len(world.log):
-            assert toy.fingerprint(process.state) == toy.fingerprint(state)
-            for fragment in fragments:
-                assert process.copies.newest(fragment) == copies.newest(fragment)
-    check_ledger(state, entries)
-    check_snapshots(world, state, copies, entries)
-    assert all(late <= VERSIONS_LATE for late in world.late)
-    return state, entries
-
-
-def check_ledger(state: State, entries: list[Entry]) -> None:
-    for number, slot in enumerate(state.slots):
-        for fragment, ledger in enumerate(slot.ledgers):
-            parts = [
-                part
-                for entry in entries
-                for part in entry.parts
-                if (part.slot, part.fragment) == (number, fragment)
-            ]
-            for before, after in pairwise(parts):
-                assert before.end <= after.start, "a range was merged twice"
-            for one, other in pairwise(ledger.spans):
-                assert one.end == other.start
-                assert one.fate != other.fate
-            merged = sum(span.end - span.start for span in ledger.spans if span.fate == "merged")
-            assert merged == sum(part.end - part.start for part in parts if part.finite)
-            waiting = state.fragments[fragment].waiting_of(number)
-            assert waiting is None or waiting.start == ledger.taken_to
-
-
-def check_snapshots(world: World, state: State, copies: Copies, entries: list[Entry]) -> None:
-    """Replay the log from a snapshot, each fragment at a version of its own."""
-    heads: list[dict[int, str]] = [{} for _ in copies.shared]
-    for entry in entries:
-        heads[entry.close.fragment][entry.close.version] = digest(encode(entry.close))
-    rng = random.Random(len(world.log))
-    chosen = [shared[rng.choice(sorted(shared))] for shared in copies.shared]
-    again = toy.begin_with(chosen, heads, world.log)
-    replayed, _ = toy.replay(world.log, again, world.fetch)
-    assert toy.fingerprint(replayed) == toy.fingerprint(state)
-    for fragment in range(world.plan.fragments):
-        assert again.newest(fragment) == copies.newest(fragment)
 
 
 # --- lockstep -------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class RunPlan:
     ranks: int = 1
     """Ranks of all workers, those of other islands included."""
     inner_bytes: float = 16
-    """Of a parameter, its gradient and its moments, all in fp32, on average."""
+    """Bytes that a parameter, its gradient and its moments take on average, all in fp32."""
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens of all workers, also those of earlier starts with other batches."""

@@ -40,7 +40,7 @@ REMOVED = {
 }
 """Keys of earlier versions: the value that had no effect, which is still read, as an old run's
 config.toml has all keys; and what holds now."""
-REMOVED_VALUES = {"adam", "sign_momentum", "balanced", "clusters", "stochastic"}
+REMOVED_VALUES = {"adam", "sign_momentum", "balanced", "clusters"}
 
 
 class ConfigError(ValueError):

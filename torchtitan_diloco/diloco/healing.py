@@ -23,7 +23,7 @@ from torchtitan_diloco.utils import cause_of, logger
 LATEST = 32  # norms that the median is taken of
 FEWEST = 5  # norms without which no delta is an outlier
 ROUNDS = 3
-"""Rounds of every fragment in which a worker sends nothing finite, until the run ends."""
+"""Rounds of a fragment in a row in which a worker may send nothing finite."""
 
 
 class DeltaNorms:

@@ -65,8 +65,6 @@ class Liveness:
         self.worker = self._workers[rank]
         self._speaks = self._workers.index(self.worker) == rank  # the first rank of a worker
         self.clock = OwnClock(self._pace.beat)
-        self.on_silence: Callable[[int, float], None] | None = None
-        """Called with a worker and the seconds of its silence whenever that is reported."""
         now = time.perf_counter()
         self._peers: list[Peer] = []
         for one in sorted(peers) or [one for one in range(size) if one != rank]:
@@ -342,8 +340,6 @@ class Liveness:
             line = f"{peer.name} goes on after {seconds:.0f} s: {cause}"
         if self._speaks:
             logger.warning(line)
-            if self.on_silence is not None:
-                self.on_silence(peer.worker, seconds)
 
     def _quiet(self, peer: Peer, now: float) -> float:
         """Return for how long a peer has been silent, or has held up this rank; 0 if that is short.
