@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.generate import draw, generate, next_logits, stream_text
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 
 VOCABULARY, ROWS, LENGTH = 50, 64, 12
 

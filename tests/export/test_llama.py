@@ -21,7 +21,7 @@ from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.export.weights import load_initial_weights, weights_fingerprint
 from torchtitan_diloco.models import build_model
-from torchtitan_diloco.models.llama.hugging_face import settings_of
+from torchtitan_diloco.models.llama import settings_of
 
 pytest.importorskip("transformers", reason="the conversion is compared with transformers")
 SMALL: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "head_dim": 10, "feed_forward": 40}

@@ -27,7 +27,7 @@ from torchtitan_diloco.export.hugging_face import (
     convert_tokenizer,
     save_hugging_face,
 )
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 
 README = (REPOSITORY / "README.md").read_text()
 BYTES = {bytes([byte]): byte for byte in range(256)}
