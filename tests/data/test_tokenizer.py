@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import requests
 import tiktoken
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer, format_ranks
@@ -19,42 +19,34 @@ def from_ranks(path: Path, ranks: dict[bytes, int]) -> Tokenizer:
 
 
 @given(st.text())
+@example("<|endoftext|>")  # a special token in a text is text
 def test_bytes_tokenizer_is_utf8(text: str) -> None:
     assert bytes(BYTES.encode(text).tolist()) == text.encode()
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
-def test_bytes_tokenizer_has_257_tokens() -> None:
+def test_bytes_tokenizer_takes_any_text() -> None:
     assert (BYTES.vocab_size, BYTES.end_of_document) == (257, 256)
     assert len(BYTES.encode("x" * 4_000_000)) == 4_000_000  # hours where it is not linear
+    for text, expected in (("a\ud800b", "a\ufffdb"), ("\ud83d\ude00", "\U0001f600")):
+        assert BYTES.decode(BYTES.encode(text)) == expected
 
 
-@pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "\ud83d\ude00"])
-def test_surrogates_do_not_stop_the_encoding(text: str) -> None:
-    expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert BYTES.decode(BYTES.encode(text)) == expected
-
-
-def test_special_tokens_in_a_text_are_text() -> None:
-    ids = BYTES.encode("<|endoftext|>")
-    assert BYTES.end_of_document not in ids
-    assert BYTES.decode(ids) == "<|endoftext|>"
-
-
-def test_rank_file_merges_by_rank(tmp_path: Path) -> None:
-    tokenizer = from_ranks(tmp_path / "small.tiktoken", RANKS | {b"ab": 256, b"abc": 257})
-    assert tokenizer.encode("abcab").tolist() == [257, 256]
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (259, 258)
-
-
-def test_fingerprint_depends_on_the_encoding_not_on_the_path(tmp_path: Path) -> None:
+def test_rank_file_merges_by_rank_and_its_fingerprint_is_of_its_content(tmp_path: Path) -> None:
     merges = {"a": b"ab", "b": b"ab", "c": b"ba"}
     first, same, other = (
-        from_ranks(tmp_path / f"{name}.tiktoken", RANKS | {merge: 256}).fingerprint
+        from_ranks(tmp_path / f"{name}.tiktoken", RANKS | {merge: 256, b"abc": 257})
         for name, merge in merges.items()
     )
-    assert first == same != other
-    assert BYTES.fingerprint == "3625b1f403981c51", "prepared corpora of users carry it"
+    assert first.encode("abcab").tolist() == [257, 256]
+    assert (first.vocab_size, first.end_of_document) == (259, 258)
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_fingerprints_are_frozen(tmp_path: Path) -> None:
+    """Prepared corpora of users carry them. That of a rank file depends on SPLIT_PATTERN, too."""
+    assert BYTES.fingerprint == "3625b1f403981c51"
+    assert from_ranks(tmp_path / "ranks.tiktoken", RANKS).fingerprint == "b9a31c733e71e351"
 
 
 def line(token: bytes, rank: int) -> bytes:
@@ -68,10 +60,8 @@ GOOD = [line(token, rank) for token, rank in RANKS.items()]
     ("lines", "message"),
     [
         ([*GOOD[:9], b"no base64! 9"], r"line 10: .*is not a token in base64"),
-        ([*GOOD[:9], b"onlyoneword"], r"line 10: .*is not a token in base64"),
         ([*GOOD[:9], b"YQ== x"], r"line 10"),
         ([*GOOD, line(b"ab", 300)], r"line 257: .* rank 256 and a new token should follow"),
-        ([*GOOD, line(b"a", 256)], r"line 257: .* rank 256 and a new token should follow"),
         (GOOD[:200], r"no token for 56 of the 256 bytes \(the first is 0xc8\)"),
     ],
 )
@@ -81,9 +71,7 @@ def test_damaged_rank_file_is_refused(tmp_path: Path, lines: list[bytes], messag
         build_tokenizer(str(tmp_path / "bad.tiktoken"))
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes"), ("cl100k", "cl100k_base")]
-)
+@pytest.mark.parametrize(("name", "nearest"), [("gtp2", "gpt2"), ("byte", "bytes")])
 def test_unknown_name_gets_the_nearest_one(name: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=rf'data\.tokenizer = "{name}".*Did you mean "{nearest}"'):
         build_tokenizer(name)

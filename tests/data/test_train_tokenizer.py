@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan_diloco.data.prepare import main as prepare_main
 from torchtitan_diloco.data.text import Corpus, open_corpus
-from torchtitan_diloco.data.tokenizer import SPLIT_PATTERN, Tokenizer, build_tokenizer, format_ranks
+from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer, format_ranks
 from torchtitan_diloco.data.train_tokenizer import (
     learn_bpe,
     main,
@@ -21,16 +21,11 @@ VOCAB_SIZE = 1500
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[str]:
-    """1 MB of code, and what else text can be."""
+def learned() -> Any:
+    """Learned from 1 MB of code, and what else text can be."""
     odd = "don't DON'T größer 日本語 \U0001f600\u200d 12345 \r\n\r\n  \t x" * 50
     pieces = (piece.text for piece in open_corpus("stdlib").pieces())
-    return [*itertools.islice(pieces, 60), odd]
-
-
-@pytest.fixture(scope="module")
-def learned(texts: list[str]) -> Any:
-    return learn_bpe(iter(texts), VOCAB_SIZE - 1)
+    return learn_bpe(iter([*itertools.islice(pieces, 60), odd]), VOCAB_SIZE - 1)
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +41,6 @@ def fox(tmp_path: Path) -> Corpus:
     return open_corpus(str(tmp_path / "a.txt"))
 
 
-def test_encodes_text_exactly_as_it_was_learned(
-    texts: list[str], learned: Any, ours: Tokenizer
-) -> None:
-    unseen = [piece.text for piece in itertools.islice(open_corpus("stdlib").pieces(), 300, 340)]
-    for text in [*texts, *unseen]:
-        assert ours.encode(text).tolist() == learned.encode(text).ids
-    assert (ours.vocab_size, ours.end_of_document) == (VOCAB_SIZE, VOCAB_SIZE - 1)
-    assert len(ours.encode(texts[10])) < 0.45 * len(texts[10].encode()), "it compresses"
-
-
 ODD = st.text(alphabet="ab'sSdDtT\u0301éß日\U0001f600 \t\n\r\u20031239.,-_", max_size=40)
 
 
@@ -65,6 +50,14 @@ def test_odd_text_is_encoded_as_it_was_learned_and_comes_back(
 ) -> None:
     assert ours.encode(text).tolist() == learned.encode(text).ids
     assert ours.decode(ours.encode(text)) == text
+
+
+def test_code_is_encoded_as_it_was_learned(learned: Any, ours: Tokenizer) -> None:
+    pieces = itertools.islice(open_corpus("stdlib").pieces(), 30, 90)  # half of them unseen
+    code = "".join(piece.text for piece in pieces)
+    assert ours.encode(code).tolist() == learned.encode(code).ids
+    assert (ours.vocab_size, ours.end_of_document) == (VOCAB_SIZE, VOCAB_SIZE - 1)
+    assert len(ours.encode(code)) < 0.45 * len(code.encode()), "it compresses"
 
 
 def test_sample_comes_from_all_over_the_corpus(tmp_path: Path) -> None:
@@ -89,26 +82,24 @@ def test_command_line_end_to_end(
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("changed", "message"),
     [
-        ("--vocab-size", "256", "--vocab-size 256 is too small: every byte and the end"),
-        ("--vocab-size", "5000", "is too large for this text: after "),
-        ("--out", "tokenizer.json", "must end in .tiktoken"),
-        ("--source", "none.txt", "cannot read the text file"),
+        (("--vocab-size", "256"), "--vocab-size 256 is too small: every byte and the end"),
+        (("--vocab-size", "5000"), "is too large for this text: after "),
+        (("--out", "tokenizer.json"), "must end in .tiktoken"),
+        (("--source", "none.txt"), "cannot read the text file"),
     ],
 )
 def test_bad_arguments(
     fox: Corpus,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    option: str,
-    value: str,
+    changed: tuple[str, str],
     message: str,
 ) -> None:
     out = tmp_path / "t.tiktoken"
-    command = ["--source", fox.spec, "--vocab-size", "260", "--out", str(out), option, value]
     with pytest.raises(SystemExit, match="2"):
-        main(command)
+        main(["--source", fox.spec, "--vocab-size", "260", "--out", str(out), *changed])
     assert message in capsys.readouterr().err
     assert not out.exists()
 
@@ -126,11 +117,3 @@ def test_without_the_package(fox: Corpus, monkeypatch: pytest.MonkeyPatch) -> No
     message = r"needs the package tokenizers: .* -m pip install -e '.*\[tokenizer\]'"
     with pytest.raises(ValueError, match=message):
         train_tokenizer(fox, 260)
-
-
-def test_pattern_is_frozen() -> None:
-    """Rank files and shards of users were made with it: it may never change."""
-    assert SPLIT_PATTERN == (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
