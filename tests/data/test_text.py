@@ -74,23 +74,6 @@ def test_a_file_or_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) ->
     assert documents(path) == texts
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a.txt{suffix}"
-    content = compressed(path, b"".join(b"%d\n" % (n * n) for n in range(50_000))).read_bytes()
-    middle = len(content) // 2
-    flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
-    for damaged in (
-        content[:middle],
-        content[:middle] + flipped + content[middle + 64 :],
-        b"plain text",
-        content + b"rubbish",
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"cannot read .*a\.txt{suffix}"):
-            documents(path)
-
-
 @pytest.mark.parametrize(("suffix", "extra"), [(".zst", "zstd"), ("", "hf")])
 def test_a_missing_package_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, extra: str
@@ -103,30 +86,37 @@ def test_a_missing_package_names_the_command(
         pieces(path if suffix else f"hf:{tmp_path}")
 
 
-@pytest.mark.parametrize("before", [0, 300_000])
-def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path: Path, before: int) -> None:
-    path = tmp_path / "latin.txt"
-    for rest in (b"gr\xfc\xdfe\n", b"cut off \xf0\x9f\x98"):
-        path.write_bytes(b"ok\n" * before + rest)
-        with pytest.raises(ValueError, match=rf"latin\.txt, line {before + 1} is not UTF-8.*iconv"):
-            documents(path)
+def damaged(content: bytes) -> list[bytes]:
+    middle = len(content) // 2
+    flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
+    flipped = content[:middle] + flipped + content[middle + 64 :]
+    return [content[:middle], flipped, b"not compressed", content + b"rubbish"]
+
+
+LINES = b"".join(b"%d\n" % (n * n) for n in range(50_000))
+FINE = b'{"text": "fine"}\n'
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("name", "content", "message"),
     [
-        (b"{nope", r": not JSON"),
-        (b"[" * 100_000, r": not JSON"),
-        (b'{"text": "gr\xfc"}', r": not JSON in UTF-8: .*can't decode byte 0xfc"),
-        (b'{"content": "a", "id": 3}', r": no field \"text\" with a string in \['content', 'id'\]"),
-        (b'["text"]', r": no field \"text\" with a string in \['text'\]"),
+        *(("a.txt.gz", content, "") for content in damaged(gzip.compress(LINES))),
+        *(("a.txt.zst", content, "") for content in damaged(zstd.compress(LINES))),
+        ("a.txt", b"ok\n" * 300_000 + b"gr\xfc\xdfe", ", line 300001 is not UTF-8.*iconv"),
+        ("a.txt", b"cut off \xf0\x9f\x98", ", line 1 is not UTF-8"),
+        ("a.jsonl", FINE + b"{nope", ", line 2: not JSON"),
+        ("a.jsonl", FINE + b"[" * 100_000, ", line 2: not JSON"),
+        ("a.jsonl", FINE + b'{"text": "gr\xfc"}', ", line 2: not JSON in UTF-8: .* byte 0xfc"),
+        ("a.jsonl", FINE + b'{"b": "a", "id": 3}', ", line 2: no field \"text\" .* in .'b', 'id'"),
+        ("a.jsonl", FINE + b'["text"]', ", line 2: no field \"text\" with a string in .'text'"),
     ],
 )
-def test_bad_jsonl_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2{message}"):
-        documents(path)
+def test_damage_is_named_by_file_and_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{'' if message else 'cannot read '}.*{name}{message}"):
+        documents(tmp_path / name)
 
 
 def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +43,7 @@ from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
 from torchtitan_diloco.utils import available_cores
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
-_JOB_PIECES = 32  # for each thread
-_JOBS_AHEAD = 4  # bounds memory
+_PIECES_AHEAD = 128  # for each thread; bounds memory
 
 Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
 """Number of a piece, its split and tokens, and whether its document ends for the split."""
@@ -166,15 +164,14 @@ def _tokenised(
             tokens = np.insert(tokens, 0, begin_token)
         return number, split, tokens, ends
 
-    threads = threads or available_cores()
-    pieces, jobs = missing(), deque[Iterator[Tokenised]]()
+    threads, pending = threads or available_cores(), deque[Future[Tokenised]]()
     with ThreadPoolExecutor(threads) as pool:
-        while job := list(islice(pieces, _JOB_PIECES * threads)):
-            jobs.append(pool.map(tokenise, job))
-            if len(jobs) == _JOBS_AHEAD:
-                yield from jobs.popleft()
-        for results in jobs:
-            yield from results
+        for piece in missing():
+            pending.append(pool.submit(tokenise, piece))
+            if len(pending) == _PIECES_AHEAD * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 # --- the command ---
