@@ -134,22 +134,22 @@ print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)
 """
 
 
-def open_in_process(corpus: Path, cache: Path, first: str = "") -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", first + OPEN_SPLIT, str(corpus), str(cache)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-
-
 def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
     """They come at once; the one that works is killed; another one finishes; all read the same."""
     corpus, cache = tmp_path / "large.txt", tmp_path / "cache"
     corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 100_000)
-    doomed = open_in_process(corpus, cache, STOP_BEFORE_THE_END)
+
+    def open_in_process(first: str = "") -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", first + OPEN_SPLIT, str(corpus), str(cache)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+    doomed = open_in_process(STOP_BEFORE_THE_END)
     _, status = os.waitpid(doomed.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)  # it holds the lock while the others arrive
     assert list(cache.glob("*/.train-*.partial"))
     assert not list(cache.glob("*/corpus.json"))
-    others = [open_in_process(corpus, cache) for _ in range(3)]
+    others = [open_in_process() for _ in range(3)]
     time.sleep(1.0)
     assert all(process.poll() is None for process in others), "they wait"
     doomed.kill()

@@ -226,14 +226,3 @@ def test_order_is_frozen() -> None:
     """Saved runs continue with it: it may never change."""
     assert epoch_order(10, 0, seed=0).tolist() == [2, 5, 7, 4, 0, 6, 1, 3, 9, 8]
     assert epoch_order(10, 1, seed=0).tolist() == [0, 7, 3, 8, 6, 1, 2, 9, 5, 4]
-
-
-@pytest.mark.parametrize(("sequences", "possible", "limit"), [(3, 6, 20.5), (4, 24, 49.7)])
-def test_all_orders_are_equally_likely(sequences: int, possible: int, limit: float) -> None:
-    positions = np.arange(4800 * sequences)
-    orders = sequence_indices(positions, sequences=sequences, seed=11, shuffle=True)
-    counts = Counter(map(tuple, orders.reshape(-1, sequences).tolist()))
-    expected = 4800 / possible
-    assert len(counts) == possible
-    chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
-    assert chi_square < limit, "exceeded once in a thousand if they are equally likely"

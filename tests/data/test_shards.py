@@ -1,6 +1,5 @@
 import itertools
 import json
-import pickle
 import struct
 import zlib
 from collections.abc import Callable
@@ -70,14 +69,6 @@ def test_fingerprint_depends_on_the_tokens_only(make_shards: MakeShards) -> None
     others = {TokenShards(folder, split).fingerprint for split in SPLITS}
     assert first == copy
     assert len({first, *others}) == 3
-
-
-def test_pickled_shards_map_the_files_again(make_shards: MakeShards) -> None:
-    shards = TokenShards(make_shards(train=5000, shard_tokens=5000), "train")
-    shards.read(0, 10)
-    pickled = pickle.dumps(shards)
-    assert len(pickled) < 3000
-    assert pickle.loads(pickled).read(4000, 4002).tolist() == [4000 % 251, 4001 % 251]
 
 
 def use_a_small_vocabulary(path: Path) -> None:

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.decoder import (
-    Block,
     DecoderBase,
-    FeedForward,
     Rotary,
     Shape,
     resolve_shape,
@@ -85,16 +83,21 @@ class Decoder(DecoderBase):
                 f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
                 'dimensions: make it even, or set model.positions = "learned"'
             )
-        super().__init__(config, vocab_size, sequence_length, shape, learned_positions=learned)
+        super().__init__(
+            config,
+            vocab_size,
+            sequence_length,
+            shape,
+            gated=config.activation == "swiglu",
+            learned_positions=learned,
+        )
         self.rotary_base = config.rotary_base or ROTARY_BASE
 
     def build_norm(self) -> nn.Module:
         return build_norm(self.config.norm, self.shape.width)
 
-    def build_block(self) -> Block:
-        feed_forward = FeedForward(self.shape, gated=self.config.activation == "swiglu")
-        attention = Attention(self.shape, self.config)
-        return Block(self.build_norm(), attention, self.build_norm(), feed_forward)
+    def build_attention(self) -> Attention:
+        return Attention(self.shape, self.config)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         head_dim = self.shape.head_dim

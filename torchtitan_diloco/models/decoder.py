@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -88,15 +88,11 @@ class Block(nn.Module):
     """Attention and feed-forward layer, each with a norm before it and added to its input."""
 
     def __init__(
-        self,
-        attention_norm: nn.Module,
-        attention: nn.Module,
-        feed_forward_norm: nn.Module,
-        feed_forward: nn.Module,
+        self, build_norm: Callable[[], nn.Module], attention: nn.Module, feed_forward: nn.Module
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
-        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self.attention_norm, self.attention = build_norm(), attention
+        self.feed_forward_norm, self.feed_forward = build_norm(), feed_forward
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)
@@ -105,7 +101,7 @@ class Block(nn.Module):
 
 
 class DecoderBase(LanguageModel):
-    """Embedding, blocks, norm and head. A family builds its norms and blocks."""
+    """Embedding, blocks, norm and head. A family builds its norms and attention."""
 
     shape: Shape
 
@@ -116,6 +112,7 @@ class DecoderBase(LanguageModel):
         sequence_length: int,
         shape: Shape,
         *,
+        gated: bool = True,
         learned_positions: bool = False,
         tied_head: bool = True,
     ) -> None:
@@ -124,7 +121,10 @@ class DecoderBase(LanguageModel):
         self.shape = shape
         self.embedding = nn.Embedding(vocab_size, shape.width)
         self.positions = nn.Embedding(sequence_length, shape.width) if learned_positions else None
-        self.blocks = nn.ModuleList(self.build_block() for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(self.build_norm, self.build_attention(), FeedForward(shape, gated=gated))
+            for _ in range(shape.layers)
+        )
         self.norm = self.build_norm()
         self.head = None if tied_head else nn.Linear(shape.width, vocab_size, bias=False)
 
@@ -133,7 +133,8 @@ class DecoderBase(LanguageModel):
         """Return a norm of the residual stream."""
 
     @abstractmethod
-    def build_block(self) -> Block: ...
+    def build_attention(self) -> nn.Module:
+        """Return a layer with forward(x [batch, length, width], rotary)."""
 
     @abstractmethod
     def rotary_frequencies(self, device: torch.device) -> Tensor:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.decoder import (
-    Block,
     DecoderBase,
-    FeedForward,
     Rotary,
     Shape,
     resolve_shape,
@@ -97,9 +95,8 @@ class Llama(DecoderBase):
     def build_norm(self) -> nn.Module:
         return nn.RMSNorm(self.shape.width, eps=NORM_EPSILON)
 
-    def build_block(self) -> Block:
-        attention, feed_forward = Attention(self.shape), FeedForward(self.shape, gated=True)
-        return Block(self.build_norm(), attention, self.build_norm(), feed_forward)
+    def build_attention(self) -> Attention:
+        return Attention(self.shape)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Return the frequencies with the bits of transformers.
