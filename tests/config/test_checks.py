@@ -32,7 +32,7 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
-        ({"islands.join": "nats://x"}, "islands.name"),
+        ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),
         ({"islands.local": "3", "islands.slots": "1"}, "islands.slots"),
         ({"islands.local": "2", "diloco.link.outer_state": "cpu"}, "diloco.link.outer_state"),
         ({"data.shard_by": "random", "diloco.workers": "1"}, "data.shard_by"),

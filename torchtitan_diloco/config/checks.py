@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
-from torchtitan_diloco.islands.config import islands_mistakes
+from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
@@ -32,7 +32,13 @@ def config_mistakes(config: Config) -> Mistakes:
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=islands)
-    yield from islands_mistakes(config.islands, config.workers)
+    if islands:
+        yield from islands_mistakes(config.islands, config.workers)
+    else:
+        for key, default in flat_settings(Islands()).items():
+            if getattr(config.islands, key) != default:
+                reason = "is only read with islands.join (or islands.local): give it, or neither"
+                yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):

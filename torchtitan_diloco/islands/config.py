@@ -13,7 +13,6 @@ from urllib.parse import quote, unquote
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
-from torchtitan_diloco.diloco.fields import flat_settings
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,15 @@ NAME = r"[\w.-]{1,60}"
 
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
-    """Check the settings of islands. `begin`: how many really begin together."""
-    if not islands.join and not islands.local:
-        for key, default in flat_settings(Islands()).items():
-            if getattr(islands, key) != default:
-                reason = "is only read with islands.join (or islands.local): give it, or neither"
-                yield f"islands.{key}", reason
-        return
-    if islands.join and islands.local:
-        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
-    if islands.join and not islands.name:
-        yield "islands.name", "names this island in the run: give a name, such as that of its site"
+    """Check settings of an island. `begin`: how many really begin together."""
     if islands.name and not re.fullmatch(NAME, islands.name):
         yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
         yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
+    if islands.join and islands.local:
+        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
+    if islands.join and not islands.name:
+        yield "islands.name", "names this island in the run: give a name, such as that of its site"
 
 
 # --- join string: where the server of a run is, and how to log in to it ---------------------------
