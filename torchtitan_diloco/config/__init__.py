@@ -1,7 +1,7 @@
 """Configuration of a run.
 
-Types and ranges of settings are at their fields in schema.py, and contradictions in checks.py.
-Those of [diloco] and [islands] are all in diloco/config.py and islands/config.py.
+The type and range of a setting are at its field in schema.py; for [diloco] and [islands] in
+diloco/config.py and islands/config.py, with their own contradictions. All others are in checks.py.
 Settings that depend on the data or on the number of processes are checked where these are known:
 components/run_plan.py and distributed/world.py.
 """

@@ -1,6 +1,7 @@
 """Checks across settings: values that contradict each other, and values that have no effect.
 
-Those of [diloco] and [islands] are beside these sections, for use without the rest.
+What contradicts each other within [diloco] or [islands] is beside these sections, which are also
+used without the others.
 """
 
 from collections.abc import Iterator
