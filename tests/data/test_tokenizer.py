@@ -185,27 +185,18 @@ def test_command_line_end_to_end(
     assert "exists, and shards may depend on it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_bad_arguments(fox: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "t.tiktoken"
+    for changed, message in (
         (("--vocab-size", "256"), "--vocab-size 256 is too small: every byte and the end"),
         (("--vocab-size", "5000"), "is too large for this text: after "),
         (("--out", "tokenizer.json"), "must end in .tiktoken"),
         (("--source", "none.txt"), "cannot read the text file"),
-    ],
-)
-def test_bad_arguments(
-    fox: Corpus,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changed: tuple[str, str],
-    message: str,
-) -> None:
-    out = tmp_path / "t.tiktoken"
-    with pytest.raises(SystemExit, match="2"):
-        main(["--source", fox.spec, "--vocab-size", "260", "--out", str(out), *changed])
-    assert message in capsys.readouterr().err
-    assert not out.exists()
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--source", fox.spec, "--vocab-size", "260", "--out", str(out), *changed])
+        assert message in capsys.readouterr().err
+        assert not out.exists()
 
 
 def test_the_vocabulary_that_the_error_names_works(fox: Corpus) -> None:

@@ -34,9 +34,7 @@ VARIANTS = [
     Model(**TINY),
     Model(**TINY, norm="layernorm", activation="swiglu"),
     Model(**TINY, qk_norm=False, positions="learned"),
-    Model(**TINY, norm="layernorm", qk_norm=False),
     Model(**{**TINY, "head_dim": 7}, activation="swiglu", positions="learned"),
-    Model(layers=1),
 ]
 Pair = tuple[LanguageModel, Any, Path]
 
