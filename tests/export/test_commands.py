@@ -48,15 +48,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sharded(corpus: Path, processes: ProcessPool) -> Path:
-    """Return a run of one worker, sharded over two processes."""
+def trained(corpus: Path, processes: ProcessPool) -> Path:
+    """Return a run of two workers, each sharded over two processes."""
     ranks = write_ranks(corpus.parent, [b"st", b"ing", b"si"])
-    return Path(processes.run(run, 2, chosen(corpus, "run", data__tokenizer=ranks))[0])
-
-
-@pytest.fixture(scope="module")
-def two_workers(corpus: Path, processes: ProcessPool) -> Path:
-    return Path(processes.run(run, 2, chosen(corpus, "workers", diloco__workers=2))[0])
+    wanted = chosen(corpus, "run", data__tokenizer=ranks, diloco__workers=2)
+    return Path(processes.run(run, 4, wanted)[0])
 
 
 def write_ranks(folder: Path, words: list[bytes]) -> Path:
@@ -81,13 +77,11 @@ def run_from(toml: str, wanted: dict[str, str]) -> None:
 
 
 def test_export_writes_the_shared_parameters_from_which_another_run_starts(
-    sharded: Path, processes: ProcessPool, tmp_path: Path, capsys: Capture
+    trained: Path, processes: ProcessPool, tmp_path: Path, capsys: Capture
 ) -> None:
-    assert export.main([str(sharded)]) == 0
-    base, expected = (
-        sharded / "export" / "step-00000024-safetensors",
-        shared_parameters(sharded, 24),
-    )
+    assert export.main([str(trained)]) == 0
+    base = trained / "export" / "step-00000024-safetensors"
+    expected = shared_parameters(trained, 24)
     assert str(base) in capsys.readouterr().out
     exported = read_weights(base)
     assert exported.keys() == expected.keys()
@@ -99,7 +93,7 @@ def test_export_writes_the_shared_parameters_from_which_another_run_starts(
     modes = {path.name: path.stat().st_mode & 0o777 for path in base.iterdir()}
     assert set(modes.values()) == {base.stat().st_mode & 0o666}, "the user's umask"
 
-    half, path = tmp_path / "half", str(checkpoint_path(sharded, 24))
+    half, path = tmp_path / "half", str(checkpoint_path(trained, 24))
     assert export.main([path, "--dtype", "bfloat16", "--out", str(half)]) == 0
     for name, value in read_weights(half).items():
         assert torch.equal(value, expected[name].bfloat16()), name
@@ -118,24 +112,24 @@ def test_export_writes_the_shared_parameters_from_which_another_run_starts(
     assert (again.model.weights, again.checkpoint.resume) == ("", "auto")
 
 
-def test_weights_are_not_overwritten(sharded: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_weights_are_not_overwritten(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("")
     (tmp_path / "file").write_text("")
     for format in ("safetensors", "hf"):
-        assert export.main([str(sharded), "--out", str(out), "--format", format]) == 2
+        assert export.main([str(trained), "--out", str(out), "--format", format]) == 2
         message = "error: .*out is not empty; choose another folder"
         assert re.match(message, capsys.readouterr().err)
     assert [path.name for path in out.iterdir()] == ["mine"]
-    assert export.main([str(sharded), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert export.main([str(trained), "--out", str(tmp_path / "file" / "out")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_the_parameters_of_each_worker(two_workers: Path, corpus: Path) -> None:
-    saved = tensors(checkpoint_path(two_workers, 16))
-    first, second = (open_saved(two_workers, 16, f"worker-{worker}").model for worker in (0, 1))
-    for name, value in open_saved(two_workers, 16).model.state_dict().items():
+def test_the_parameters_of_each_worker(trained: Path, corpus: Path) -> None:
+    saved = tensors(checkpoint_path(trained, 16))
+    first, second = (open_saved(trained, 16, f"worker-{worker}").model for worker in (0, 1))
+    for name, value in open_saved(trained, 16).model.state_dict().items():
         assert torch.equal(value, saved[f"shared/{shared_parameter_name(name)}"])
         assert torch.equal(first.state_dict()[name], saved[f"worker-0/model/{name}"])
         assert torch.equal(second.state_dict()[name], saved[f"worker-1/model/{name}"])
@@ -159,35 +153,31 @@ def loss(capsys: Capture, *arguments: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("name", ["sharded", "two_workers"])
-def test_the_loss_is_the_one_that_the_run_printed(
-    name: str, request: pytest.FixtureRequest, capsys: Capture
-) -> None:
+def test_the_loss_is_the_one_that_the_run_printed(trained: Path, capsys: Capture) -> None:
     """Fragments are in flight in the checkpoints of steps 8 and 16."""
-    folder: Path = request.getfixturevalue(name)
-    printed = curve(records(folder), VALIDATION)
+    printed = curve(records(trained), VALIDATION)
     assert len(set(printed)) == 3
     for step, expected in zip(("8", "16", "24"), printed, strict=True):
-        assert loss(capsys, str(folder), "--step", step) == pytest.approx(expected, abs=1e-4)
-    assert validate.main([str(folder), "--device", "cpu"]) == 0
+        assert loss(capsys, str(trained), "--step", step) == pytest.approx(expected, abs=1e-4)
+    assert validate.main([str(trained), "--device", "cpu"]) == 0
     output = capsys.readouterr()
     assert "224 tokens (7 sequences of 32)" in output.out
     assert "step 24, shared parameters" in output.err
 
 
-def test_other_text_batches_and_weights(two_workers: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_other_text_batches_and_weights(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     other = tmp_path / "other.txt"
     other.write_text("0123456789 " * 200)
-    usual = loss(capsys, run16 := str(checkpoint_path(two_workers, 16)))
+    usual = loss(capsys, run16 := str(checkpoint_path(trained, 16)))
     assert loss(capsys, run16, "--batch-size", "3") == pytest.approx(usual, abs=1e-4)
     assert loss(capsys, run16, "--corpus", str(other)) > usual + 1
     assert loss(capsys, run16, "--sequences", "20") != usual
     assert loss(capsys, run16, "--weights", "worker-1") != usual
 
 
-def test_text_is_repeatable(sharded: Path, capsys: Capture) -> None:
+def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
     def text(*more: str) -> str:
-        assert generate.main([str(sharded), "--device", "cpu", "--tokens", "20", *more]) == 0
+        assert generate.main([str(trained), "--device", "cpu", "--tokens", "20", *more]) == 0
         return capsys.readouterr().out
 
     first = text("--prompt", "the sto")
@@ -209,29 +199,29 @@ def test_text_is_repeatable(sharded: Path, capsys: Capture) -> None:
         ("validate", "empty", r"empty has no complete checkpoint: name .* checkpoint.every"),
         ("generate", "run --step 7", r"--step 7: .*run has no checkpoint .* it has 8, 16, 24"),
         ("export", "run/checkpoints/step-00000008 --step 16", r"--step 16: .* step; it has 8"),
-        ("validate", "run --weights worker-1", r"worker-1: .*00024 .* has shared, worker-0"),
+        ("validate", "run --weights worker-2", r"worker-2: .*00024 .* has shared, worker-0, wo"),
         ("validate", "run --sequences 0", r"--sequences: 0 is out of range: give"),
         ("generate", "run --temperature nan", r"--temperature: nan is out of range: give"),
         ("generate", "run --top-p 1.1", r"--top-p: 1.1 is out of range: give"),
     ],
 )
 def test_a_mistake_is_one_line(
-    sharded: Path, command: str, arguments: str, message: str, capsys: Capture
+    trained: Path, command: str, arguments: str, message: str, capsys: Capture
 ) -> None:
-    (sharded.parent / "empty").mkdir(exist_ok=True)
+    (trained.parent / "empty").mkdir(exist_ok=True)
     name, *more = arguments.split()
-    assert COMMANDS[command]([str(sharded.parent / name), *more]) == 2
+    assert COMMANDS[command]([str(trained.parent / name), *more]) == 2
     output = capsys.readouterr()
     assert re.match(rf"error: .*{message}", output.err)
     assert (output.out, output.err.count("\n")) == ("", 1)
 
 
 def test_a_damaged_file_or_another_tokenizer_is_named(
-    sharded: Path, tmp_path: Path, capsys: Capture
+    trained: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    folder, ranks = tmp_path / "run", sharded.parent / "own.tiktoken"
+    folder, ranks = tmp_path / "run", trained.parent / "own.tiktoken"
     before = ranks.read_bytes()
-    shutil.copytree(sharded / "checkpoints", folder / "checkpoints")
+    shutil.copytree(trained / "checkpoints", folder / "checkpoints")
     file = checkpoint_path(folder, 24) / "shared" / "rank-0.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
