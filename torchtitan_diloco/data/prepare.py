@@ -189,34 +189,26 @@ def parse_quantity(text: str) -> int:
     return int(value)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_diloco.data.prepare",
         description="Tokenise a corpus into a folder of token shards.",
     )
     add = parser.add_argument
     add("--source", help="stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]")
-    add(
-        "--tokenizer",
-        default="bytes",
-        help="bytes, a .tiktoken or tokenizer.json file, or a tiktoken encoding",
-    )
+    tokenizer_help = "bytes, a .tiktoken or tokenizer.json file, or a tiktoken encoding"
+    add("--tokenizer", default="bytes", help=tokenizer_help)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
     shard_help = "a shard is closed once it has so many tokens, such as 100M (default 2**28)"
     add("--shard-tokens", type=parse_quantity, default=DEFAULT_SHARD_TOKENS, help=shard_help)
     add("--threads", type=parse_quantity, help="default: every core")
     add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
-    field_help = "field of the text in JSON lines and data sets (default text)"
     begin_help = "write the tokenizer's begin token before each document, as Llama 3 was trained"
     add("--begin-token", action="store_true", help=begin_help)
+    field_help = "field of the text in JSON lines and data sets (default text)"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field_help)
     add("--verify", action="store_true", help="check every byte; without --source: only that")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
     options = parser.parse_args(arguments)
     try:
         _run(options)
