@@ -24,13 +24,13 @@ Item = TypeVar("Item")
 # --- command line ---------------------------------------------------------------------------------
 
 
-class Parser(OptionParser):
+class _Parser(OptionParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    return Parser(description=description)
+    return _Parser(description=description)
 
 
 def positive(text: str) -> int:
