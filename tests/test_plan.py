@@ -43,18 +43,15 @@ def test_the_papers_table_of_another_model(capsys: pytest.CaptureFixture[str]) -
     assert text.count("\n| ") == 7
 
 
-def test_the_step_time_from_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = ["--config", "1b", *LINK, "--mfu", "40%", "--parallel.fsdp", "8"]
-    by_name = output(capsys, *shared, "--device", "h100")
-    assert by_name == output(capsys, *shared, "--peak-tflops", "989")
-    assert "FLOP / (8 x 989 TFLOP/s x 40 %)" in by_name
-
-
-def test_every_worker_may_have_its_own_step_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_times(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--bandwidth", "100Mbit", "--step-time", "0.3,0.5s"]
     text = output(capsys, "--config", "35m", *words)
     assert "100 Mbit/s for the slowest worker" in text
     assert "300 ms / 500 ms of compute" in text
+    shared = ["--config", "1b", *LINK, "--mfu", "40%", "--parallel.fsdp", "8"]
+    by_name = output(capsys, *shared, "--device", "h100")
+    assert by_name == output(capsys, *shared, "--peak-tflops", "989")
+    assert "FLOP / (8 x 989 TFLOP/s x 40 %)" in by_name
 
 
 def test_the_plan_is_written_as_a_config(

@@ -118,17 +118,6 @@ def check_that_no_site_reaches_the_other(sites: Sites) -> None:
         assert process.exitcode == 0
 
 
-def peers(sites: Sites, place: str, port: int) -> set[str]:
-    """Return the addresses with a connection to a port of a place."""
-    own = Path(f"/proc/{sites.place(place).pid}/net")
-    lines = [line for name in ("tcp", "tcp6") for line in (own / name).read_text().splitlines()]
-    found = set()
-    for _, local, remote, state, *_ in map(str.split, lines):
-        if local.endswith(f":{port:04X}") and state == "01":
-            found.add(socket.inet_ntoa(bytes.fromhex(remote.partition(":")[0][-8:])[::-1]))
-    return found
-
-
 def test_islands(sites: Sites, tmp_path: Path) -> None:
     """One site is killed and started again; the other one trains on."""
     need_server()
@@ -146,7 +135,6 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
         consoles.append(console)
     a, b = consoles
     b.wait_for("checkpoint of step 20")
-    assert peers(sites, "server", 4222) == {Sites.PUBLIC["a"], Sites.PUBLIC["b"]}
     b.program.process.kill()
     reached = a.step
     a.wait_until(lambda: a.step > reached + 10)

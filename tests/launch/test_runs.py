@@ -68,28 +68,24 @@ def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "stop_signal", "code"),
-    [(1, signal.SIGHUP, 129), (2, signal.SIGINT, 130)],
+    ("workers", "inside", "signals", "code"),
+    [
+        (1, [], [signal.SIGHUP], 129),
+        (2, [], [signal.SIGINT], 130),
+        (1, ["nohup"], [signal.SIGHUP, signal.SIGTERM], 143),  # the first one is ignored
+    ],
 )
 def test_a_stop_signal_lets_every_rank_finish(
-    tmp_path: Path, workers: int, stop_signal: signal.Signals, code: int
+    tmp_path: Path, workers: int, inside: list[str], signals: list[signal.Signals], code: int
 ) -> None:
-    with launcher(tmp_path / "console", "wait", workers=workers) as run:
+    with launcher(tmp_path / "console", "wait", workers=workers, inside=inside) as run:
         run.wait_for("waiting", times=workers)
-        os.killpg(run.process.pid, stop_signal)  # as a terminal does
+        for number in signals:
+            os.killpg(run.process.pid, number)  # as a terminal does
         assert run.wait() == code
         assert run.output.count("signal=SIGTERM count=1") == workers
         assert "Traceback" not in run.output
         run.wait_until_ranks_are_gone()
-
-
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    with launcher(tmp_path / "console", "wait", workers=1, inside=["nohup"]) as run:
-        run.wait_for("waiting")
-        run.process.send_signal(signal.SIGHUP)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == 143
-    assert "signal=SIGTERM count=1" in run.output
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
