@@ -124,7 +124,7 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     assert "has not logged a step yet" in markdown([new])
     assert "no readable config.toml" in html_page([new])
 
-    resumed = [*step_records(110), summary(100)]
+    resumed: list[Any] = [*step_records(110), summary(100)]
     assert opened(write_run(tmp_path / "resumed", resumed)).summary is None, "it went on"
 
 
@@ -185,8 +185,8 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
-    names = [str(folder / "metrics.jsonl") for folder in folders]
-    assert [run.name for run in open_runs(folders)] == names, "of the same name"
+    paths = [str(folder / "metrics.jsonl") for folder in folders]
+    assert [run.name for run in open_runs(folders)] == paths, "of the same name"
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
 
 
