@@ -3,6 +3,7 @@ import re
 import shutil
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
