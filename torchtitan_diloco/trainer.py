@@ -243,6 +243,7 @@ class Trainer:
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
             totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
+            counted_after_step=self.resumed.counted_after_step,
             elapsed_seconds=telemetry.elapsed_seconds,
         )
         return Manifest(
@@ -260,23 +261,20 @@ class Trainer:
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
         if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
-            state = replace(state, totals={})
+            state = replace(state, totals={}, counted_after_step=state.step)
         return state
 
     def _resume(self) -> None:
         """Load the checkpoint, and log what has changed since it was saved."""
-        manifest = self.start.manifest
-        if manifest is None:
+        path, manifest = self.start.checkpoint, self.start.manifest
+        if path is None or manifest is None:
             return
-        notes = restore(Path(self.start.checkpoint), manifest, *self.parts)
+        notes = restore(path, manifest, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
-        logger.info(
-            f"resumed from {self.start.checkpoint}: step {manifest.step}, "
-            f"{manifest.state.tokens:,} tokens"
-        )
+        logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")

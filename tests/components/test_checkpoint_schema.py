@@ -106,7 +106,7 @@ def save_and_stop(run: Path, step: int, after: int) -> bool:
         for owner, name in changes:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         begin(path)
-        write_manifest(path, "{}")
+        write_manifest(path, [], "{}")
         complete(path)
         prune(run, path, keep_latest=1, keep_every=0)
         return False

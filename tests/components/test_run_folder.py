@@ -63,11 +63,11 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(
         write_checkpoint(tmp_path, step)
     damage(checkpoint_path(tmp_path, 10) / file)
     start = find_start(ALONE, "auto", str(tmp_path))
-    assert (start.folder, start.state.step) == (str(tmp_path), 2)
+    assert (start.folder, start.state.step) == (tmp_path, 2)
     ((damaged, reason),) = start.damaged.items()
-    assert damaged == str(checkpoint_path(tmp_path, 10))
+    assert damaged == checkpoint_path(tmp_path, 10)
     assert re.search(f"step-00000010{wrong}", reason)
-    for resume in ("strict", str(tmp_path), damaged):  # what is named must be good
+    for resume in ("strict", str(tmp_path), str(damaged)):  # what is named must be good
         with pytest.raises(ValueError, match=f'step-00000010{wrong}.* "auto"'):
             find_start(ALONE, resume, str(tmp_path))
     assert find_start(ALONE, str(checkpoint_path(tmp_path, 2)), str(tmp_path)).state.step == 2

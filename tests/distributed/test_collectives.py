@@ -28,7 +28,7 @@ def _combine() -> tuple[Any, ...]:
     total = PendingReduction(world, values, "in the test")
     largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
     gathered = gather_objects({"rank": world.rank}, world.control)
-    mine = on_all_ranks(world, lambda: world.rank)
+    mine = on_all_ranks(world.control, lambda: world.rank)
     assert mine == world.rank
     found = total.result(), largest.result(), gathered
     assert total.is_complete
@@ -52,7 +52,7 @@ def _refuse() -> tuple[str, str]:
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no") as refused:
-        on_all_ranks(world, refuse)
+        on_all_ranks(world.control, refuse)
     assert_agreement(world, {"corpus": "same"})
     with pytest.raises(ValueError, match="differently") as different:
         assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "text": "same"})

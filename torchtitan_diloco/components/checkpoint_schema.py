@@ -50,7 +50,9 @@ class RunState:
     validated: tuple[int, float] | None = None
     """Step of the last validation and its loss."""
     totals: dict[str, float] = field(default_factory=dict)
-    """`Telemetry.totals`: bytes, seconds, and the steps in which they were counted."""
+    """`Telemetry.totals`: bytes and seconds."""
+    counted_after_step: int = 0
+    """Step after which the totals were counted: that of a change of `diloco.method`, or 0."""
     elapsed_seconds: float = 0.0
 
 
@@ -190,7 +192,7 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
-def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:
+def check_tokenizer(path: Path | None, manifest: Manifest, name: str, fingerprint: str) -> None:
     """Raise if the tokenizer is another one: the same ids would stand for other text."""
     if manifest.tokenizer not in ("", fingerprint):
         raise ValueError(
@@ -232,7 +234,10 @@ def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Path:
     """Write the file of a rank, and flush it to the disk."""
     folder.mkdir(exist_ok=True)
     file = folder / rank_file(rank)
-    save_file(rows, file)
+    try:
+        save_file(rows, file)
+    except SafetensorError as error:  # such as a full disk; it does not name the file
+        raise OSError(f"{file} cannot be written ({error})") from error
     file.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
     with file.open("rb") as written:
         os.fsync(written.fileno())
