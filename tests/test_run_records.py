@@ -90,6 +90,7 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     assert not (begun / "traces").exists()
     assert before["sent_bytes_mean_over_workers"] is None, "it is not known"
     assert all(record[SHARES[2]] is None for record in records(begun) if SHARES[0] in record)
+    assert not [key for record in records(begun) for key in record if key.startswith("diloco/")]
     assert (before["step"], before["counted_after_step"]) == (8, 0)
     assert (summary["step"], summary["counted_after_step"]) == (20, 8)
     a_step = before["data_parallel_bytes_per_worker"] / 8

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -103,7 +103,7 @@ class Trainer:
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            run_folder,
+            run_folder.lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,

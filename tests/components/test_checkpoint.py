@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.components.test_resume import STEPS, TOPK, chosen, last, run
 from tests.processes import ProcessPool
+from tests.test_trainer import around_steps, records
 from torchtitan_diloco.components import checkpoint, checkpoint_schema
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folders import (
@@ -44,13 +46,14 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
 ) -> None:
     saves = iter(range(100))
 
-    def write_tensors(*arguments: Any) -> Any:
+    def save(rows: Any, file: Path) -> None:
         if next(saves) in (1, 3):
-            raise OSError(28, "No space left on device", "/full/disk")
-        return checkpoint_schema.write_tensors(*arguments)
+            file.mkdir()  # what safetensors says of it does not name the file
+        save_file(rows, file)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", write_tensors)
-    reason = "the last checkpoint could not be saved: .*No space left on device: '/full/disk'"
+    monkeypatch.setattr(checkpoint_schema, "save_file", save)
+    file = "run/checkpoints/step-00000016.incomplete/worker-0/rank-0.safetensors"
+    reason = f"the last checkpoint could not be saved: .*{file} .*Is a directory"
     with pytest.raises(ValueError, match=reason):
         run(chosen(text, tmp_path / "run"))
     assert saved_steps(tmp_path / "run") == [4, 12]
@@ -58,59 +61,39 @@ def test_a_full_disk_leaves_training_and_other_checkpoints(
     assert step_of(last(tmp_path / "run")) == STEPS
 
 
-def finish_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    def after_a_while(path: Path) -> None:
+def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish_late(path: Path) -> None:
         time.sleep(0.3)
         complete(path)
 
-    monkeypatch.setattr(checkpoint, "complete", after_a_while)
+    def fail(trainer: Trainer) -> None:
+        if trainer.step == 8:  # a save has begun after it
+            raise ValueError("no further")
 
-
-def test_totals_are_those_of_the_saved_step(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest is written later, when the run has gone on counting."""
-    finish_late(monkeypatch)
-    run(chosen(text, tmp_path / "run"))
+    monkeypatch.setattr(checkpoint, "complete", finish_late)
+    with around_steps(before=fail), pytest.raises(ValueError, match="no further"):
+        run(chosen(text, tmp_path / "run"))
+    assert saved_steps(tmp_path / "run") == [4, 8]
     for path in complete_checkpoints(tmp_path / "run"):
         assert read_manifest(path).state.totals["worker_0/steps"] == step_of(path)
 
 
-def test_a_save_under_way_is_finished_although_the_run_fails(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Trainer.train_step
-
-    def train_step(self: Trainer, batches: Any) -> Any:
-        if self.step == 4:  # a save has begun after it
-            raise ValueError("no further")
-        return original(self, batches)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    finish_late(monkeypatch)
-    with pytest.raises(ValueError, match="no further"):
-        run(chosen(text, tmp_path / "run"))
-    assert saved_steps(tmp_path / "run") == [4]
-
-
 def _hangs(wanted: dict[str, str], hanging: int) -> str:
     """Train; a rank stops for good in a step, the others get a signal, and one ends it at last."""
-    pace = Pace(beat=0.1, silence=1.0)
-    original = Trainer.train_step
-    pids: list[int] = []
+    pace, pids = Pace(beat=0.1, silence=1.0), list[int]()
 
-    def train_step(self: Trainer, batches: Any) -> Any:
-        if self.step == 9:
-            pids.extend(gather_objects(os.getpid(), self.world.control))
-            if self.world.rank == hanging:
+    def hang(trainer: Trainer) -> None:
+        if trainer.step == 9:
+            pids.extend(gather_objects(os.getpid(), trainer.world.control))
+            if trainer.world.rank == hanging:
                 os.kill(os.getpid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batches)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, around_steps(before=hang):
         patch.setattr(liveness, "Pace", lambda: pace)
         patch.setattr(stop, "HANGING_SECONDS", 2.0)
-        patch.setattr(Trainer, "train_step", train_step)
         with pytest.raises(WorkerLostError) as lost:
             run(wanted)
     if os.environ["RANK"] == "0":
@@ -131,6 +114,9 @@ def test_a_worker_is_saved_although_another_hangs_at_a_stop_request(
     assert saved_steps(tmp_path) == [step, STEPS]
     position = read_manifest(last(tmp_path)).state.position
     assert position - manifest.state.position == (STEPS - step) * 12
+    assert manifest.state.totals["worker_0/steps"] < step, "what the other had to answer is lost"
+    (summary,) = records(tmp_path, "summary")
+    assert summary["counted_after_step"] == 0
 
 
 MANIFEST = Manifest(RunState(step=1), workers=1, ranks_per_worker=1, data={}, config="")
@@ -145,11 +131,15 @@ def alone(folder: Path, **settings: Any) -> Checkpointer:
     return Checkpointer(Checkpoint(**settings), run_folder, world, model, optimizer, outer)
 
 
-def test_a_failing_save_does_not_hide_what_ended_the_run(
+def test_losses_end_a_wait_for_a_save_and_do_not_hide_what_ended_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A rank whose machine is gone never answers, and a save waits long for a slow disk."""
+    found = threading.Event()
+
     def lost(*_: Any) -> str:
-        raise RuntimeError("connection closed by peer")
+        found.set()
+        raise WorkerLostError([1], "connection closed by peer")
 
     monkeypatch.setattr(Checkpointer, "_write", lost)
     saver = alone(tmp_path)
@@ -158,17 +148,7 @@ def test_a_failing_save_does_not_hide_what_ended_the_run(
     with pytest.raises(RuntimeError, match="closed"):
         saver.wait()
 
-
-def test_a_lost_worker_ends_the_wait_for_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank whose machine is gone never answers, and a save waits long for a slow disk."""
-    found = threading.Event()
-
-    def lost(_: DataParallel) -> None:
-        found.set()
-        raise WorkerLostError([1], "nothing came")
-
+    found.clear()
     monkeypatch.setattr(Checkpointer, "_write", lambda *_: str(found.wait(60)))
     monkeypatch.setattr(DataParallel, "check", lost)
     saver = alone(tmp_path)

@@ -54,35 +54,32 @@ def sign(path: Path, step: int) -> None:
     (path / MANIFEST).write_text(manifest.to_json())
 
 
-def test_incomplete_folders_are_deleted_and_the_newest_kept(tmp_path: Path) -> None:
-    copy = "step-00000005.bak"  # somebody's copy is no checkpoint of the run, and is kept
-    for name in ("step-00000001", "step-00000002", "step-00000003.incomplete", copy):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "manifest.json").touch()
-    begin(tmp_path / "checkpoints" / "step-00000004")
-    newest = tmp_path / "checkpoints" / "step-00000001"  # by a run that was taken back
-    prune(tmp_path, newest, keep_latest=1, keep_every=0)
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["step-00000001", "step-00000002", "step-00000004.incomplete", copy]
-
-
-def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_incomplete_damaged_and_foreign_folders_are_no_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write_checkpoint(tmp_path, step)
     (checkpoint_path(tmp_path, 4) / MANIFEST).unlink()
-    names = ["step-00000003.damaged", "step-00000003.damaged-2"]
-    for name in names:
+    names = ["step-00000003.damaged", "step-00000003.damaged-2", "step-00000005.bak"]
+    for name in names[:2]:
         assert set_aside(checkpoint_path(tmp_path, 3)).name == name
         write_checkpoint(tmp_path, 3)
-    prune(tmp_path, checkpoint_path(tmp_path, 3), keep_latest=2, keep_every=0)
-    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [2, 3, 4]
-    assert all((tmp_path / "checkpoints" / name / MANIFEST).exists() for name in names)
+    for name in (names[2], "step-00000006.incomplete"):
+        shutil.copytree(checkpoint_path(tmp_path, 3), tmp_path / "checkpoints" / name)
+    begin(checkpoint_path(tmp_path, 7))
+    newest = checkpoint_path(tmp_path, 1)  # by a run that was taken back
+    prune(tmp_path, newest, keep_latest=1, keep_every=0)
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 3, 4]
+    found = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert found == {*names, "step-00000007.incomplete", *(f"step-0000000{n}" for n in (1, 3, 4))}
 
 
-def test_the_latest_and_every_nth_are_kept(tmp_path: Path) -> None:
+def test_the_latest_and_every_nth_are_kept_and_none_is_replaced(tmp_path: Path) -> None:
     for step in range(2, 17, 2):
         prune(tmp_path, write_checkpoint(tmp_path, step), keep_latest=2, keep_every=10)
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [10, 14, 16]
+    before = (checkpoint_path(tmp_path, 16) / MANIFEST).stat()
+    with pytest.raises(FileExistsError):
+        write_checkpoint(tmp_path, 16)
+    assert (checkpoint_path(tmp_path, 16) / MANIFEST).stat() == before
 
 
 class StoppedError(BaseException):
@@ -129,14 +126,6 @@ def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) 
         after += 1
     assert newest == sorted(newest)
     assert len(newest) > 8
-
-
-def test_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
-    manifest = write_checkpoint(tmp_path, 1) / MANIFEST
-    before = manifest.stat()
-    with pytest.raises(FileExistsError):
-        write_checkpoint(tmp_path, 1)
-    assert manifest.stat() == before
 
 
 def test_only_tensors_in_files_with_a_checksum_are_read(tmp_path: Path) -> None:

@@ -127,13 +127,18 @@ def template(text: Path) -> Path:
     return Path(run(chosen(text, text.parent / "template")))
 
 
-def test_a_killed_run_resumes_bit_for_bit(
+def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interruption(
     text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
     wanted = chosen(text, tmp_path, **FP32)
-    outcome = processes.run(run_and_send, 2, signal.SIGKILL, 11, wanted, dying=range(2))
+    processes.run(run_and_send, 2, signal.SIGTERM, 1, wanted | {"checkpoint.every": "0"})
+    assert step_of(last(tmp_path)) == 8, "the step of a validation, which the next start makes"
+    outcome = processes.run(run_and_send, 2, signal.SIGKILL, 14, wanted, dying=range(2))
     assert outcome == [DIED] * 2
-    assert 4 <= read_manifest(last(tmp_path)).step <= 11
+    assert step_of(last(tmp_path)) in (8, 12)
+    for _ in range(2):  # the second start has nothing left to do
+        processes.run(run, 2, wanted | {"training.stop_after": "13"})
+        assert step_of(last(tmp_path)) == 13
     processes.run(run, 2, wanted)
     assert_same_end(whole, tmp_path)
     assert_same_records(whole, tmp_path)
@@ -154,28 +159,6 @@ def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(
     assert one[8:] == other
 
 
-def test_so_does_one_that_a_signal_has_stopped(
-    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
-) -> None:
-    wanted = chosen(text, tmp_path, **FP32, **{"checkpoint.every": 0})
-    processes.run(run_and_send, 2, signal.SIGTERM, 4, wanted)
-    assert 4 < read_manifest(last(tmp_path)).step < STEPS
-    processes.run(run, 2, wanted)
-    assert_same_end(whole, tmp_path)
-
-
-def test_so_does_one_that_stop_after_has_paused(
-    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
-) -> None:
-    pause = {"training.stop_after": 12, "validation.every": 12}
-    for _ in range(2):  # the second start has nothing left to do
-        processes.run(run, 2, chosen(text, tmp_path, **FP32, **pause))
-        assert step_of(last(tmp_path)) == 12
-        assert [one["step"] for one in records(tmp_path) if VALIDATION in one] == [12]
-    processes.run(run, 2, chosen(text, tmp_path, **FP32))
-    assert_same_end(whole, tmp_path)
-
-
 def test_so_does_data_parallelism_and_it_becomes_diloco(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:
@@ -191,13 +174,10 @@ def test_so_does_data_parallelism_and_it_becomes_diloco(
 
 
 def test_saving_changes_nothing(text: Path, template: Path, tmp_path: Path) -> None:
-    cases: dict[str, dict[str, Any]] = {
-        "without": {"checkpoint.every": 0},
-        "waiting": {"checkpoint.asynchronous": "false"},
-    }
-    for name, changes in cases.items():
-        run(chosen(text, tmp_path / name, **changes))
-        assert_same_end(tmp_path / name, template)
+    cases = {"checkpoint.every": "0"}, {"checkpoint.asynchronous": "false"}
+    for number, changes in enumerate(cases):
+        run(chosen(text, tmp_path / str(number), **changes))
+        assert_same_end(tmp_path / str(number), template)
 
 
 # --- another layout -------------------------------------------------------------------------------
@@ -246,36 +226,32 @@ def test_another_layout_goes_on_where_the_run_was(
     assert curve(found, LOSS)[0] < limit
 
 
-def test_new_workers_start_from_the_shared_parameters(
-    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
+@pytest.mark.parametrize(("size", "changes"), [(3, THREE), (4, TWO)])
+def test_all_start_from_the_shared_parameters_and_what_was_in_flight(
+    text: Path,
+    whole: Path,
+    tmp_path: Path,
+    processes: ProcessPool,
+    size: int,
+    changes: dict[str, Any],
 ) -> None:
-    """A save after one step of three workers, without an exchange, holds what the start held."""
-    start = checkpoint(whole, 4)
-    changes = {"checkpoint.resume": start, "training.steps": 5, "diloco.sync_every": 24}
-    processes.run(run, 3, chosen(text, tmp_path, **(FP32 | THREE | changes)))
-    before, after = tensors(start), tensors(last(tmp_path))
-    flying = {name.split("/", 2)[2] for name in before if name.startswith("shared/next/")}
-    shared = [name for name in before if name.startswith(("shared/outer/", "shared/momentum/"))]
-    assert shared
-    for name in shared:
-        assert name.split("/", 2)[2] in flying or torch.equal(before[name], after[name]), name
-    new, old = (after[f"worker-{worker}/model/embedding.weight"] for worker in (2, 0))
-    assert not torch.equal(new, old)
-
-
-def test_what_is_in_flight_is_applied_where_ranks_and_fragments_change(
-    text: Path, whole: Path, tmp_path: Path, processes: ProcessPool
-) -> None:
+    """A save after one more step, without an exchange, holds what the start held."""
     start = checkpoint(whole, 8)
     saved = tensors(start)
     assert any(name.startswith("shared/next/") for name in saved), "the test needs one in flight"
-    second = {"checkpoint.resume": start, "training.steps": 9, "diloco.sync_every": 24}
-    processes.run(run, 4, chosen(text, tmp_path, **(FP32 | TWO | second)))
+    resume = {"checkpoint.resume": start, "training.steps": 9}
+    wanted = chosen(text, tmp_path, **(FP32 | changes | resume | {"diloco.sync_every": 24}))
+    processes.run(run, size, wanted)
     after = tensors(last(tmp_path))
     for name, value in saved.items():
-        if name.startswith("shared/outer/"):
-            expected = saved.get(name.replace("/outer/", "/next/"), value)
+        _, kind, parameter = name.split("/", 2)
+        returned = saved.get(f"shared/next/{parameter}")
+        if name.startswith("shared/") and kind in ("outer", "momentum"):
+            expected = value if returned is None or kind == "momentum" else returned
             assert torch.equal(after[name], expected), name
+    if size == 3:
+        new, old = (after[f"worker-{worker}/model/embedding.weight"] for worker in (2, 0))
+        assert not torch.equal(new, old)
 
 
 # --- what can go wrong ----------------------------------------------------------------------------
@@ -330,17 +306,15 @@ def test_another_tokenizer_is_refused(text: Path, finished: Path) -> None:
         run(chosen(text, finished, **{"training.steps": 20}))
 
 
-def test_other_data_are_read_from_the_beginning(text: Path, finished: Path) -> None:
-    run(chosen(text, finished, **{"run.seed": 1, "training.steps": 18}))
-    assert read_manifest(last(finished)).state.position == 2 * 12
-
-
-def test_a_finished_run_has_nothing_left_to_do_wherever_it_lies(text: Path, finished: Path) -> None:
+def test_a_finished_run_has_nothing_left_to_do_and_can_read_other_data(
+    text: Path, finished: Path
+) -> None:
     before = records(finished)
     run(chosen(text, finished))
     assert records(finished) == before
-    run(chosen(text, finished, **{"training.steps": 18}))
+    run(chosen(text, finished, **{"run.seed": 1, "training.steps": 18}))
     assert records(finished)[-1]["step"] == 18
+    assert read_manifest(last(finished)).state.position == 2 * 12, "from the beginning"
 
 
 def test_changed_settings_are_listed() -> None:

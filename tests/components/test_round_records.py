@@ -52,33 +52,29 @@ def measured_round(world: World, clock: float) -> Round:
     return found
 
 
-def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[RoundRecord]:
-    """Gather rounds over all ranks, as telemetry does."""
+def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[dict[str, Any]]:
+    """Gather rounds over all ranks, as telemetry does, and return what is written of them."""
     table = RoundTable(world, ["blocks"], clock_start=clock)
     sums = PendingSums(world, list(map(table.numbers, rounds)), "").result()
-    return list(map(table.record, rounds, zip(*sums, strict=True)))
+    found = map(table.record, rounds, zip(*sums, strict=True))
+    return [msgspec.json.decode(to_line(record)) for record in found]
 
 
-def written(record: RoundRecord) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(to_line(record))
-    return found
-
-
-def gathered(workers: int, stopped: float = 0.0) -> dict[str, Any]:
-    """Gather one round over all ranks; each rank's clock is another, and begins another second
-    before its round. `stopped`: worker 0."""
-    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+def gathered() -> list[dict[str, Any]]:
+    """Gather two rounds over all ranks, in the second of which worker 0 stops. Each rank's clock is
+    another, and begins another second before."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0)
     assert gather(world, []) == []
     clock = 100.0 * (world.rank + 1)
-    found = measured_round(world, clock)
-    found.stopped = stopped if world.worker == 0 else 0.0
-    (record,) = gather(world, [found], clock - world.rank)
-    return written(record)
+    rounds = [measured_round(world, clock), measured_round(world, clock)]
+    rounds[1].stopped = 30.0 if world.worker == 0 else 0.0
+    return gather(world, rounds, clock - world.rank)
 
 
 def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
-    first, *others = processes.run(gathered, 4, 2)
-    assert others == [first] * 3
+    found, *others = processes.run(gathered, 4)
+    assert others == [found] * 3
+    first, stopped = found
     assert (first["kind"], first["step"], first["fragment_name"]) == ("round", 6, "blocks")
     assert (first["outer_round"], first["sent_step"], first["participants"]) == (7, 5, 2)
     assert first["parameters"] == 8 * BYTES, "of both ranks of a worker"
@@ -96,29 +92,24 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
         assert (moments["due"], moments["applied"]) == (0.0, 4.5), "worker 0's clock"
         assert own["heard_after_seconds"] == ([None, 1.0] if worker == 0 else [0.0, None])
         rates = own["received_bits_per_second_from"]
-        assert rates[1 - worker] == 8 * BYTES / 2
-        assert rates[worker] is None
+        assert (rates[1 - worker], rates[worker]) == (8 * BYTES / 2, None)
     read = from_record(RoundRecord, first)
-    assert written(read) == first, "what is written is read again"
+    assert msgspec.json.decode(to_line(read)) == first, "what is written is read again"
     durations = [(w.transfer_seconds, w.waited_seconds, w.exchange_seconds) for w in read.workers]
     assert durations == [(2.0, 1.0, 4.0), (2.0, 1.0, 3.0)]
     assert peak_mbit_per_second([read]) == pytest.approx(8 * 4 / 2)
+    assert (stopped["last_worker"], stopped["late_by_seconds"]) == (0, 30.0), "after its header"
+    assert [worker["stopped_seconds"] for worker in stopped["workers"]] == [30.0, 0.0]
 
 
-def test_a_worker_that_stopped_after_its_header_counts_as_the_last(processes: ProcessPool) -> None:
-    for record in processes.run(gathered, 2, 2, 30.0):
-        assert (record["last_worker"], record["late_by_seconds"]) == (0, 30.0)
-        assert [worker["stopped_seconds"] for worker in record["workers"]] == [30.0, 0.0]
-
-
-def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
-    nothing = Traffic(math.nan, math.nan, math.nan, math.nan)
-    resumed = Round(0, 1, 1, 10, math.nan, 2, traffic=nothing)
+def test_what_was_not_measured_is_not_known() -> None:
+    resumed = Round(
+        0, 1, 1, 10, math.nan, 2, traffic=Traffic(math.nan, math.nan, math.nan, math.nan)
+    )
     unmeasured = measured_round(ALONE, 0.0)
     unmeasured.delta_square = unmeasured.mean_square = unmeasured.update_square = math.nan
     unmeasured.traffic.dot, unmeasured.drift = math.nan, torch.tensor(math.nan)
-    found = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
-    known, record, unknown = map(written, found)
+    known, record, unknown = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
     norms = {"outer_gradient_norm", "cosine_to_mean", "drift_norm"}
     (before,), (own,) = known["workers"], record["workers"]
     assert {key for key in own if own[key] is None and before[key] is not None} == norms
@@ -129,13 +120,12 @@ def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
 
 
 def test_links_are_not_known_from_small_messages() -> None:
-    apart = Traffic(header_sent=1.0, heard={1: 2.0}, link_until={1: 3.0})
-    assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
     found = measured_round(ALONE, 0.0)
     for size, rate in ((16_383, None), (16_384, 8 * 16_384)):
-        link = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
+        link = Traffic(header_sent=1.0, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
         (record,) = gather(ALONE, [replace(found, traffic=link)])
-        assert written(record)["workers"][0]["received_bits_per_second_from"] == [rate]
+        assert record["workers"][0]["received_bits_per_second_from"] == [rate]
+        assert record["workers"][0]["heard_after_seconds"] == [1.0]
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))

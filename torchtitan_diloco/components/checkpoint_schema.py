@@ -7,6 +7,12 @@ RUN/checkpoints/step-00001000/manifest.json  `Manifest`
 
 In a folder of tensors, each rank of the worker that writes it has a safetensors file of its rows.
 Reading a checkpoint runs no code of it.
+
+To add a number: declare it in `RunState` with a default, which checkpoints without it get, fill it
+in `Trainer._manifest`, and read it from `Trainer.resumed`. `Trainer._resumed_state` says what a
+change of settings resets. To add a tensor of a worker: return it from `inner_tensors`; what the
+outer loop saves is in diloco/state_dict.py. A change after which older checkpoints would be read
+wrongly takes a new VERSION. Describe what users see in docs/checkpoint.md.
 """
 
 import json

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self, TextIO
+from typing import TextIO
 
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, set_aside
 from torchtitan_diloco.components.resume import Start
@@ -42,14 +42,7 @@ class RunFolder:
     workers: Sequence[int] = (0,)
     """Workers that have this folder. Others may have one on another disk."""
     lock: TextIO | None = None
-    """Held by one rank for each disk."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.lock is not None:
-            self.lock.close()
+    """Held by one rank for each disk until it is closed."""
 
 
 def claim_run_folder(
