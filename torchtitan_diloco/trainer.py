@@ -30,6 +30,7 @@ from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
 from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
+    RunPlan,
     after_step,
     check_size,
     log_early_end,
@@ -75,6 +76,9 @@ class Trainer:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
+        length = config.training.sequence_length
+        self.model = build_model(config.model, self.vocab_size, length)
+        self.flops_per_token = self.model.flops_per_token(length)
         self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run)
         self._assert_agreement()
 
@@ -298,28 +302,20 @@ class Trainer:
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _plan_run(self, start: RunState) -> RunPlan:
+        counts, muon = self.model.parameter_counts(), self.config.optimizer.name == "muon"
+        sizes = self.ranks, counts["total"], counts["embedding"]
+        started = {"start_step": start.step, "start_tokens": start.tokens}
+        return plan_run(self.config.training, *sizes, **started, muon=muon)
+
     def _tokens_of_run(self) -> int:
-        model, training = self.config.model, self.config.training
-        counts = build_model(model, self.vocab_size, training.sequence_length).parameter_counts()
-        plan = plan_run(training, self.ranks, counts["total"], counts["embedding"])
+        plan = self._plan_run(RunState())
         return plan.total_steps * plan.tokens_per_step
 
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
-        length = config.training.sequence_length
-        self.model = build_model(config.model, self.vocab_size, length)
-        self.flops_per_token = self.model.flops_per_token(length)
-        counts = self.model.parameter_counts()
-        self.plan = plan_run(
-            config.training,
-            self.ranks,
-            counts["total"],
-            counts["embedding"],
-            # The tokens of islands are counted in their log.
-            start_step=0 if config.islands.join else self.resumed.step,
-            start_tokens=0 if config.islands.join else self.resumed.tokens,
-            muon=config.optimizer.name == "muon",
-        )
+        # The tokens of islands are counted in their log.
+        self.plan = self._plan_run(RunState() if config.islands.join else self.resumed)
         self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.components.test_checkpoint_schema import TENSORS, write_checkpoint
+from tests.components.test_checkpoint import TENSORS, write_checkpoint
 from tests.components.test_resume import FP32, STEPS, assert_same_end, chosen, last, run, tensors
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST
-from torchtitan_diloco.components.muon import initial_state, local_of, shard_rows
+from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
 VERSION = 4
