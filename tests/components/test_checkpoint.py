@@ -55,6 +55,10 @@ TENSORS = f"{SHARED}/rank-0.safetensors"
 EMPTY = Manifest(RunState(), workers=1, ranks_per_worker=1, data={}, config="")
 
 
+def saved_steps(folder: Path) -> list[int]:
+    return [step_of(path) for path in complete_checkpoints(folder)]
+
+
 def write_checkpoint(run: Path, step: int) -> Path:
     """Write a checkpoint with one folder of tensors."""
     path = checkpoint_path(run, step)
@@ -85,7 +89,7 @@ def test_incomplete_damaged_and_foreign_folders_are_no_checkpoints(tmp_path: Pat
     begin(checkpoint_path(tmp_path, 7))
     newest = checkpoint_path(tmp_path, 1)  # by a run that was taken back
     prune(tmp_path, newest, keep_latest=1, keep_every=0)
-    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 3, 4]
+    assert saved_steps(tmp_path) == [1, 3, 4]
     found = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert found == {*names, "step-00000007.incomplete", *(f"step-0000000{n}" for n in (1, 3, 4))}
 
@@ -93,7 +97,7 @@ def test_incomplete_damaged_and_foreign_folders_are_no_checkpoints(tmp_path: Pat
 def test_the_latest_and_every_nth_are_kept_and_none_is_replaced(tmp_path: Path) -> None:
     for step in range(2, 17, 2):
         prune(tmp_path, write_checkpoint(tmp_path, step), keep_latest=2, keep_every=10)
-    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [10, 14, 16]
+    assert saved_steps(tmp_path) == [10, 14, 16]
     before = (checkpoint_path(tmp_path, 16) / MANIFEST).stat()
     with pytest.raises(FileExistsError):
         write_checkpoint(tmp_path, 16)
@@ -138,7 +142,7 @@ def test_a_save_that_ends_anywhere_leaves_the_newest_checkpoint(tmp_path: Path) 
         assert all((path / MANIFEST).exists() for path in found)
         newest.append(step_of(found[-1]))
         assert not save_and_stop(run, 3, 99), "the next one is not in its way"
-        assert [step_of(path) for path in complete_checkpoints(run)] == [3]
+        assert saved_steps(run) == [3]
         if not stopped:
             break
         after += 1
@@ -172,10 +176,6 @@ def test_rows_of_several_ranks_are_put_together(tmp_path: Path) -> None:
 
 
 # --- saves ----------------------------------------------------------------------------------------
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return [step_of(path) for path in complete_checkpoints(folder)]
 
 
 def test_a_full_disk_leaves_training_and_other_checkpoints(

@@ -45,6 +45,7 @@ class RunFolder:
     """Held by one rank for each disk until it is closed."""
 
 
+@_explaining_errors()
 def claim_run_folder(
     world: World, run: Run, checkpoint: Checkpoint, start: Start, toml: str, *, stops_early: bool
 ) -> RunFolder:
@@ -59,10 +60,15 @@ def claim_run_folder(
     path = Path(start.folder or run.folder or named).expanduser()
 
     def create() -> None:
-        if saves or world.is_first:
-            _create(path, is_new=not start.folder)
+        begun = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+        if begun and not start.folder:
+            raise ValueError(
+                f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
+                'empty for a new one, or resume it with checkpoint.resume = "auto"'
+            )
+        path.mkdir(parents=True, exist_ok=True)
 
-    on_all_ranks(world.control, create)
+    on_all_ranks(world.control, lambda: create() if saves or world.is_first else None)
     workers = _workers_on_disk(world, path) if saves else range(world.workers)
     claims = world.rank_in_worker == 0 and world.worker == workers[0]
     lock = on_all_ranks(world.control, lambda: _claim(path, start, toml) if claims else None)
@@ -71,7 +77,6 @@ def claim_run_folder(
     return RunFolder(path, workers, lock)
 
 
-@_explaining_errors()
 def _claim(path: Path, start: Start, toml: str) -> TextIO:
     lock = lock_run_folder(path)
     try:
@@ -86,16 +91,6 @@ def _claim(path: Path, start: Start, toml: str) -> TextIO:
         lock.close()
         raise
     return lock
-
-
-@_explaining_errors()
-def _create(path: Path, *, is_new: bool) -> None:
-    if is_new and ((path / "metrics.jsonl").exists() or (path / "checkpoints").exists()):
-        raise ValueError(
-            f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
-            'empty for a new one, or resume it with checkpoint.resume = "auto"'
-        )
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def lock_run_folder(path: Path) -> TextIO:
@@ -144,7 +139,7 @@ def _workers_on_disk(world: World, path: Path) -> list[int]:
 
     def create() -> None:
         if world.rank_in_worker == 0:
-            with _explaining_errors(), suppress(FileExistsError), mark.open("x") as file:
+            with suppress(FileExistsError), mark.open("x") as file:
                 file.write(str(world.worker))
 
     on_all_ranks(world.control, create)

@@ -207,7 +207,7 @@ class Telemetry:
     def _of_rank(self, value: float) -> dict[str, float]:
         """Return what stays a number of this rank in the sums over its worker."""
         own = self.world.rank_in_worker
-        return {str(n): value * (n == own) for n in range(self.world.ranks_per_worker)}
+        return {str(n): value if n == own else 0.0 for n in range(self.world.ranks_per_worker)}
 
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums have come, or wait for all of them."""

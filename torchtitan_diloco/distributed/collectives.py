@@ -27,14 +27,15 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:
-    """Run `task` on every rank and return its result. A ValueError of one is raised on all.
+    """Run `task` on every rank and return its result. A ValueError or OSError of one is raised on
+    all.
 
     A rank that fails raises the error itself, so that its traceback is not lost.
     """
-    failure: ValueError | None = None
+    failure: Exception | None = None
     try:
         value = task()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         failure = error
     mistake = "" if failure is None else str(failure) or repr(failure)
     mistakes = gather_objects(mistake, group)
