@@ -101,6 +101,9 @@ def test_the_latest_and_every_nth_are_kept_and_none_is_replaced(tmp_path: Path) 
     before = (checkpoint_path(tmp_path, 16) / MANIFEST).stat()
     with pytest.raises(FileExistsError):
         write_checkpoint(tmp_path, 16)
+    begin(checkpoint_path(tmp_path, 17))
+    with pytest.raises(OSError, match=r"17.incomplete/absent .* must share run.folder"):
+        write_manifest(checkpoint_path(tmp_path, 17), ["absent"], "{}")
     assert (checkpoint_path(tmp_path, 16) / MANIFEST).stat() == before
 
 

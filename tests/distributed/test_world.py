@@ -71,22 +71,6 @@ def test_consecutive_ranks_form_a_worker(processes: ProcessPool) -> None:
     ]
 
 
-def _wait_for_a_silent_rank() -> str:
-    """Rank 1 is silent until rank 0 has given up; the groups of both have other timeouts."""
-    world, outcome = join(1, train_timeout_seconds=2), ""
-    if world.rank == 0:
-        with pytest.raises(RuntimeError) as error:
-            dist.all_reduce(torch.ones(1), group=world.group(FSDP))
-        outcome = str(error.value)
-    dist.barrier(group=world.control)
-    return outcome
-
-
-def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
-    gave_up, _ = processes.run(_wait_for_a_silent_rank, 2)
-    assert "Timed out waiting 2000ms" in gave_up
-
-
 def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tuple[Any, ...]]:
     """Return (backend, ranks, seconds, device) of each group that four ranks on GPUs would make."""
     device, made = torch.device("cuda", 0), list[tuple[Any, ...]]()
