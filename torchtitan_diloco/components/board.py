@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -46,23 +46,6 @@ with REST."""
 REST = "z_"
 COMPARED = ("loss/train", "loss/val", "speed/tokens_per_s")
 """Curves whose last values stand beside the settings in the tab HPARAMS."""
-
-
-class Board(Protocol):
-    def add(self, record: Record) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_boards(
-    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
-) -> list[Board]:
-    """Open the boards of a run that was resumed after `step`."""
-    boards: list[Board] = []
-    if config.tensorboard:
-        boards.append(TensorBoard(folder / "tensorboard", step, settings))
-    if config.wandb:
-        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
-    return boards
 
 
 def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
@@ -141,3 +124,18 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Board = TensorBoard | WeightsAndBiases
+
+
+def open_boards(
+    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
+) -> list[Board]:
+    """Open the boards of a run that was resumed after `step`."""
+    boards: list[Board] = []
+    if config.tensorboard:
+        boards.append(TensorBoard(folder / "tensorboard", step, settings))
+    if config.wandb:
+        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
+    return boards
