@@ -40,7 +40,7 @@ class Plan:
     sync_every: int = 6
     fragments: int = 2
     delay: int = 1
-    alpha: int = 0
+    alpha: float = 0.0
     batch: int = 2
     steps: int = 40
     """Steps of all islands together, if there were `begin` of them in lockstep."""
@@ -112,8 +112,8 @@ class Process:
         self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
         """For each fragment: version -> hash of the entry that made it."""
         self.training = self.blocked = False
-        self.mixed_late = set[int]()
-        """Fragments whose next deltas have a share of older work."""
+        self.expected: list[toy.Expected] = []
+        """Of the next delta, by fragment."""
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
@@ -136,7 +136,7 @@ class Process:
 
     def cut(self, seconds: float) -> None:
         """Lose the connection: what is sent is lost, what is delivered comes after it."""
-        self.members.connected = False
+        self.members.disconnect()
         self.world.after(seconds + RECONNECT, self.reconnect, self)
 
     def reconnect(self) -> None:
@@ -288,6 +288,8 @@ class Process:
         if owned:
             self.island = Island(self.state, self.members, owned[0], self.plan.timing, now=self.now)
             self.theta = [dict(self.copies.newest(p).theta) for p in range(self.plan.fragments)]
+            begin = self.island.position
+            self.expected = [toy.Expected(position=begin) for _ in self.theta]
             self.react()
         elif self.incarnation in self.state.incarnations:
             self.finished = True
@@ -350,8 +352,9 @@ class Process:
                 old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
                 theta = self.theta[fragment]
                 self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
-                if mode.value == "mix late":
-                    self.mixed_late.add(fragment)
+                change = toy.combine((1, new), (-1, old))
+                place = island.slot, island.position
+                self.expected[fragment].apply(mode, *place, change, self.plan.alpha)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
                 if rounds.unapplied[0].part_of(self.incarnation) is not None:
@@ -373,9 +376,7 @@ class Process:
         part = island.rounds[fragment].send(
             checksum, self.now, finite=fragment not in self.poisoned
         )
-        exact = fragment not in self.mixed_late and self.nature.not_finite_at < 0
-        if exact:  # a reset loses work
-            world.check_samples(part, delta)
+        self.expected[fragment].send(island.slot, part.end, delta)
         self.stored.pop(fragment, None)
         world.after(self.nature.upload, partial(self.store, part, delta), self)
 

@@ -224,10 +224,9 @@ class Leader(Replay):
     def to_save(self) -> Saved:
         """Return what a checkpoint with the newest copies needs to know of the log."""
         assert self.state.facts is not None
-        heads = [one.head for one in self.state.fragments]
         versions = [one.newest for one in self._copies.fragments]
         place = self.state.sequence, self.state.digest
-        return Saved(self.state.facts.run, *place, heads, versions)
+        return Saved(self.state.facts.run, *place, list(self.state.heads), versions)
 
     def close(self) -> None:
         self._closed.set()

@@ -38,9 +38,6 @@ from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect, share
 from torchtitan_diloco.utils import logger
 
-LATE_MIXING = 0.5
-"""Least share of the local parameters when a part was late."""
-
 
 class IslandDiLoCo(StreamingDiLoCo):
     """Outer loop of one island.
@@ -266,7 +263,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         drop_gathered(self._model)
         new = copy.versions[due.version]
         if due.mode in (Mode.MIX, Mode.MIX_LATE):
-            mixing = max(self._mixing(0, 1), LATE_MIXING * (due.mode is Mode.MIX_LATE))
+            mixing = due.mode.share(self._mixing(0, 1))
             measured = is_measured(due.version, self.config.measure_every)
             state.delta = new
             round_.drift = state.apply(mixing, measured=measured)
