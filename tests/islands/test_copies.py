@@ -1,18 +1,13 @@
 """Shards of islands with other numbers of ranks, and the arithmetic of replaying."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any, cast
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.conftest import REPOSITORY
+from tests.islands.running import with_plain_instructions
 from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Fragments
@@ -150,16 +145,8 @@ def numbers(count: int, seed: int) -> Tensor:
     return (whole - 50_000).to(torch.float32) / 65_536
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the variable is tested on Linux")
 def test_another_instruction_set_gives_the_same_bits_or_another_fingerprint() -> None:
-    program = (
-        "import json; from tests.islands.test_copies import replayed; print(json.dumps(replayed()))"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(REPOSITORY)}
-    output = subprocess.check_output(
-        [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, text=True
-    )
-    plain, here = json.loads(output), replayed()
+    plain, here = with_plain_instructions("tests.islands.test_copies.replayed"), replayed()
     assert here.keys() == plain.keys()
     for setting, (fingerprint, *sums) in here.items():
         assert fingerprint != plain[setting][0] or sums == plain[setting][1:], setting
