@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
@@ -119,7 +121,6 @@ class Process:
         self.idle = self.blocked_since = 0.0
         self.waits: list[int] = []
         """For each own part: steps from when its entry was due until it was applied."""
-        self.joined_at = -1.0
         self.leaving = False
 
     @property
@@ -127,9 +128,6 @@ class Process:
         return self.world.now + self.offset
 
     # --- faults -----------------------------------------------------------------------------------
-
-    def kill(self) -> None:
-        self.alive = False
 
     def pause(self, seconds: float) -> None:
         self.paused_until = self.world.now + seconds
@@ -159,7 +157,6 @@ class Process:
     def connect(self) -> None:
         self.copies = self._first_copies()
         self.state = State(self.copies.checksum)
-        self.joined_at = self.world.now
         self.members.connect(self.now)
         self.deliver()
         self.tick()
@@ -167,7 +164,7 @@ class Process:
 
     def deliver(self) -> None:
         """Deliver the log from where this process is, in order."""
-        if not self.members.connected or self.joined_at < 0:
+        if not self.members.connected:
             return
         while self.delivered < len(self.world.log):
             self.delivered += 1
@@ -208,11 +205,11 @@ class Process:
         """Do what others notice, unless this process dies before it."""
         self.effects += 1
         if self.effects == self.nature.dies_at:
-            self.kill()
+            self.alive = False
             return
         action()
         if self.effects + 0.5 == self.nature.dies_at:
-            self.kill()
+            self.alive = False
 
     def transmit(self, record: Record) -> None:
         """Send a record to the server. Nobody ever learns whether it arrived."""
@@ -392,6 +389,6 @@ class Process:
         if self.world.random.random() < self.nature.bad:
             self.world.corrupt.add(number)
         chunk = Chunk(number, 1, digest(repr(delta).encode()))
-        fields = {name: getattr(part, name) for name in part.__struct_fields__}
-        self.stored[part.fragment] = Part(**{**fields, "chunks": (chunk,) if part.finite else ()})
+        chunks = (chunk,) if part.finite else ()
+        self.stored[part.fragment] = msgspec.structs.replace(part, chunks=chunks)
         self.react()
