@@ -73,6 +73,14 @@ class Boundary(msgspec.Struct, frozen=True):
 
 
 class Leader(Replay):
+    """A `Replay` that takes a slot, and from then on decides and writes.
+
+    After `join`, its own thread reads what comes in and makes new versions (`_work`). The training
+    thread calls what is public, but for `store`, which the thread of the uploads calls. All three
+    decide under the lock of `changed`. A version is made before the state has its entry, without
+    the lock, so that training can go on meanwhile.
+    """
+
     def __init__(
         self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
     ) -> None:
