@@ -349,13 +349,17 @@ class Process:
                 old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
                 theta = self.theta[fragment]
                 self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
-                change = toy.combine((1, new), (-1, old))
-                place = island.slot, island.position
-                self.expected[fragment].apply(mode, *place, change, self.plan.alpha)
+                part = rounds.unapplied[0].part_of(self.incarnation)
+                if part is not None:
+                    late = island.step - rounds.sent_step - self.plan.delay
+                    self.waits.append(late)
+                    in_time = late <= 0 and part.base == version
+                    share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
+                    change = toy.combine((1, new), (-1, old))
+                    place = island.slot, island.position
+                    self.expected[fragment].apply(share * part.finite, *place, change)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
-                if rounds.unapplied[0].part_of(self.incarnation) is not None:
-                    self.waits.append(island.step - rounds.sent_step - self.plan.delay)
                 rounds.finish_apply(self.now)
             until = rounds.wait_until()
             if until is not None and self.now < until:

@@ -115,12 +115,11 @@ class Expected:
         assert found == combine((1, self.left), (1, work(slot, self.position, end)))
         self.sent, self.end = found, end
 
-    def apply(self, mode: Mode, slot: int, now: int, change: Vector, alpha: float) -> None:
-        """Note an entry. `now`: sample up to which was trained; `change`: of the shared copy."""
-        if mode is Mode.ADD:
-            return
-        share = 0 if mode is Mode.RESET else modular(mode.share(alpha))
-        terms = (share, self.sent), (-share, change), (share, work(slot, self.end, now))
+    def apply(self, share: float, slot: int, now: int, change: Vector) -> None:
+        """Note an entry with the own part. `share`: of the local parameters, which stays; `now`:
+        sample up to which was trained; `change`: of the shared copy."""
+        kept = modular(share)
+        terms = (kept, self.sent), (-kept, change), (kept, work(slot, self.end, now))
         self.left = {key: value for key, value in combine(*terms).items() if key}
         self.position = now
 
