@@ -81,18 +81,6 @@ def run_as(join: Join, operation: str, *arguments: Any) -> None:
 # --- log and messages -----------------------------------------------------------------------------
 
 
-def test_records_come_in_order_from_where_one_starts(server: Server) -> None:
-    with Listener(server.join, "a/1") as writer:
-        last = writer.wait_connected()
-        for number in range(200):
-            writer.connection.append(b"%d" % number)
-        found = writer.read_to(last + 200)[-200:]
-        assert [record.raw for record in found] == [b"%d" % number for number in range(200)]
-        with Listener(server.join, "late/1", after=last + 150) as late:
-            assert late.wait_connected() == last + 200
-            assert late.read_to(last + 200) == found[150:]
-
-
 def test_beats_and_questions_reach_the_others(
     pair: tuple[Listener, Listener], server: Server
 ) -> None:
@@ -183,8 +171,8 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
         assert [one.sequence for one in reader.records] == list(range(1, len(numbers) + 1))
         for one in chunks:
             assert b"".join(reader.connection.fetch(one, "parts")) == payload
-        with Listener(server.join, "late/1") as late:
-            assert late.read_to(len(numbers)) == reader.records
+        with Listener(server.join, "late/1", after=10) as late:
+            assert late.read_to(len(numbers)) == reader.records[10:]
 
 
 def _lose_the_chunks(folder: Path) -> None:
@@ -200,7 +188,8 @@ def _lose_the_chunks(folder: Path) -> None:
         early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
         assert connection._bulk is session, "a slow link is no dead one"
         run_command([*loopback, "pfifo"])
-        port = session.client._transport._io_writer.get_extra_info("sockname")[1]
+        transport: Any = session.client._transport
+        port = transport._io_writer.get_extra_info("sockname")[1]
         for rule in (
             "add table inet filter",
             "add chain inet filter out { type filter hook output priority 0; }",

@@ -146,9 +146,8 @@ class Copies:
     def is_finite(self, fragment: int, payload: Tensor, ranks: int) -> bool:
         """Return whether all values of a part are. Any thread may ask."""
         decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
-        shards = zip(
-            payload.split(sizes), self.fragments[fragment].layout.sizes(ranks), strict=True
-        )
+        lengths = self.fragments[fragment].layout.sizes(ranks)
+        shards = zip(payload.split(sizes), lengths, strict=True)
         return all(bool(_decode(decoder, *shard).isfinite().all()) for shard in shards)
 
     @torch.no_grad()

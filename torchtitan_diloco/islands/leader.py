@@ -282,11 +282,9 @@ class Leader(Replay):
         while not self._closed.wait(BEAT):
             island = self.island
             caught_up = 0 <= self._connection.last <= self.state.sequence
-            hint = Hint(self.incarnation, 0, 0, 0.0, caught_up=caught_up)
-            if island is not None:
-                numbers = island.step, island.tokens, island.step_seconds
-                hint = Hint(self.incarnation, *numbers, caught_up, island.leaving)
-            self._connection.beat(hint)
+            step = (island.step, island.tokens, island.step_seconds) if island else (0, 0, 0.0)
+            leaving = island is not None and island.leaving
+            self._connection.beat(Hint(self.incarnation, *step, caught_up, leaving))
 
     def _give_snapshot(self, wanted: SnapshotWanted) -> None:
         fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]
