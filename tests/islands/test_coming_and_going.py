@@ -17,12 +17,13 @@ from tests.islands.running import FP4, TOKENS, Island, same, started, with_plain
 from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, connection, leader, replay
+from torchtitan_diloco.islands import IslandFencedError, connection, leader
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
 from torchtitan_diloco.islands.copies import arithmetic
 from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.members import name_of
 from torchtitan_diloco.islands.records import Chunk
 from torchtitan_diloco.islands.replay import Replay
 from torchtitan_diloco.islands.session import SnapshotWanted
@@ -106,34 +107,27 @@ def test_an_island_dies_and_returns_under_its_name(server: Join) -> None:
 def test_a_joiner_asks_another_island_when_its_donor_dies(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay, "SNAPSHOT_SECONDS", 3600.0)
-    islands = [Island(server, name, steps=80, slots=3, grace=0.2) for name in ("a", "b", "c")]
-    dead: list[Island] = []
+    islands = {name: Island(server, name, steps=80, slots=3, grace=0.2) for name in "abc"}
+    give, dead = Leader._give_snapshot, list[Island]()
 
-    def die_first(island: Island) -> None:
-        found = island.outer._leader
-        assert found is not None
-        give = found._give_snapshot
+    def die_or_give(found: Leader, wanted: SnapshotWanted) -> None:
+        island = islands[name_of(found.incarnation)]
+        if not dead:
+            dead.append(island)
+            island.died.set()
+        elif island not in dead:
+            give(found, wanted)
 
-        def die_or_give(wanted: SnapshotWanted) -> None:
-            if not dead:
-                dead.append(island)
-                island.died.set()
-            elif island not in dead:
-                give(wanted)
-
-        monkeypatch.setattr(found, "_give_snapshot", die_or_give)
-
-    for island in islands:
+    monkeypatch.setattr(Leader, "_give_snapshot", die_or_give)
+    for island in islands.values():
         island.step_seconds = 0.02
-        island.each_step = hold(30, lambda: islands[2].step)
-    with started(*islands[:2]):
-        for island in islands[:2]:
-            island.wait_for_step(20)
-            die_first(island)
-        islands[2].start()
-        result = islands[2].finish()
-        (survivor,) = set(islands[:2]) - set(dead)
+        island.each_step = hold(30, lambda: islands["c"].step)
+    with started(islands["a"], islands["b"]):
+        for name in "ab":
+            islands[name].wait_for_step(20)
+        islands["c"].start()
+        result = islands["c"].finish()
+        (survivor,) = {islands["a"], islands["b"]} - set(dead)
         assert same(survivor.finish().shared, result.shared)
 
 
