@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import os
 import re
 import shutil
@@ -234,6 +235,7 @@ def test_a_server_that_is_silent_for_a_while(
             with ThreadPoolExecutor() as pool:
                 storing = pool.submit(listener.connection.store, b"x" * 3_000_000, "parts")
                 listener.wait_disconnected()
+                assert listener.connection.members.is_new(math.inf), "nobody counts as gone"
                 server.process.send_signal(signal.SIGCONT)
                 assert listener.wait_connected() == 1
                 assert len(storing.result()) == 3

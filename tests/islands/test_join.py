@@ -16,8 +16,8 @@ SECRET = "s3cret"
 @given(
     addresses=st.lists(st.sampled_from(["a.b:1", "10.0.0.1:65535", "[::1]:4222"]), min_size=1),
     run=st.text("aZ09_-", min_size=1, max_size=64),
-    user=st.text(min_size=1),
-    password=st.text(min_size=1),
+    user=st.text("aZ0 @:/#%é", min_size=1),
+    password=st.text("aZ0 @:/#%é", min_size=1),
 )
 def test_a_join_string_is_read_as_it_is_written(
     addresses: list[str], run: str, user: str, password: str
