@@ -91,14 +91,14 @@ def _ranks(
         ranks=world.control,
         samples_per_step=2,
     )
-    encode, uploads = outer._encoder.encode, count(1)
+    encode, uploads = outer._encode, count(1)
 
     def encode_or_die(*arguments: Any) -> Tensor:
         if next(uploads) == dies_in and world.rank:
             os._exit(1)
         return encode(*arguments)
 
-    outer._encoder.encode = encode_or_die  # type: ignore[method-assign, assignment]
+    outer._encode = encode_or_die  # type: ignore[assignment]
     outer.join()
     step = 0
     try:
@@ -173,13 +173,13 @@ def test_deltas_and_chunks_that_are_not_finite_are_left_out(
 
     first = Island(server, "a", steps=48, grace=2.0, step_seconds=0.01)
     second = Island(server, "b", steps=48, grace=2.0, step_seconds=0.01, each_step=poison)
-    encode, uploads = second.outer._encoder.encode, count(1)
+    encode, uploads = second.outer._encode, count(1)
 
     def damaged(delta: Tensor) -> Tensor:
         payload = encode(delta)  # scale bytes of 255 are decoded as NaN
         return payload.fill_(255) if next(uploads) == 2 else payload
 
-    second.outer._encoder.encode = damaged  # type: ignore[method-assign]
+    second.outer._encode = damaged  # type: ignore[assignment]
     with started(first, second):
         results = [first.finish(), second.finish()]
     assert same(results[0].shared, results[1].shared)
