@@ -33,7 +33,7 @@ PICKLING = {
     "send_object_list",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-REMOTE_CODE = sorted((PACKAGE / "models").glob("*/modeling_*.py"))
+REMOTE_CODE = sorted((PACKAGE / "models").glob("modeling_*.py"))
 
 
 def relative(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Settings of islands: the `[islands]` section, and the join string in it."""
+"""Settings of islands: the `[islands]` section, its checks, and the join string in it."""
 
 import base64
 import binascii
@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Mistakes, NotNegative, Positive
+from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Islands:
 NAME = r"[\w.-]{1,60}"
 
 
-def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mistakes:
+def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check settings of an island. `begin`: how many really begin together."""
     if islands.join:
         try:
@@ -52,16 +52,10 @@ def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mist
         yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
         yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
-    refused = {
-        "diloco.beginning.steps": diloco.beginning.steps > 0,
-        "diloco.average_at_end": diloco.average_at_end,
-        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
-        "diloco.link.drop_probability": diloco.link.drop_probability,
-        "diloco.link.outer_state": diloco.link.outer_state == "cpu",
-    }
-    for key, is_set in refused.items():
-        if is_set:
-            yield key, "does not work with islands: leave it out"
+    if islands.join and islands.local:
+        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
+    if islands.join and not islands.name:
+        yield "islands.name", "names this island in the run: give a name, such as that of its site"
 
 
 # --- join string: where the server of a run is, and how to log in to it ---------------------------

@@ -20,7 +20,7 @@ from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -75,7 +75,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                 data.
         """
         begin = islands.begin or config.workers
-        if mistakes := list(islands_mistakes(islands, config, begin)):
+        mistakes = [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True)]
+        if mistakes:
             raise ValueError("\n".join(map(": ".join, mistakes)))
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
         super().__init__(
