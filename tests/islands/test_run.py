@@ -69,7 +69,7 @@ def test_contradictions_are_named() -> None:
     for expected in (
         "islands.slots = 1: must be at least 2",
         "islands.local = 2: starts a server of its own",
-        'diloco.method = "none": "none" does not work with islands',
+        'diloco.method = "none": does not work with islands',
         "beginning.steps = 9: does not work with islands",
         "islands.join: '...': is not of the form",
     ):
