@@ -43,6 +43,11 @@ NAME = r"[\w.-]{1,60}"
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check settings of an island. `begin`: how many really begin together."""
+    if islands.join:
+        try:
+            Join.parse(islands.join)
+        except ValueError as error:
+            yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
         yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
@@ -61,6 +66,8 @@ _JOIN = re.compile(
     r"(?P<scheme>nats|nats\+tls)://(?:(?P<user>[^:@/#]+):(?P<password>[^:@/#]+)@)?"
     rf"(?P<addresses>[^@/#]+)#(?P<run>{RUN_PATTERN})(?:\.(?P<certificate>[A-Za-z0-9_-]+))?"
 )
+_FILE = re.compile(r"[^:@#]+")
+"""A path. Join strings have all these characters, and what is left of one may be a password."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python has no name for."""
@@ -83,8 +90,14 @@ class Join:
     @classmethod
     def parse(cls, text: str) -> "Join":
         """Read a join string, or a file that holds one."""
-        if "#" not in text and Path(text).is_file():
-            text = Path(text).read_text()
+        if _FILE.fullmatch(text):
+            try:
+                text = Path(text).read_text()
+            except OSError as error:
+                raise ValueError(
+                    f"islands.join = {text!r}: {error.strerror}; give the join string that "
+                    "`python -m torchtitan_diloco.islands serve` prints, or a file that holds it"
+                ) from error
         found = _JOIN.fullmatch(text.strip())
         if found is None:
             raise _error(text, f"is not of the form {FORM}")
