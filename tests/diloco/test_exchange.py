@@ -1,7 +1,6 @@
 """Exchanges of many chunks: slots are used again, and every message has to meet its receiver."""
 
 import math
-from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -100,8 +99,12 @@ def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = F
 def _by_way_of_the_host(workers: int, codec: CodecName) -> list[Tensor]:
     """Return means and residuals, in chunks of a CPU and of a GPU; the latter with buffers for gloo
     apart from those of the codec."""
-    sizes, found = partial(chunk_and_window, on_gpu=True), list[Tensor]()
-    world = join(workers)
+
+    def sizes(*arguments: Any, on_gpu: bool) -> tuple[int, int]:
+        assert not on_gpu
+        return chunk_and_window(*arguments, on_gpu=True)
+
+    world, found = join(workers), list[Tensor]()
     on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "room": room_for_both}
     for patches in ({}, on_gpu):
         made = build(world, codec, ROOM, **patches)

@@ -107,31 +107,22 @@ def test_rounds_nobody_asks_for_are_not_kept_for_ever() -> None:
 
 @pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd"])
 @pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
-@pytest.mark.parametrize("measured", [False, True])
-def test_steps_are_torchs(name: str, size: int, measured: bool) -> None:
+def test_steps_are_torchs(name: str, size: int) -> None:
     torch.manual_seed(0)
     config = OuterOptimizer(name=name, lr=0.3)  # type: ignore[arg-type]
     model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(size))})
     (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
-    state, expected = (
-        OuterState(fragment, config, torch.device("cpu")),
-        model["weight"].detach().clone(),
-    )
+    state = OuterState(fragment, config, torch.device("cpu"))
+    expected = model["weight"].detach().clone()
     optimizer = build_optimizer(config, [expected])
     for _ in range(5):
         expected.grad = torch.randn(size)
         state.delta.copy_(expected.grad)
         optimizer.step()
         before = state.outer.clone()
-        mean_square, change = state.advance(measured=measured)
+        state.advance()
         assert torch.equal(state.outer, before), "whole until the fragment is applied"
         assert state.checksum == checksum(state.delta)
-        if measured:
-            assert mean_square == pytest.approx(float(expected.grad.square().sum()), rel=1e-4)
-            assert change == pytest.approx(float((state.delta - before).square().sum()), rel=1e-4)
-        else:
-            assert math.isnan(mean_square)
-            assert math.isnan(change)
         state.apply(mixing=0.0)
         torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(model["weight"], state.outer)

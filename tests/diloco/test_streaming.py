@@ -26,9 +26,7 @@ from tests.diloco.toy import (
     train,
 )
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Fragments, OuterOptimizer, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import WORKER
 
 
@@ -53,7 +51,7 @@ def test_averaging_every_step_is_data_parallelism(processes: ProcessPool) -> Non
 def test_one_worker_needs_no_process_group() -> None:
     outer, _, _ = alone(AVERAGE_EVERY_STEP)
     outer.step()
-    assert outer.metrics()["diloco/fragments_applied"] == 1
+    assert [outer.metrics()["diloco/fragments_applied"] for _ in range(2)] == [1, 0]
     assert outer.load_state_dict(outer.state_dict()) == []
     described = "\n".join(outer.describe())
     assert "each fragment every 1 steps, applied 0 steps later" in described
@@ -188,27 +186,6 @@ def test_shards_see_what_was_applied_and_agree_on_what_is_finite(
         assert seen == fresh
         assert math.isfinite(seen)
         assert participants == (1 if spoil else 2), "all shards of a worker are left out"
-
-
-def _traffic() -> dict[str, float]:
-    outer, _, _ = start(config(2, delay=5), 3)
-    for _ in range(16):
-        outer.step()
-    outer.drain()
-    first = outer.metrics()
-    assert outer.metrics()["diloco/sent_bytes"] == 0.0, "counted since the last call"
-    return first
-
-
-def test_bytes_are_those_of_both_hops(processes: ProcessPool) -> None:
-    """Steps 8 to 16 send fragments 0, 1, 2, 3, 4, 0; each hop sends a fragment twice in all."""
-    fragments = build_fragments(Net(), Fragments(layers_per_fragment=2))
-    values = sum(one.parameters for one in fragments) + fragments[0].parameters
-    found = processes.run(_traffic, 3)
-    assert {metrics["diloco/fragments_applied"] for metrics in found} == {6}
-    assert {metrics["diloco/participants"] for metrics in found} == {18}
-    sent = sum(metrics["diloco/sent_bytes"] for metrics in found)
-    assert sent == 6 * 3 * 2 * HEADER_BYTES + 4 * 2 * 2 * values
 
 
 def _threads_after_work() -> int:
