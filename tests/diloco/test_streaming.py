@@ -228,4 +228,4 @@ def _many_syncs() -> tuple[int, int]:
 
 def test_hundreds_of_syncs_leave_memory_where_it_was(processes: ProcessPool) -> None:
     for warm, later in processes.run(_many_syncs, 2):
-        assert later - warm < 1024, "peak memory in KiB grew by more than two fragments"
+        assert later - warm < 4096, "KiB; 160 for each sync would be 48,000"
