@@ -36,12 +36,9 @@ from torchtitan_diloco.diloco.transport import (
 
 CHUNK = 8 * BLOCK
 """Values in one message (2 MB in fp32)."""
-IN_FLIGHT = 2**21, 2**24
-"""Least and most bytes in chunks in flight at once. In between they fill a link of `LINK_RATE`."""
-LINK_RATE = 1.25e9
-"""Bytes per second (10 Gbit/s)."""
-LEAST_WINDOW = 3
-"""Chunks in flight at least: one is encoded, one is on its way, one is decoded."""
+IN_FLIGHT = 2**23
+"""Bytes in chunks in flight at once: long links need as many as they carry in a round trip, here
+70 ms at 1 Gbit/s. Buffers take memory when they are first used."""
 GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
 """The same for deltas on a GPU, where a kernel for 2 MB takes less time than its launch."""
 PIECE = 2 * BLOCK
@@ -53,23 +50,11 @@ MEANS = 1
 assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
 
-def chunk_and_window(
-    largest: int, codec: Codec, round_trip: float, *, on_gpu: bool = False
-) -> tuple[int, int]:
-    """Return values per chunk, and chunks in flight: all workers have the same chunks.
-
-    Args:
-        largest: values of the largest fragment.
-        round_trip: seconds between workers. Long links need as many bytes in flight as they carry
-            in that time, short ones would only take memory for them.
-    """
-    least, most = IN_FLIGHT
-    chunk, in_flight = CHUNK, min(max(LINK_RATE * round_trip, least), most)
-    if on_gpu:
-        chunk, in_flight = GPU_CHUNK, GPU_IN_FLIGHT
+def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tuple[int, int]:
+    """Return values per chunk, and chunks in flight. `largest`: values of the largest fragment."""
+    chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
     chunk = min(chunk, max(1, largest))
-    window = max(LEAST_WINDOW, int(in_flight) // codec.wire_bytes(chunk))
-    return chunk, max(1, min(-(-largest // chunk), window))
+    return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
 
 def slice_owners(workers: int, codec: Codec) -> int:
@@ -127,16 +112,15 @@ class Exchange:
         largest: int,
         device: torch.device,
         timeout_seconds: float,
-        round_trip: float = 0.0,
     ) -> None:
-        """`largest` and `round_trip`: see `chunk_and_window`."""
+        """`largest`: values of the largest fragment."""
         self._transport = Transport(group, timeout_seconds)
         self.workers, self.me = self._transport.workers, self._transport.me
         self._others = self._transport.others
         assert self.workers > 1
         self._failure: Exception | None = None
         self._codec, self._device, on_gpu = codec, device, device.type != "cpu"
-        self._chunk, self._window = chunk_and_window(largest, codec, round_trip, on_gpu=on_gpu)
+        self._chunk, self._window = chunk_and_window(largest, codec, on_gpu=on_gpu)
         self._piece = self._chunk if on_gpu else min(PIECE, self._chunk)
         self._owners = slice_owners(self.workers, codec)
         part = slice_bounds(self._chunk, self._owners, 0)[1]

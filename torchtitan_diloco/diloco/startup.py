@@ -5,7 +5,6 @@ And the end of what they have started.
 
 import hashlib
 import secrets
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -194,25 +193,10 @@ def build_exchange(
         largest=max(sizes),
         device=device,
         timeout_seconds=config.link.timeout_seconds,
-        round_trip=measure_round_trip(group),
     )
     if device.type == "cuda":
         exchange.warm_up(sizes)
     return exchange
-
-
-def measure_round_trip(group: dist.ProcessGroup) -> float:
-    """Return the least seconds in which every rank heard from the others twice.
-
-    It stops early on a long link, where few attempts suffice. Processes that wait for a core only
-    make it longer, which costs memory and no time.
-    """
-    times, total = list[float](), 0.0
-    while len(times) < 20 and total < 0.2:
-        started = time.perf_counter()
-        total = max(gather_objects(sum(times), group))  # its size, then its content
-        times.append(time.perf_counter() - started)
-    return min(gather_objects(min(times), group))
 
 
 def start_background(count: int) -> BackgroundThread:

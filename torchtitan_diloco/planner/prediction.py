@@ -199,8 +199,7 @@ def predict_exchange(
     if not others:
         return 0, outer
     codec = _codec(quantization)
-    round_trip = 2 * conditions.latency_seconds
-    chunk, window = chunk_and_window(-(-largest // ranks), codec, round_trip)
+    chunk, window = chunk_and_window(-(-largest // ranks), codec)
     hops, sent = 1, others * codec.wire_bytes(values)
     if slice_owners(conditions.workers, codec) > 1:
         # The others' slices of the delta, and the mean of the own slice to each other.
