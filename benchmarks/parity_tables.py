@@ -267,6 +267,7 @@ FRONTIER = [
     f"streaming, M=2, H=100, {BEGUN}",
     "streaming, M=2, H=100, beginning 600, beginning H=5, alpha falls",
     "streaming, M=2, H=100, beginning 900, alpha falls",
+    f"streaming, M=2, H=100, {LONG_BEGUN}, sgd, lr 1",
     f"streaming, M=2, H=30, {LONG_BEGUN}, average at end",
     "streaming, Muon, M=2, H=100, beginning 300",
     *(f"streaming, Muon, M=4, H=100, beginning {steps}" for steps in (300, 600)),
@@ -281,13 +282,19 @@ RATES = [
     *(f"{MUON}, inner lr {lr}" for lr in ("1e-3", "2e-3", "8e-3", "1.6e-2")),
     *(f"{control}, warm-up 900" for control in (CONTROL, MUON)),
 ]
+LONG_WARM_UPS = [
+    "streaming, M=2, H=10, beginning 900, alpha falls, warm-up 900",
+    f"streaming, M=2, H=100, {LONG_BEGUN}, warm-up 900",
+]
 EIGHT_WORKERS = [
     *(f"streaming, Muon, M={M}, H=10" for M in (8, 4, 2)),
     "streaming, Muon, M=8, H=100",
+    f"streaming, Muon, M=8, H=10, {BEGUN}",
     *(f"streaming, M={M}, H=10, {BEGUN}" for M in (8, 4, 2)),
 ]
 LARGER = [
-    *(f"streaming, M=2, H={H}, {BEGUN}" for H in (10, 30)),
+    f"streaming, M=2, H=10, {BEGUN}",
+    f"streaming, M=2, H=30, {LONG_BEGUN}",
     *(f"streaming, Muon, M=2, H={H}" for H in (10, 100)),
 ]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
@@ -298,7 +305,13 @@ TABLES = {
     "bytes": _with_muon(MANY_STEPS, FRONTIER),
     "eight-workers": _with_muon(LARGER_BATCH, EIGHT_WORKERS),
     "larger": _with_muon(LARGER_MODEL, LARGER),
-    "rates": Table(MANY_STEPS, 3000, RATES, "warm-up 300"),
+    "rates": Table(
+        MANY_STEPS,
+        3000,
+        [*RATES, *LONG_WARM_UPS],
+        "warm-up 300",
+        controls=dict.fromkeys(LONG_WARM_UPS, f"{CONTROL}, warm-up 900"),
+    ),
     "parity": _parity(),
     # Each run is compared with data parallelism of as many steps of warm-up.
     "warm-up": Table(
