@@ -31,8 +31,7 @@ from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.models.chinchilla.flavors import FLAVORS
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import FLAVORS, Decoder
 
 
 def copy_and_flush(source: str, target: str) -> None:

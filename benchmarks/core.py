@@ -6,11 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
+from torchtitan_diloco.plan import OptionParser
 from torchtitan_diloco.utils import markdown_table
 
 Settings = dict[str, str]
@@ -23,10 +24,13 @@ Item = TypeVar("Item")
 # --- command line ---------------------------------------------------------------------------------
 
 
+class _Parser(OptionParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return _Parser(description=description)
 
 
 def positive(text: str) -> int:

@@ -27,7 +27,7 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 from torchtitan_diloco.utils import GIB, REPOSITORY, read_json_lines
 
 

@@ -1,13 +1,15 @@
 """Inject faults into runs of islands, and measure what the other islands notice of them.
 
-    python -m benchmarks.islands [--cases control,killed] [--repeats 3] [--storm 600]
+    python -m benchmarks.islands [--cases control,killed] [--repeats 3]
+    python -m benchmarks.islands --storm 600 --repeats 1
 
-Each island and the server has a network namespace of its own (benchmarks/network.py). The model is
-small, and a step is a sleep of 0.1 s, so that three or four islands fit on two cores; H = 20,
-tau = 5 steps. A stall is the time of a survivor's step outside its computation, in its usual steps.
-After every run, the islands that have reached the end must have the same shared parameters, and
-the log must add up: each range of samples merged once, weights equal to tokens, the same ledger on
-all islands. Needs the extra `islands`, and takes about half an hour.
+The rows of the first table are those of docs/islands.md. Each island and the server has a network
+namespace of its own (benchmarks/network.py). The model is small, and a step is a sleep of 0.1 s, so
+that three or four islands fit on two cores; H = 20, tau = 5 steps. A stall is the time of a
+survivor's step outside its computation, in its usual steps. After every run, the islands that have
+reached the end must have the same shared parameters, and the log must add up: each range of samples
+merged once, weights equal to tokens, the same ledger on all islands. Needs the extra `islands`, and
+takes about half an hour.
 """
 
 import os
@@ -26,6 +28,8 @@ from benchmarks.islands_program import SAMPLES, TOKENS
 from benchmarks.islands_run import STEP, Found, Run, running
 from benchmarks.network import wait_until
 
+COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
+"""Of the first table, with their digits."""
 HEADER = "case | measured | goal | found | torchft | n"
 STORM_EVERY = 40.0
 MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
@@ -205,28 +209,45 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--cases", default="", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--repeats", type=core.positive, default=3)
-    parser.add_argument("--storm", type=core.positive_number, default=0.0, help="seconds")
+    storm_help = "seconds of a run with many faults, instead of the cases or after those given"
+    parser.add_argument("--storm", type=core.positive_number, default=0.0, help=storm_help)
     parser.add_argument("--out", type=Path, default=Path("outputs/islands"))
     options = parser.parse_args()
     names = core.parse_names(parser, "--cases", options.cases, CASES, ",")
-    cases = {name: CASES[name] for name in names}
+    cases = {name: CASES[name] for name in names if options.cases or not options.storm}
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
-    rows, out = [], options.out.absolute() / f"{time.time():.0f}"
+    results, out = dict[str, list[Found]](), options.out.absolute() / f"{time.time():.0f}"
     for name, task in cases.items():
-        found = []
         for number in range(options.repeats):
             try:
-                found.append(task(out / re.sub(r"\W+", "-", name) / str(number)))
+                found = task(out / re.sub(r"\W+", "-", name) / str(number))
             except (SystemExit, TimeoutError, IndexError) as error:
                 print(f"PROBLEM in {name}: {error}", flush=True)
-        for measure in found[0] if found else ():
+                continue
+            print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
+            results.setdefault(name, []).append(found)
+    print_results(results)
+
+
+def print_results(results: dict[str, list[Found]]) -> None:
+    rows, more = [], []
+    for name, found in results.items():
+        count = str(len(found))
+        spread = {one: _spread(found, one, COLUMNS.get(one, 1)) for one in found[0]}
+        rows.append([name, *(spread.get(column, "") for column in COLUMNS), count])
+        for measure in (one for one in spread if one not in COLUMNS or one in GOALS):
             goal, torchft = GOALS.get(measure, ("", ""))
-            values = core.summary([one[measure] for one in found], 1)
-            rows.append([name, measure, goal, values, torchft, str(len(found))])
-        print(f"{name}: {found}, load {os.getloadavg()[0]:.1f}", flush=True)
-    core.print_table(f"Islands, load {os.getloadavg()[0]:.1f}", HEADER, rows)
+            more.append([name, measure, goal, spread[measure], torchft, count])
+    load = f"load {os.getloadavg()[0]:.1f}"
+    core.print_table(f"Islands, {load}", " | ".join(["case", *COLUMNS, "n"]), rows)
+    core.print_table("Goals, and what else was measured", HEADER, more)
+
+
+def _spread(found: list[Found], measure: str, digits: int) -> str:
+    values = [one[measure] for one in found]
+    return f"{values[0]:.0f}" if not any(values) else core.summary(values, digits)
 
 
 if __name__ == "__main__":

@@ -330,13 +330,10 @@ def print_losses(results: dict[tuple[str, int], dict[str, Any]], tokens: int) ->
                 "" if name == CONTROL else against(losses, found[CONTROL]),
                 f"{100 * min(min(run['merged']) for run in runs):.1f} %",
                 f"{share:.0f} %, {max(map(len, late)) - 1}",
-                f"{statistics.mean(run['rounds'] for run in runs):.0f}",
-                f"{statistics.mean(run['parts'] for run in runs):.2f}",
             ]
         )
     title = f"validation loss of the shared copy after {tokens:,} tokens, mean (min ... max)"
-    header = "case | n | loss | against lockstep | merged, least | late parts, versions"
-    core.print_table(title, f"{header} | rounds | parts a round", rows)
+    core.print_table(title, "case | n | loss | against lockstep | merged | parts late", rows)
 
 
 def losses_of(results: dict[tuple[str, int], dict[str, Any]], name: str) -> dict[int, float]:

@@ -18,6 +18,7 @@ from benchmarks.network import Network, Program, wait_until
 STEP = 0.1
 """Seconds."""
 END_SECONDS = 150
+"""Time without a step of any island after which a run has not ended."""
 Found = dict[str, float]
 
 
@@ -125,9 +126,13 @@ class Run:
     def finish(self, dead: str = "") -> dict[str, Any]:
         """Wait for the end of all islands but that one, and check copies and ledgers."""
         living = [name for name in self.programs if name != dead]
-        until, problems = time.monotonic() + END_SECONDS, []
+        problems = []
+        while any(self.programs[name].running for name in living):
+            if time.time() - max(self._path(name).stat().st_mtime for name in living) > END_SECONDS:
+                break
+            time.sleep(0.1)
         for name in living:
-            code = self.programs[name].wait(until - time.monotonic())
+            code = self.programs[name].wait(0)
             if code != 0:
                 said = self.programs[name].printed().strip().splitlines()[-1:]
                 problems.append(f"{name} ended with {code}: {''.join(said)}"[:300])

@@ -83,12 +83,17 @@ def read_counters(interface: str, process: int | str = "self") -> tuple[int, int
     raise NoNetworkError(f"/proc/{process}/net/dev has no {interface}")
 
 
-def wait_until(condition: Callable[[], bool], what: str, log: Path | None = None) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
+def wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    log: Path | None = None,
+    seconds: float = PATIENCE_SECONDS,
+) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             said = log.read_text(errors="replace")[-2000:] if log else ""
-            raise TimeoutError(f"{what} did not come in {PATIENCE_SECONDS:g} s:\n{said}")
+            raise TimeoutError(f"{what} did not come in {seconds:g} s:\n{said}")
         time.sleep(0.02)
 
 

@@ -42,7 +42,7 @@ from torchtitan_diloco.diloco import (
 )
 from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.distributed.world import WORKER, join_world
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 
 WORKERS = 2
 LAYERS = 4

@@ -36,7 +36,7 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import GIB, describe_device, logger, peak_flops, peak_memory_bytes
 

@@ -64,21 +64,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            train(folder)
+            output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
+            for expected in (
+                "each fragment every 10 steps, applied 1 steps later",
+                "loss of the shared model",
+                "sent between workers",
+                "data parallelism would send",
+                "its loss at equal tokens",
+                "communication hidden",
+            ):
+                assert expected in output, output
     return folder
-
-
-def train(folder: Path) -> None:
-    output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
-    for expected in (
-        "each fragment every 10 steps, applied 1 steps later",
-        "loss of the shared model",
-        "sent between workers",
-        "data parallelism would send",
-        "its loss at equal tokens",
-        "communication hidden",
-    ):
-        assert expected in output, output
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
@@ -103,18 +99,14 @@ def test_blocks_run_as_written(
             while "=" in words[0]:  # NPROC=4 ./run_train.sh
                 words.pop(0)
             if words[0] == "./run_train.sh":
-                check_settings(words[1:], trained)
+                config = from_command_line(words[1:])
+                if config is not None and config.run.folder:
+                    shutil.copytree(trained, config.run.folder, dirs_exist_ok=True)
             elif words[0] == "python":
                 run_module(words[1:], monkeypatch)
             else:
                 assert words == ["./run_tests.sh"], f"{page.name}: {line}"
                 start(*words, "--version")
-
-
-def check_settings(arguments: list[str], trained: Path) -> None:
-    config = from_command_line(arguments)
-    if config is not None and config.run.folder:
-        shutil.copytree(trained, config.run.folder, dirs_exist_ok=True)
 
 
 def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,12 +138,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return checkout
 
 
-def test_later_starts_need_no_index(finished: Checkout) -> None:
-    code, output, errors = finished.run(PIP_FIND_LINKS="")
-    assert (code, errors) == (0, "")
-    assert "launched" in output
-
-
 def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
     """Requirements have changed, and pip was killed before it had written a package."""
     python, venv = finished.root / ".venv/bin/python", finished.root / ".venv"
@@ -171,12 +165,10 @@ def test_all_that_is_missing_is_named_and_installed(finished: Checkout) -> None:
     assert (code, "bin/python 2.0 []" in output) == (0, True), errors
     assert (missing("test"), finished.run()[2]) == ("", "")
     script.write_text(train)
-    assert finished.run()[2] == "", "an extra stays"
+    assert finished.run(PIP_FIND_LINKS="")[2] == "", "an extra stays, no index is needed"
 
-
-def test_a_venv_whose_python_is_gone_is_made_anew(finished: Checkout) -> None:
-    (finished.root / ".venv/bin/python").unlink()
-    (finished.root / ".venv/bin/python").symlink_to("/nowhere/python3.9")
+    (venv / "bin/python").unlink()
+    (venv / "bin/python").symlink_to("/nowhere/python3.9")
     code, output, errors = finished.run()
     assert (code, output.count("launched")) == (0, 1), errors
 
@@ -227,21 +219,17 @@ def test_ctrl_c_during_the_set_up(checkout: Checkout) -> None:
             "has neither ensurepip nor pip; install one of them (Debian, Ubuntu: apt install",
         ),
         ("", {"PIP_FIND_LINKS": ""}, "failed, as shown above and in"),
+        ("", {"PYTHON": str(BASE_PYTHON)}, f"{BASE_PYTHON} lacks tiny (not installed); using "),
     ],
 )
 def test_failures(
     checkout: Checkout, python3: str, variables: dict[str, str], message: str
 ) -> None:
     checkout.add_python("python3", python3)
+    if "lacks" in message:
+        (checkout.root / ".venv").write_text("a file")  # stops the set-up
     code, output, errors = checkout.run(**variables)
     assert (code, output) == (1, "")
     assert message in errors
     assert errors.splitlines()[-1].startswith("error: ")
-
-
-def test_an_incomplete_python_is_named_and_left_alone(checkout: Checkout) -> None:
-    (checkout.root / ".venv").write_text("a file")  # stops the set-up
-    code, _, errors = checkout.run(PYTHON=str(BASE_PYTHON))
-    lacks = f"{BASE_PYTHON} lacks tiny (not installed); using {checkout.root}/.venv\n"
-    assert (code, errors.startswith(lacks)) == (1, True), errors
-    assert errors.count(f"error: cannot write to {checkout.root}/.venv") == 1
+    assert ("error: cannot write to" in errors) == ("lacks" in message)

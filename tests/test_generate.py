@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.generate import draw, generate, next_logits, stream_text
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 
 VOCABULARY, ROWS, LENGTH = 50, 64, 12
 
@@ -30,27 +30,21 @@ def tokens_from(decoder: Decoder, tokens: list[int], new: int = 20, **options: A
     return list(generate(decoder, tokens, **options))
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
     tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_the_seed_sets_the_tokens_and_padding_is_never_drawn(
-    positions: str, tokens: list[int], seed: int
-) -> None:
-    decoder = build(positions)
+def test_the_seed_sets_the_tokens_and_padding_is_never_drawn(tokens: list[int], seed: int) -> None:
+    decoder, state = build(), torch.get_rng_state()
     first = tokens_from(decoder, tokens, seed=seed, new=5)
     assert len(first) == 5
     assert all(0 <= token < VOCABULARY for token in first)
     # No token matters that is older than the model's sequence length.
     assert first == tokens_from(decoder, tokens[-LENGTH:], seed=seed, new=5)
-
-
-def test_seeds_differ_and_torchs_own_generator_is_left_alone() -> None:
-    decoder, state = build(), torch.get_rng_state()
-    assert len({tuple(tokens_from(decoder, [1], seed=s, temperature=2.0)) for s in range(5)}) == 5
-    assert torch.equal(torch.get_rng_state(), state)
+    others = [tokens_from(decoder, tokens, seed=s, temperature=2.0) for s in (0, 1, 2)]
+    assert others[0] != others[1] != others[2]
+    assert torch.equal(torch.get_rng_state(), state), "torch's own generator is left alone"
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])

@@ -4,8 +4,6 @@ import ast
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
@@ -33,7 +31,7 @@ PICKLING = {
     "send_object_list",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-REMOTE_CODE = sorted((PACKAGE / "models").glob("*/modeling_*.py"))
+REMOTE_CODE = sorted((PACKAGE / "models").glob("modeling_*.py"))
 
 
 def relative(path: Path) -> str:
@@ -84,20 +82,6 @@ def test_exported_code_imports_only_torch_and_transformers() -> None:
         assert roots <= allowed, relative(path)
 
 
-@pytest.mark.parametrize(
-    ("part", "source", "wrong"),
-    [
-        ("models", "from torchtitan_diloco.components.loss import chunked_loss", True),
-        ("diloco", "from torchtitan_diloco.config.schema import Config", True),
-        ("config", "import torchtitan_diloco.diloco.streaming", True),
-        ("config", "from torchtitan_diloco.diloco.config import Link", False),
-        ("trainer", "from torchtitan_diloco.planner import search", False),
-    ],
-)
-def test_the_check_sees_a_violation(part: str, source: str, wrong: bool) -> None:
-    assert bool(violations(part, ast.parse(source))) == wrong
-
-
 SCHEDULE = "torchtitan_diloco.diloco.schedule."
 
 
@@ -127,9 +111,7 @@ def private_names(parsed: ast.Module) -> list[str]:
 
 
 def test_only_public_names_of_torch() -> None:
-    assert {relative(path): private_names(tree(path)) for path in FILES} == {
-        relative(path): [] for path in FILES
-    }
+    assert [name for path in FILES for name in private_names(tree(path))] == []
 
 
 def test_nothing_is_unpickled() -> None:
@@ -142,9 +124,16 @@ def test_nothing_is_unpickled() -> None:
         assert not imported_modules(tree(path)) & unsafe, relative(path)
 
 
+LONG_FUNCTIONS = {"run", "join_world"}
+"""Longer than 60 lines, as they are read from top to bottom: the training loop, and the steps in
+which a process joins the others."""
+
+
 def test_files_and_functions_stay_short() -> None:
     for path in FILES:
         assert len(path.read_text().splitlines()) <= 400, relative(path)
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-                assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                most = 70 if node.name in LONG_FUNCTIONS else 60
+                assert lines <= most, f"{relative(path)}: {node.name} is too long"

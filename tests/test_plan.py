@@ -43,18 +43,15 @@ def test_the_papers_table_of_another_model(capsys: pytest.CaptureFixture[str]) -
     assert text.count("\n| ") == 7
 
 
-def test_the_step_time_from_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
-    shared = ["--config", "1b", *LINK, "--mfu", "40%", "--parallel.fsdp", "8"]
-    by_name = output(capsys, *shared, "--device", "h100")
-    assert by_name == output(capsys, *shared, "--peak-tflops", "989")
-    assert "FLOP / (8 x 989 TFLOP/s x 40 %)" in by_name
-
-
-def test_every_worker_may_have_its_own_step_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_times(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--bandwidth", "100Mbit", "--step-time", "0.3,0.5s"]
     text = output(capsys, "--config", "35m", *words)
     assert "100 Mbit/s for the slowest worker" in text
     assert "300 ms / 500 ms of compute" in text
+    shared = ["--config", "1b", *LINK, "--mfu", "40%", "--parallel.fsdp", "8"]
+    by_name = output(capsys, *shared, "--device", "h100")
+    assert by_name == output(capsys, *shared, "--peak-tflops", "989")
+    assert "FLOP / (8 x 989 TFLOP/s x 40 %)" in by_name
 
 
 def test_the_plan_is_written_as_a_config(
@@ -93,27 +90,19 @@ STEP = ["--config", "1b", "--step-time", "0.5"]
 MISTAKES = [
     (["--config", "1b", *LINK], r"step time is not known: give --step-time .* or --mfu with"),
     (["--config", "1b", *LINK, "--mfu", "40%"], r"give either --device \(.*H100"),
-    (
-        ["--config", "1b", *LINK, "--mfu", "40%", "--device", "abacus"],
-        r"--device: invalid choice: 'abacus' \(choose from .*h100",
-    ),
-    (["--config", "1b", *LINK, "--mfu", "400%", "--device", "H100"], r'--mfu: "400%"'),
     (["--config", "1b", *KNOWN, "--mfu", "40%"], r"--mfu: not allowed with argument --step-time"),
     (STEP, r"give --bandwidth, as in 2Gbit"),
-    ([*STEP, "--bandwidth", "2Gfoo"], r'"2Gfoo" is no bandwidth .*2Gbit'),
     ([*STEP, "--bandwidth", "1Gbit", "--step-time", "1,2,3"], r"lists 3 values: give one, or 2"),
     (plan("--step-time", "0"), r"step times above 0"),
     (plan("--step-time", "soon"), r'--step-time: "soon"'),
     (plan("--utilisation", "100%"), r"below 100%"),
     (plan("--diloco.workers", "1"), r"there are no links"),
     (plan("--diloco.workerz", "2"), r"did you mean diloco\.workers"),
-    (["--config", "35n", *KNOWN], r"did you mean 35m"),
     (plan("--bandwith", "1Gbit"), r"--bandwith is unknown: did you mean --bandwidth\?"),
     (KNOWN, r"give a model"),
     (["--config", "35m", "--table"], r"step time is not known"),
     (plan("--table", "--write", "plan.toml"), r"--table plans nothing"),
     (plan("--write", "nowhere/plan.toml"), r"no folder nowhere"),
-    (plan("--run", "x", "--table"), r"--table: not allowed with argument --run"),
     (plan("--write", "plan.yaml"), r"ends in \.toml"),
     (plan("--training.global_batch_size", "none", "--write", "x.toml"), r"cannot be written"),
 ]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, streaming, train
@@ -20,9 +19,7 @@ SHARES = [
 
 
 def run_two_workers(text: Path, processes: ProcessPool, **changes: Any) -> Path:
-    chosen = streaming(
-        text, metrics__tensorboard="true", metrics__log_every=4, training__steps=20, **changes
-    )
+    chosen = streaming(text, metrics__log_every=4, training__steps=20, **changes)
     processes.run(train, 2, chosen)
     return Path(chosen["run.folder"])
 
@@ -79,9 +76,6 @@ def check_records(folder: Path) -> None:
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}, "both workers"
     assert {event["args"]["fragment"] for event in events} == {0, 1, 2}
-    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    weights = board.Scalars(f"z_round_weight_mean_over_workers/fragment_{fragment}")
-    assert len(weights) == len(own)
 
 
 def test_streaming_after_data_parallelism_counts_its_own_steps(
@@ -96,6 +90,7 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     assert not (begun / "traces").exists()
     assert before["sent_bytes_mean_over_workers"] is None, "it is not known"
     assert all(record[SHARES[2]] is None for record in records(begun) if SHARES[0] in record)
+    assert not [key for record in records(begun) for key in record if key.startswith("diloco/")]
     assert (before["step"], before["counted_after_step"]) == (8, 0)
     assert (summary["step"], summary["counted_after_step"]) == (20, 8)
     a_step = before["data_parallel_bytes_per_worker"] / 8

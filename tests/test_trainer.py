@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 
 import torchtitan_diloco.trainer
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.loss import LossSums, loss_head
+from torchtitan_diloco.components.loss import loss_head
+from torchtitan_diloco.components.optimizer import local_of
 from torchtitan_diloco.components.run_plan import AfterStep, after_step
 from torchtitan_diloco.components.telemetry import StepResult
 from torchtitan_diloco.config import Config, load_config, to_toml
@@ -126,15 +128,6 @@ def test_the_saved_configuration_starts_the_same_run_again(text: Path) -> None:
     assert (again / "config.toml").read_text() == saved.read_text()
 
 
-# --- decisions ------------------------------------------------------------------------------------
-
-
-def decide(step: int, settings: dict[str, str], asked: str) -> AfterStep:
-    config = load_config("debug", settings)
-    sections = config.training, config.checkpoint, config.metrics, config.validation
-    return after_step(step, step == 11, Requests(asked == "stop", asked == "save"), *sections)
-
-
 @pytest.mark.parametrize(
     ("step", "asked", "expected"),
     [
@@ -151,81 +144,81 @@ def decide(step: int, settings: dict[str, str], asked: str) -> AfterStep:
     ],
 )
 def test_what_happens_after_a_step(step: int, asked: str, expected: str) -> None:
+    def decide(asked: str, **more: str) -> AfterStep:
+        config = load_config("debug", chosen | more)
+        sections = config.training, config.checkpoint, config.metrics, config.validation
+        return after_step(step, step == 11, Requests(asked == "stop", asked == "save"), *sections)
+
     chosen = {"training.stop_after": "9", "metrics.log_every": "3", "validation.every": "4"}
-    found = decide(step, chosen | {"checkpoint.every": "5"}, asked)
+    found = decide(asked, **{"checkpoint.every": "5"})
     assert found == AfterStep(*(name in expected.split() for name in found._fields))
     assert found.flush == bool({"validate", "save", "stop"} & set(expected.split()))
-
-
-@pytest.mark.parametrize(("step", "saves"), [(7, False), (9, True), (11, False)])
-def test_only_a_paused_run_saves_at_its_end_without_being_asked(step: int, saves: bool) -> None:
-    chosen = {"training.stop_after": "9", "checkpoint.at_end": "false"}
-    found = decide(step, chosen, "stop")
-    assert found.stop
-    assert found.save == saves
+    unsaved = decide("stop", **{"checkpoint.at_end": "false", "checkpoint.every": "0"})
+    assert (unsaved.stop, unsaved.save) == (True, step == 9), "only a pause has to save"
 
 
 # --- steps that are not finite --------------------------------------------------------------------
 
 
-def nan_loss_at(steps: set[int], trainer: Trainer) -> Any:
-    def head(targets: torch.Tensor, **options: Any) -> Any:
-        plain = loss_head(targets, **options)
+def around_steps(
+    before: Callable[[Trainer], object] = id, after: Callable[[Trainer], object] = id
+) -> Any:
+    """Call functions before and after every training step."""
+    plain = Trainer.train_step
 
-        def spoiled(hidden: torch.Tensor, weight: torch.Tensor) -> LossSums:
-            sums: LossSums = plain(hidden, weight)
-            factor = math.nan if trainer.step in steps else 1.0
+    def train_step(self: Trainer, batches: Any) -> StepResult:
+        before(self)
+        result = plain(self, batches)
+        after(self)
+        return result
+
+    return patch.object(Trainer, "train_step", train_step)
+
+
+def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config("debug", settings(text, training__max_skipped_steps=2))
+    trainer, spoiled = Trainer(config, join(config)), {2, 3, *range(6, 100)}
+
+    def head(targets: torch.Tensor, **options: Any) -> Any:
+        plain, factor = loss_head(targets, **options), math.nan if trainer.step in spoiled else 1.0
+
+        def loss(*given: Any) -> Any:
+            sums = plain(*given)
             return sums._replace(objective=sums.objective * factor)
 
-        return spoiled
+        return loss
 
-    return head
+    before: dict[str, torch.Tensor] = {}
 
+    def compare(_: Trainer) -> None:
+        same = [torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items()]
+        assert all(same) == any(same) == (trainer.step in spoiled)
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(
-    text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = load_config("debug", settings(text, metrics__log_every=3, validation__every=0))
-    trainer = Trainer(config, join(config))
-    monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", nan_loss_at({2, 3}, trainer))
-    trainer.begin()
-    batches = iter(trainer.loader)
-    trainer.train_step(batches)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    assert [trainer.train_step(batches).skipped for _ in range(2)] == [True, True]
-    for name, value in trainer.model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert trainer.skips.in_a_row == 2
-    assert [one.message for one in caplog.records if "skip" in one.message] == [
-        "step 2: gradient norm is nan; skip steps until it is finite"
-    ]
-    assert not trainer.train_step(batches).skipped
-    assert trainer.skips.in_a_row == 0
-    assert all(math.isfinite(loss) for loss in curve(records(trainer.run()), LOSS))
+    def remember(_: Trainer) -> None:
+        before.update({name: one.clone() for name, one in trainer.model.state_dict().items()})
 
-
-def test_too_many_skipped_steps_end_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config("debug", settings(text, training__max_skipped_steps=2))
-    trainer = Trainer(config, join(config))
-    spoiled = nan_loss_at(set(range(100)), trainer)
-    monkeypatch.setattr(torchtitan_diloco.trainer, "loss_head", spoiled)
-    reason = r"3 steps in a row, up to step 3, .*max_skipped_steps = 2.*optimizer\.lr"
-    with pytest.raises(ValueError, match=reason):
+    reason = r"3 steps in a row, up to step 8, .*max_skipped_steps = 2.*optimizer\.lr"
+    with (
+        patch.object(torchtitan_diloco.trainer, "loss_head", head),
+        around_steps(remember, compare),
+        pytest.raises(ValueError, match=reason),
+    ):
         trainer.run()
+    assert [one.message for one in caplog.records if "skip" in one.message] == [
+        f"step {step}: gradient norm is nan; skip steps until it is finite" for step in (2, 6)
+    ]
 
 
 def spoiling_after(step: int, rank: int = 0) -> Any:
     """Make the first parameter of a rank NaN after a step."""
-    plain = Trainer.train_step
 
-    def train_step(self: Trainer, batches: Any) -> StepResult:
-        result = plain(self, batches)
-        if self.step == step and self.world.rank == rank:
-            parameter: Any = next(self.model.parameters()).detach()
-            (parameter.to_local() if hasattr(parameter, "to_local") else parameter)[0] = math.nan
-        return result
+    def spoil(trainer: Trainer) -> None:
+        if (trainer.step, trainer.world.rank) == (step, rank):
+            local_of(next(trainer.model.parameters()))[0] = math.nan
 
-    return patch.object(Trainer, "train_step", train_step)
+    return around_steps(after=spoil)
 
 
 def _spoiled_run(chosen: dict[str, str]) -> list[dict[str, Any]]:
@@ -282,16 +275,11 @@ def test_one_process_under_fsdp2_trains_and_resumes_as_one_without(
 # --- what a user sees -----------------------------------------------------------------------------
 
 
-def test_the_profiler_writes_into_the_folder(text: Path) -> None:
-    train(settings(text, profiling__enable="true", profiling__start=2, profiling__steps=2))
-    (trace,) = (text.parent / "run" / "traces").iterdir()
-    assert trace.stat().st_size > 1000
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"data.corpus": "nowhere/*.txt"}, "nowhere"),
+        ({"run.folder": "/dev/null/run"}, "cannot write the folder of the run: "),
         ({"model.vocab_size": 100}, "model.vocab_size = 100"),
         ({"training.sequence_length": 10**7}, "sequence"),
         ({"profiling.enable": "true", "profiling.ranks": "[3]"}, "profiling.ranks has 3"),
@@ -312,36 +300,32 @@ def test_mistakes_are_errors_in_one_line(
     assert "Traceback" not in message
 
 
-def test_a_paused_run_warns_saves_and_says_how_it_goes_on(
+def sending(number: int, step: int, worker: int | None = None) -> Any:
+    """Send processes a signal in a step: those of one worker, or all that are patched."""
+
+    def send(trainer: Trainer) -> None:
+        if trainer.step == step and worker in (None, trainer.world.worker):
+            os.kill(os.getpid(), number)
+
+    return around_steps(before=send)
+
+
+def test_a_run_that_ends_early_says_why_and_how_it_goes_on(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    profile = {"profiling.enable": "true", "profiling.start": 2, "profiling.steps": 1}
     pause = {"training.stop_after": 3, "lr_schedule.warmup_steps": 9}
-    assert main(words(settings(text, **pause))) == 0
+    assert main(words(settings(text, **pause, **profile))) == 0
+    with sending(signal.SIGTERM, 2):
+        assert main(words(settings(text, **{"run.folder": text.parent / "signalled"}))) == 0
     output = capsys.readouterr().out
     assert "lr_schedule.warmup_steps = 9 is longer than the run of 8 steps" in output
     assert "stopped after step 3 of 8, as asked by training.stop_after = 3; with a" in output
-    saved = [path.name for path in (text.parent / "run").glob("checkpoints/*")]
-    assert saved == ["step-00000003"]
-
-
-def sending(number: int, step: int, worker: int | None = None) -> Any:
-    """Send processes a signal in a step: those of one worker, or all that are patched."""
-    plain = Trainer.train_step
-
-    def train_step(self: Trainer, batches: Any) -> StepResult:
-        if self.step == step and worker in (None, self.world.worker):
-            os.kill(os.getpid(), number)
-        return plain(self, batches)
-
-    return patch.object(Trainer, "train_step", train_step)
-
-
-def test_a_signal_ends_the_run_after_a_whole_step(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with sending(signal.SIGTERM, 2):
-        assert main(words(settings(text))) == 0
-    assert "stopped after step 3 of 8, as asked by a signal" in capsys.readouterr().out
+    assert "stopped after step 3 of 8, as asked by a signal" in output
+    folders = [path.parts[-3] for path in text.parent.glob("*/checkpoints/step-00000003")]
+    assert folders == ["run"], "the only one that saves"
+    (trace,) = (text.parent / "run" / "traces").iterdir()
+    assert trace.stat().st_size > 1000
 
 
 # --- workers that train on their own --------------------------------------------------------------
@@ -374,8 +358,8 @@ def test_streaming_with_fsdp_inside_is_streaming(text: Path, processes: ProcessP
 
 def test_the_shared_parameters_are_validated(text: Path, processes: ProcessPool) -> None:
     """With mixing 0 and every fragment just applied, they are the local ones; before, not."""
-    changes = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0, "validation.every": 2}
-    changes["diloco.fragments.layers_per_fragment"] = 0
+    now = {"diloco.overlap.delay": 0, "diloco.overlap.mixing": 0.0}
+    changes = {"diloco.fragments.layers_per_fragment": 0, "validation.every": 2, **now}
     found = processes.run(train, 2, streaming(text, **changes))[0]
     shared = curve(found, VALIDATION)
     local = curve(found, "validation/local_loss_nats_per_token_mean_over_workers")

@@ -9,14 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.network import ENVIRONMENT
+from benchmarks.network import ENVIRONMENT, Program, wait_until
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
 from tests.network import Sites, built, enter
@@ -57,20 +56,14 @@ def commands(place: str, section: str) -> list[str]:
     return found
 
 
-def wait_until(reached: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not reached():
-        assert time.monotonic() < end, f"waited too long for {what}"
-        time.sleep(0.05)
-
-
 class Console:
     """A program at a place, with a folder of its own."""
+
+    program: Program
 
     def __init__(self, sites: Sites, place: str, folder: Path) -> None:
         self.sites, self.place, self.folder = sites, place, folder
         folder.mkdir(exist_ok=True)
-        self.output = folder / "console.txt"
 
     def start(self, command: str, **settings: object) -> None:
         """Start a command of the page; settings are added to a training."""
@@ -79,36 +72,29 @@ class Console:
             words = [f"--{key} {value}" for key, value in settings.items()]
             command = " ".join(["exec env", command.replace("./", f"{REPOSITORY}/"), *words])
         command = re.sub("^python ", f"exec {sys.executable} ", command)
-        environment = ENVIRONMENT | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        with self.output.open("ab") as output:
-            self.process = self.sites.start(
-                Sites.PLACES.index(self.place),
-                ["bash", "-c", f"cd {self.folder}; {command}"],
-                environment | {"PYTHONPATH": str(REPOSITORY)},
-                output,
-            )
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
+        self.program = self.sites.launch(
+            Sites.PLACES.index(self.place),
+            ["bash", "-c", f"cd {self.folder}; {command}"],
+            self.folder / "console.txt",
+            PATH=ENVIRONMENT["PATH"],
+            PYTHON=sys.executable,
+            PYTHONPATH=str(REPOSITORY),
+        )
 
     def wait_for(self, pattern: str) -> None:
-        wait_until(
-            lambda: re.search(pattern, self.text) or self.ended, f"{pattern} at {self.place}"
-        )
-        assert re.search(pattern, self.text), self.text
+        self.wait_until(lambda: bool(self.program.line(pattern)) or not self.program.running)
+        assert self.program.line(pattern), self.program.printed()
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        wait_until(reached, f"what {self.place} does", self.program.log, PATIENCE)
 
     def finish(self) -> None:
-        wait_until(lambda: self.ended, f"the end of {self.place}")
-        assert self.process.returncode == 0, self.text
+        assert self.program.wait(PATIENCE) == 0, self.program.printed()
 
     @property
     def step(self) -> int:
-        return max(map(int, re.findall(r"^step +(\d+)/", self.text, re.M)), default=0)
+        steps = re.findall(r"^step +(\d+)/", self.program.printed(), re.M)
+        return max(map(int, steps), default=0)
 
 
 @pytest.fixture
@@ -132,17 +118,6 @@ def check_that_no_site_reaches_the_other(sites: Sites) -> None:
         assert process.exitcode == 0
 
 
-def peers(sites: Sites, place: str, port: int) -> set[str]:
-    """Return the addresses with a connection to a port of a place."""
-    own = Path(f"/proc/{sites.place(place).pid}/net")
-    lines = [line for name in ("tcp", "tcp6") for line in (own / name).read_text().splitlines()]
-    found = set()
-    for _, local, remote, state, *_ in map(str.split, lines):
-        if local.endswith(f":{port:04X}") and state == "01":
-            found.add(socket.inet_ntoa(bytes.fromhex(remote.partition(":")[0][-8:])[::-1]))
-    return found
-
-
 def test_islands(sites: Sites, tmp_path: Path) -> None:
     """One site is killed and started again; the other one trains on."""
     need_server()
@@ -160,15 +135,14 @@ def test_islands(sites: Sites, tmp_path: Path) -> None:
         consoles.append(console)
     a, b = consoles
     b.wait_for("checkpoint of step 20")
-    assert peers(sites, "server", 4222) == {Sites.PUBLIC["a"], Sites.PUBLIC["b"]}
-    b.process.kill()
+    b.program.process.kill()
     reached = a.step
-    wait_until(lambda: a.step > reached + 10, "steps of site A without site B")
+    a.wait_until(lambda: a.step > reached + 10)
     b.start(train, training__steps=STEPS, checkpoint__every=20)
     b.wait_for("resumed from")
     for console in consoles:
         console.finish()
-    server.process.terminate()
+    server.program.process.terminate()
     server.finish()
     check_that_both_have_the_same_model(consoles)
 
@@ -183,12 +157,12 @@ def test_one_world_over_wireguard(sites: Sites, tmp_path: Path) -> None:
         console.start(train, **settings)
     a, b = consoles
     b.wait_for("checkpoint of step 20")
-    b.process.kill()
+    b.program.process.kill()
     a.wait_for("rank 1 was lost|worker 1")
     b.start(train, **settings)
     for console in consoles:
         console.finish()
-        assert "resumed from" in console.text
+        assert "resumed from" in console.program.printed()
     check_that_both_have_the_same_model(consoles)
 
 
@@ -206,7 +180,7 @@ def set_up_wireguard(sites: Sites, folder: Path) -> None:
         make_key, *lines = commands(f"{tunnel.place}#", "One world")
         tunnel.start(make_key)
         tunnel.finish()
-        keys[name] = tunnel.text.strip()
+        keys[name] = tunnel.program.printed().strip()
         scripts.append("\n".join([*lines, "wg show wg0"]))
     for tunnel, script in zip(tunnels, scripts, strict=True):
         for name, key in keys.items():

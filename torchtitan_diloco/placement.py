@@ -107,10 +107,15 @@ def local_processes(*, workers: int, fsdp: int, nodes: int, gpus: int, nproc: in
     if fsdp or not per_node:
         each, rest = divmod(workers * max(fsdp, 1), nodes)
         if rest or (nproc and nproc != each) or (not nproc and 0 < gpus < each):
+            remedy = (
+                "change one of these numbers, use --parallel.fsdp 0 to take what there is, or "
+                "--run.device cpu to take no GPUs"
+            )
+            if not fsdp:
+                remedy = f"set --diloco.workers to a multiple of {nodes}, or set NPROC"
             raise LaunchError(
                 f"diloco.workers={workers} x parallel.fsdp={fsdp or 1} = {workers * max(fsdp, 1)} "
-                f"processes do not fit {places}; change one of these numbers, use "
-                "--parallel.fsdp 0 to take what there is, or --run.device cpu to take no GPUs"
+                f"processes do not fit {places}; {remedy}"
             )
         return each
     if per_node * nodes % workers:

@@ -34,6 +34,8 @@ REMEDY = (
     "give --step-time (seconds of compute of one inner step), or --mfu with --device or "
     "--peak-tflops, or --probe to measure it"
 )
+CONFIG_OPTIONS = ("--config", "--print-config")
+"""Options of a run beside its settings."""
 EPILOG = f"""\
 Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.
 Without a step time: {REMEDY}.
@@ -61,19 +63,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # --- command line ---------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
+    """Parser of options beside settings (`--section.key`). It names the nearest option."""
+
+    def __init__(self, **about: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(**about, formatter_class=form, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Return the options, and the words that are settings of a run."""
+        options, words = super().parse_known_args(args, namespace)
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        for word in words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and "." not in name and name not in CONFIG_OPTIONS:
+                nearest = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all options"
+                self.error(f"{name} is unknown: {hint}")
+        return options, words
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the words that are settings of a run."""
-    parser = _Parser(
+    parser = OptionParser(
         prog="python -m torchtitan_diloco.plan",
         description="Find settings that reach a utilisation with the least risk to the loss.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", metavar="NAME_OR_PATH", help="a TOML file, or the name of a preset")
@@ -93,12 +111,6 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     add("--utilisation", type=parse_share, default="95%", help="wanted utilisation (95%%)")
     add("--write", type=_new_toml, help="write the recommended settings as a TOML")
     options, settings = parser.parse_known_args(arguments)
-    for word in settings:
-        if word.startswith("--") and "." not in word and word != "--print-config":
-            known = [f"--{name.replace('_', '-')}" for name in vars(options)]
-            nearest = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all flags"
-            raise ValueError(f"{word} is unknown: {hint}")
     if options.table and options.write:
         raise ValueError("--table plans nothing: leave out --write")
     if not 0 < options.utilisation < 1:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -30,6 +30,7 @@ from torchtitan_diloco.components.records import Summary
 from torchtitan_diloco.components.resume import changed_settings, find_start, restore
 from torchtitan_diloco.components.run_folder import claim_run_folder
 from torchtitan_diloco.components.run_plan import (
+    RunPlan,
     after_step,
     check_size,
     log_early_end,
@@ -75,6 +76,9 @@ class Trainer:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
         self.vocab_size = vocabulary_rows(config.model, tokenizer.vocab_size)
+        length = config.training.sequence_length
+        self.model = build_model(config.model, self.vocab_size, length)
+        self.flops_per_token = self.model.flops_per_token(length)
         self.tokens = open_split(config.data, tokenizer, "train", self._tokens_of_run)
         self._assert_agreement()
 
@@ -103,7 +107,7 @@ class Trainer:
         sections = config.training, config.checkpoint, config.metrics, config.validation
         garbage = GarbageControl(config.run.garbage_collect_every)
         with (
-            run_folder,
+            run_folder.lock or nullcontext(),
             StopRequest(self.world, answer_lag(self.world, config.diloco)) as stop,
             self._open_telemetry(folder) as telemetry,
             build_profiler(config.profiling, folder, self.world) as profiler,
@@ -243,6 +247,7 @@ class Trainer:
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
             totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
+            counted_after_step=self.resumed.counted_after_step,
             elapsed_seconds=telemetry.elapsed_seconds,
         )
         return Manifest(
@@ -260,23 +265,20 @@ class Trainer:
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
         if manifest is not None and bool(manifest.outer) == (self.config.diloco.method == "none"):
-            state = replace(state, totals={})
+            state = replace(state, totals={}, counted_after_step=state.step)
         return state
 
     def _resume(self) -> None:
         """Load the checkpoint, and log what has changed since it was saved."""
-        manifest = self.start.manifest
-        if manifest is None:
+        path, manifest = self.start.checkpoint, self.start.manifest
+        if path is None or manifest is None:
             return
-        notes = restore(Path(self.start.checkpoint), manifest, *self.parts)
+        notes = restore(path, manifest, *self.parts)
         if manifest.data != self._data_identity():
             notes.append("the data or their order have changed: they are read from the beginning")
         if self.config.model.weights:
             notes.append("model.weights is for new runs: the checkpoint's weights are used")
-        logger.info(
-            f"resumed from {self.start.checkpoint}: step {manifest.step}, "
-            f"{manifest.state.tokens:,} tokens"
-        )
+        logger.info(f"resumed from {path}: step {manifest.step}, {manifest.state.tokens:,} tokens")
         changes = changed_settings(manifest.config, self.toml)
         for line in [*(f"changed: {change}" for change in changes), *notes]:
             logger.info(f"  {line}")
@@ -300,28 +302,20 @@ class Trainer:
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _plan_run(self, start: RunState) -> RunPlan:
+        counts, muon = self.model.parameter_counts(), self.config.optimizer.name == "muon"
+        sizes = self.ranks, counts["total"], counts["embedding"]
+        started = {"start_step": start.step, "start_tokens": start.tokens}
+        return plan_run(self.config.training, *sizes, **started, muon=muon)
+
     def _tokens_of_run(self) -> int:
-        model, training = self.config.model, self.config.training
-        counts = build_model(model, self.vocab_size, training.sequence_length).parameter_counts()
-        plan = plan_run(training, self.ranks, counts["total"], counts["embedding"])
+        plan = self._plan_run(RunState())
         return plan.total_steps * plan.tokens_per_step
 
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
-        length = config.training.sequence_length
-        self.model = build_model(config.model, self.vocab_size, length)
-        self.flops_per_token = self.model.flops_per_token(length)
-        counts = self.model.parameter_counts()
-        self.plan = plan_run(
-            config.training,
-            self.ranks,
-            counts["total"],
-            counts["embedding"],
-            # The tokens of islands are counted in their log.
-            start_step=0 if config.islands.join else self.resumed.step,
-            start_tokens=0 if config.islands.join else self.resumed.tokens,
-            muon=config.optimizer.name == "muon",
-        )
+        # The tokens of islands are counted in their log.
+        self.plan = self._plan_run(RunState() if config.islands.join else self.resumed)
         self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
         mesh = self.world.fsdp_mesh(all_workers=config.diloco.method == "none")

@@ -1,5 +1,4 @@
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,29 +81,13 @@ def test_what_is_sent_arrives_and_is_counted_on_both_links(
 
 
 def test_a_bucket_holds_each_end_of_a_link_to_its_rate(network: Network) -> None:
-    assert [rates_of(network, worker) for worker in range(3)] == [
-        ("", "100Mbit"),
-        ("", "100Mbit"),
-        ("8Mbit", "100Mbit"),
-    ]
     network.set_rate(1, up=2, down=math.inf)
-    network.set_rate(2, up=math.inf, down=3)
-    assert [rates_of(network, worker) for worker in range(3)] == [
-        ("", "100Mbit"),
-        ("2Mbit", ""),
-        ("", "3Mbit"),
-    ]
-
-
-def rates_of(network: Network, worker: int) -> tuple[str, str]:
-    """Return the rates of tc, up and down; empty for no limit."""
-
-    def rate(namespace: "subprocess.Popen[str]", device: str) -> str:
-        shown = ["tc", "qdisc", "show", "dev", device]
-        words = run_command([*network.inside(namespace), *shown]).split()
-        return words[words.index("rate") + 1] if "tbf" in words else ""
-
-    return rate(network.namespace(worker), INTERFACE), rate(network.switch, f"port{worker}")
+    for worker, rates in enumerate((("", "100Mbit"), ("2Mbit", ""), ("8Mbit", "100Mbit"))):
+        ends = (network.namespace(worker), INTERFACE), (network.switch, f"port{worker}")
+        for (namespace, device), rate in zip(ends, rates, strict=True):
+            shown = ["tc", "qdisc", "show", "dev", device]
+            words = run_command([*network.inside(namespace), *shown]).split()
+            assert (words[words.index("rate") + 1] if "tbf" in words else "") == rate
 
 
 def test_closing_ends_what_still_runs_and_the_namespaces(tmp_path: Path) -> None:

@@ -71,41 +71,33 @@ class Outer:
         return applied
 
 
-class DataParallel(Outer):
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def rounds(self) -> list[Round]:
-        return []
-
-
 def telemetry(
     folder: Path | None,
-    outer: Outer | None = None,
+    outer: Any = None,
     *,
-    tensorboard: bool = False,
-    wandb: str = "",
     rank: int = 0,
     workers: int = 1,
     state: RunState | None = None,
+    **config: Any,
 ) -> Telemetry:
     """Without process groups: the sums over ranks are this rank's own numbers."""
-    config = Metrics(tensorboard=tensorboard, wandb=wandb)
-    world = World(rank, workers, workers, CPU)
-    loop = cast(OuterLoop, outer or Outer())
-    state = state or RunState()
-    return Telemetry(config, world, folder, PLAN, loop, state, flops_per_token=1)
+    world, loop = World(rank, workers, workers, CPU), cast(OuterLoop, outer or Outer())
+    shown = Metrics(**({"tensorboard": False} | config))
+    return Telemetry(shown, world, folder, PLAN, loop, state or RunState(), flops_per_token=1)
 
 
 def train(
-    own: Telemetry, steps: Sequence[int], result: StepResult = TRAINED, clock: Clock | None = None
+    own: Telemetry,
+    steps: Sequence[int],
+    result: StepResult = TRAINED,
+    clock: Clock | None = None,
 ) -> None:
     """Train steps of two seconds, of which half a second waits for data, and log every second."""
+    clock = clock or Clock()
 
     def load() -> Iterator[Any]:
         for _ in steps:
-            if clock is not None:
-                clock.now += 0.5
+            clock.now += 0.5
             yield None
 
     batches = own.timed(load())
@@ -113,8 +105,7 @@ def train(
     def train_step() -> StepResult:
         next(batches)
         own._outer.step()
-        if clock is not None:
-            clock.now += 1.5
+        clock.now += 1.5
         return result
 
     for step in steps:
@@ -122,40 +113,29 @@ def train(
         if step % 2 == 0:
             own.open(step, lr=0.1)
         own.publish()
+    own.publish(all=True)
 
 
 def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     outer = Outer()
-    with telemetry(tmp_path, outer) as own:
+    with telemetry(tmp_path, outer, workers=2) as own:
         train(own, range(1, 5), StepResult(128.0, 3.0, False))
-        own.publish(all=True)
-    first, second = records(tmp_path)
+        train(own, [5])
+        train(own, [6, 7, 8], SKIPPED)
+    first, second, third, fourth = records(tmp_path)
     assert first[LOSS] == second[LOSS] == 2.0, "nats of 64 tokens"
-    assert second["train/gradient_norm_mean_over_workers"] == 3.0
+    assert second["train/gradient_norm_mean_over_workers"] == 3.0 / 2, "worker 1 has none here"
     assert (first["train/tokens_global"], second["train/tokens_global"]) == (128, 256)
-    assert own.totals[worker_key(0, "steps")] == 4
-    assert own.totals["diloco/sent_bytes"] == first[SENT] + second[SENT] == 20 + 40
+    assert own.totals[worker_key(0, "steps")] == 8
+    assert own.totals["diloco/sent_bytes"] == sum(one[SENT] for one in records(tmp_path))
+    assert (first[SENT], second[SENT]) == (20, 40)
     assert not [key for key in second if key.startswith("worker_")]
     assert len(records(tmp_path, "round")) == len(own.round_records) == outer.steps
-
-
-def test_the_longest_gap_names_its_worker(tmp_path: Path) -> None:
-    with telemetry(tmp_path, workers=2) as own:
-        train(own, [1, 2])
-        own.publish(all=True)
-    (logged,) = records(tmp_path)
-    assert logged["time/longest_gap_worker"] == 0
-    assert logged["time/longest_gap_seconds_max_over_ranks"] >= 0.0
-
-
-def test_skipped_steps_count_in_no_loss(tmp_path: Path) -> None:
-    with telemetry(tmp_path) as own:
-        train(own, [1])
-        train(own, [2, 3, 4], SKIPPED)
-        own.publish(all=True)
-    first, second = records(tmp_path)
-    assert (first[LOSS], first["train/skipped_steps_mean_over_workers"]) == (1.0, 1)
-    assert (second[LOSS], second["train/gradient_norm_mean_over_workers"]) == ("nan", "inf")
+    assert first["time/longest_gap_worker"] == 0
+    assert first["time/longest_gap_seconds_max_over_ranks"] >= 0.0
+    skipped = "train/skipped_steps_mean_over_workers"
+    assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 0.5, 1), "in no loss"
+    assert (fourth[LOSS], fourth["train/gradient_norm_mean_over_workers"]) == ("nan", "inf")
 
 
 def test_pauses_are_left_out_and_earlier_sessions_count(
@@ -171,7 +151,6 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
         clock.now += 6  # between steps, of which the final drain is training
         own.count("time/step_seconds", 4)
         train(own, [12], clock=clock)
-        own.publish(all=True)
     (record,) = records(tmp_path)
     assert record["speed/seconds_per_step"] == 5.0
     assert record["speed/tokens_per_second_global"] == 64 / 5
@@ -183,17 +162,6 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
     starts = [found["workers"][0]["at_seconds"]["due"] for found in records(tmp_path, "round")]
     assert starts == [1001, 1002], "on the clock of the whole run"
-
-
-def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
-    with telemetry(tmp_path, DataParallel(), workers=2) as own:
-        train(own, [1, 2])
-        own.publish(all=True)
-        own.write_trace()
-    (record,) = records(tmp_path)
-    assert record["time/share_exposed_communication_percent_mean_over_ranks"] is None
-    assert not [key for key in record if key.startswith("diloco/")]
-    assert not (tmp_path / "traces").exists(), "no round, no timeline"
 
 
 @given(*[st.floats(0, 100)] * 5)
@@ -211,31 +179,23 @@ def test_shares_add_up(
 
 
 def test_tensorboard_and_trace(tmp_path: Path) -> None:
-    with telemetry(tmp_path, tensorboard=True, workers=2) as own:
-        train(own, [1, 2])
-        own.publish(all=True)
-        own.write(2, {"validation/loss_nats_per_token_global": 1.5, "unknown": None})
+    with telemetry(tmp_path, tensorboard=True, workers=2, state=RunState(1)) as own:
+        train(own, range(2, 5))
+        own.write(4, {"validation/loss_nats_per_token_global": 1.5, "unknown": None})
         own.write_trace()
     assert (tmp_path / "traces/fragments.json").exists()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [one.step for one in board.Scalars("loss/train")] == [2, 4]
+    assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4], "no outlier at first"
     tags = set(board.Tags()["scalars"])
-    assert {"loss/train", "loss/val", f"z_{SENT}", "z_round_participants/fragment_0"} < tags
-    assert not {"z_unknown", "speed/mfu_pct", "z_round_update_norm/fragment_0"} & tags
+    assert {"loss/train", "loss/val", f"z_{SENT}"} < tags
+    assert not {"z_unknown", "z_step", "speed/mfu_pct"} & tags
     first = [tag for tag in sorted(tags) if not tag.startswith("z_")]
     assert sorted(tags)[: len(first)] == first
     assert len(first) <= 12
     for tag in first:
         assert "," in board.SummaryMetadata(tag).summary_description, "unit and scope"
     assert board.PluginTagToContent("hparams").keys() >= {"_hparams_/session_start_info"}
-
-
-def test_the_speed_of_the_first_step_is_no_outlier_in_tensorboard(tmp_path: Path) -> None:
-    with telemetry(tmp_path, tensorboard=True, state=RunState(1)) as own:
-        train(own, range(2, 7))
-        own.publish(all=True)
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [one.step for one in board.Scalars("loss/train")] == [2, 4, 6]
-    assert [one.step for one in board.Scalars("speed/tokens_per_s")] == [4, 6]
 
 
 def test_weights_and_biases_gets_the_same_curves(
@@ -247,7 +207,6 @@ def test_weights_and_biases_gets_the_same_curves(
     for state in (RunState(0), RunState(4)):
         with telemetry(tmp_path, wandb="slow-links", state=state) as own:
             train(own, range(state.step + 1, state.step + 5))
-            own.publish(all=True)
         names.append((tmp_path / "wandb/run-id").read_text())
     assert names[0] == names[1], "a resumed run goes on"
     written = [path.read_bytes() for path in tmp_path.glob("wandb/offline*/run-*.wandb")]
@@ -265,25 +224,19 @@ def test_weights_and_biases_without_its_package(
         telemetry(tmp_path, wandb="slow-links")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_only_a_terminal_shows_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream in (Terminal(), io.StringIO()):
+def test_only_the_first_rank_writes_and_only_a_terminal_shows_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda known=is_terminal: known)
         monkeypatch.setattr(sys, "stderr", stream)
         with telemetry(None) as own:
-            train(own, [1, 2, 3, 4])
-        assert ("4/20 [" in stream.getvalue()) == stream.isatty()
-
-
-def test_only_the_first_rank_writes_and_only_with_a_folder(tmp_path: Path) -> None:
-    with telemetry(None) as own:
-        train(own, [1, 2, 3])
-        own.write_trace()
+            train(own, range(1, 5))
+            own.write_trace()
+        assert ("4/20 [" in stream.getvalue()) == is_terminal
     with telemetry(tmp_path, rank=1, workers=2) as own:
-        train(own, [1, 2, 3])
+        train(own, range(1, 4))
     assert own.round_records, "known on every rank"
     assert not list(tmp_path.iterdir())
 
@@ -296,7 +249,7 @@ def test_a_full_disk_does_not_end_the_run(
 
     monkeypatch.setattr(records_module, "write_trace", full)
     with telemetry(tmp_path) as own:
-        train(own, [1, 2, 3])
+        train(own, range(1, 4))
         own.write_trace()
         own.write_trace()
     assert caplog.text.count("No space left") == 1, "said once"

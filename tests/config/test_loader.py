@@ -28,59 +28,45 @@ def write(folder: Path, name: str, text: str) -> str:
 
 def error_of(name_or_path: str, **settings: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(name_or_path, {key.replace("__", "."): text for key, text in settings.items()})
+        load_config(name_or_path, settings)
     return str(caught.value)
 
 
-def test_command_line_precedes_toml_and_toml_precedes_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.toml", "[training]\nsteps = 7\nbatch_size = 3\n[run]\nname = ''\n")
-    config = load_config(path, {"training.batch_size": "5"})
-    assert (config.training.steps, config.training.batch_size) == (7, 5)
-    assert config.training.sequence_length == Config().training.sequence_length
-    assert config.run.name == "a", "an empty name is not set"
-
-
-def test_extends_inherits_from_a_file_beside_or_a_shipped_config(tmp_path: Path) -> None:
+def test_command_line_precedes_a_file_which_precedes_what_it_extends(tmp_path: Path) -> None:
     write(tmp_path, "base.toml", "extends = '1b.toml'\n[training]\nsteps = 7\nbatch_size = 3\n")
     write(tmp_path, "middle.toml", "extends = 'base.toml'\n[training]\nbatch_size = 4\n")
-    leaf = write(tmp_path, "leaf.toml", "extends = 'middle.toml'\n[model]\nlayers = 2\n")
-    config = load_config(leaf)
-    assert (config.training.steps, config.training.batch_size) == (7, 4)
+    leaf = "extends = 'middle.toml'\n[model]\nlayers = 2\n[run]\nname = ''\nseed = 1\n"
+    config = load_config(write(tmp_path, "leaf.toml", leaf), {"run.seed": "5"})
+    assert (config.training.steps, config.training.batch_size, config.run.seed) == (7, 4, 5)
     assert (config.model.flavor, config.model.layers) == ("1b", 2)
-    assert config.run.name == "leaf"
+    assert config.training.z_loss == Config().training.z_loss
+    assert config.run.name == "leaf", "an empty name is not set"
 
 
 def test_values_on_the_command_line() -> None:
-    settings = {"training.tokens": "25e9", "profiling.ranks": "0,3", "optimizer.lr": "1"}
-    modules = {"pattern": "explicit", "modules": '[["blocks.0", "head"], ["blocks.1"]]'}
-    settings |= {f"diloco.fragments.{name}": text for name, text in modules.items()}
-    config = load_config("debug", settings | {"run.name": "7"})
-    assert config.training.tokens == 25_000_000_000
-    assert isinstance(config.training.tokens, int)
-    assert (config.profiling.ranks, config.optimizer.lr, config.run.name) == ((0, 3), 1.0, "7")
-    assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
-    removed = load_config("35m", {"training.global_batch_size": "none"})
-    assert removed.training.global_batch_size is None
-    # A length of the run replaces the one of the file.
-    training = load_config("1b", {"training.steps": "100"}).training
-    assert (training.steps, training.tokens_per_parameter) == (100, 0.0)
-
-
-def test_forms_of_the_command_line() -> None:
-    words = "--config=35m --optimizer.lr 1e-3 --run.seed=4 --run.seed 5 --run.name=--x"
-    config = from_command_line(words.split())
+    words = "--config=35m --training.tokens 25e9 --profiling.ranks 0,3 --optimizer.lr=1 --run.seed"
+    words += " 4 --run.seed=5 --run.name=--x --training.global_batch_size none"
+    words += " --diloco.fragments.pattern explicit --run.description 7"
+    modules = "--diloco.fragments.modules", '[["blocks.0", "head"], ["blocks.1"]]'
+    config = from_command_line([*words.split(), *modules])
     assert config is not None
-    assert (config.model.flavor, config.optimizer.lr, config.run.seed) == ("35m", 1e-3, 5)
-    assert config.run.name == "--x"
+    training, run = config.training, config.run
+    # A length of the run replaces the one of the file.
+    assert (training.tokens, training.tokens_per_parameter) == (25_000_000_000, 0.0)
+    assert isinstance(training.tokens, int)
+    assert training.global_batch_size is None
+    assert (config.model.flavor, config.profiling.ranks, config.optimizer.lr) == ("35m", (0, 3), 1)
+    assert (run.name, run.seed, run.description) == ("--x", 5, "7")
+    assert config.diloco.fragments.modules == (("blocks.0", "head"), ("blocks.1",))
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         ("training.steps 3", "look like --section.key VALUE"),
-        ("--training.steps", "needs a value"),
         ("--training.steps --run.seed 3", "--training.steps: needs a value"),
         ("--training.steps -3", "must be an integer >= 0"),
+        ("--config 1bb.toml", r'--config = "1bb.toml": no such file; did you mean 1b\?'),
     ],
 )
 def test_malformed_command_lines(words: str, reason: str) -> None:
@@ -89,50 +75,32 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "reason"),
-    [
-        ("diloco.workerz", "did you mean diloco.workers?"),
-        ("training.lr", "did you mean optimizer.lr?"),
-        ("trainign.steps", "did you mean training.steps?"),
-        ("model.flavour", "did you mean model.flavor?"),
-        ("steps", "did you mean training.steps?"),
-        ("diloco.overlap", "is a section: set one of its keys"),
-        ("xyzzy.xyzzy", "--help` lists all keys"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest_one(key: str, reason: str) -> None:
-    message = error_of("debug", **{key: "3"})
-    assert f'command line: {key} = "3": ' in message
-    assert reason in message
-
-
-@pytest.mark.parametrize(
     ("key", "text", "reason"),
     [
-        ("training.batch_size", "0", "must be an integer >= 1"),
-        ("training.batch_size", "two", "must be an integer >= 1"),
-        ("training.batch_size", "2.5", "must be an integer >= 1"),
-        ("training.batch_size", "true", "must be an integer >= 1"),
-        ("training.batch_size", "3\nx = 4", "must be an integer >= 1"),
+        ("diloco.workerz", "3", "did you mean diloco.workers?"),
+        ("training.lr", "3", "did you mean optimizer.lr?"),
+        ("trainign.steps", "3", "did you mean training.steps?"),
+        ("diloco.overlap", "3", "is a section: set one of its keys"),
+        ("xyzzy.xyzzy", "3", "--help` lists all keys"),
+        ("training.batch_size", "0", ": must be an integer >= 1"),
+        ("training.batch_size", "2.5", ": must be an integer >= 1"),
+        ("training.batch_size", "3\nx = 4", ": must be an integer >= 1"),
         ("training.steps", "1" * 400, "must fit in 64 bits"),
         ("training.steps", "1e300", "must fit in 64 bits"),
-        ("run.seed", str(2**70), "must fit in 64 bits"),
-        ("optimizer.lr", "0", "must be a number > 0 and <= 100"),
-        ("optimizer.lr", "nan", "must be a number > 0 and <= 100"),
-        ("optimizer.lr", "inf", "must be a number > 0 and <= 100"),
-        ("optimizer.beta2", "1.0", "must be a number >= 0 and < 1"),
-        ("optimizer.weight_decay", "1/step", "must be a number >= 0 or 1/steps"),
-        ("run.deterministic", "yes", "must be true or false"),
-        ("model.norm", "rms", "must be one of rmsnorm, layernorm (did you mean rmsnorm?)"),
-        ("profiling.ranks", "0,x", "must be a list of integers >= 0"),
+        ("optimizer.lr", "0", ": must be a number > 0 and <= 100"),
+        ("optimizer.lr", "nan", ": must be a number > 0 and <= 100"),
+        ("optimizer.weight_decay", "1/step", ": must be a number >= 0 or 1/steps"),
+        ("run.deterministic", "yes", ": must be true or false"),
+        ("model.norm", "rms", ": must be one of rmsnorm, layernorm (did you mean rmsnorm?)"),
+        ("profiling.ranks", "0,x", ": must be a list of integers >= 0"),
     ],
 )
-def test_a_wrong_value_is_refused_with_origin_key_value_and_remedy(
+def test_a_mistake_is_one_line_with_origin_key_value_and_remedy(
     key: str, text: str, reason: str
 ) -> None:
     (line,) = error_of("debug", **{key: text}).splitlines()[1:]
     assert line.startswith(f"  command line: {key} = ")
-    assert line.endswith((f": {reason}", f": is too large: it {reason}"))
+    assert line.endswith(reason)
 
 
 def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
@@ -143,7 +111,7 @@ def test_all_mistakes_are_listed_with_their_origin(tmp_path: Path) -> None:
         "a.toml",
         "extends = 'parent.toml'\nrun = 3\n[zebra]\n[training]\nsteps = 5\nbatch_size = 0.5\n",
     )
-    lines = error_of(path, training__batch_size="2", diloco__workerz="3").splitlines()
+    lines = error_of(path, **{"training.batch_size": "2", "diloco.workerz": "3"}).splitlines()
     assert lines[0] == "6 mistakes in the configuration:"
     assert sorted(line.partition(": ")[0].strip() for line in lines[1:]) == sorted(
         [parent] * 2 + [path] * 3 + ["command line"]
@@ -168,7 +136,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, reason: str) -> No
     (line,) = error_of(write(tmp_path, "a.toml", text)).splitlines()[1:]
     assert str(tmp_path / "a.toml") in line
     assert reason in line
-    assert '--config = "1bb.toml": no such file; did you mean 1b?' in error_of("1bb.toml")
 
 
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
@@ -176,7 +143,7 @@ names = text.filter(lambda name: name and not {"/", "\\"} & set(name))
 
 
 @given(name=names, text=text, seed=st.integers(0, 2**63 - 1), lr=st.floats(1e-12, 10))
-def test_toml_loads_to_the_same_config(
+def test_saved_toml_loads_to_the_same_config(
     tmp_path_factory: pytest.TempPathFactory, name: str, text: str, seed: int, lr: float
 ) -> None:
     config = load_config("debug", {"run.name": name, "data.corpus": text, "run.seed": str(seed)})
@@ -187,25 +154,15 @@ def test_toml_loads_to_the_same_config(
     assert parse_config(to_toml(config), "checkpoint") == config
 
 
-@pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_says_so_unless_it_had_no_effect(key: str) -> None:
-    harmless, reason = REMOVED[key]
-    message = f'command line: {key} = "3": was removed: {reason}; leave it out'
-    assert message in error_of("debug", **{key: "3"})
-    assert parse_config(f"{key} = {format_value(harmless)}\nrun.seed = 4", "x").run.seed == 4
-
-
-def test_a_removed_value_says_so() -> None:
+def test_a_saved_config_is_checked_and_what_was_removed_is_read_if_it_had_no_effect() -> None:
+    for key, (harmless, reason) in REMOVED.items():
+        message = f'command line: {key} = "3": was removed: {reason}; leave it out'
+        assert message in error_of("debug", **{key: "3"})
+        assert parse_config(f"{key} = {format_value(harmless)}\nrun.seed = 4", "x").run.seed == 4
     assert "; it was removed" in error_of("debug", **{"diloco.outer_optimizer.name": "adam"})
     assert "removed" not in error_of("debug", **{"diloco.outer_optimizer.name": "none"})
-
-
-def test_a_saved_config_is_checked() -> None:
-    assert parse_config("[training]\nsteps = 3\n", "x").training.steps == 3
-    with pytest.raises(ConfigError) as caught:
-        parse_config("[model]\nlairs = 2\nlayers = -3\n", "checkpoint")
-    assert "checkpoint: model.lairs = 2: unknown key; did you mean" in str(caught.value)
-    assert "checkpoint: model.layers = -3: must be an integer >= 1" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"(?s)x: model.lairs = 2: unknown key.*x: model.layers"):
+        parse_config("[model]\nlairs = 2\nlayers = -3\n", "x")
 
 
 def test_print_config_and_help_print_and_stop(

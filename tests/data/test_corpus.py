@@ -49,7 +49,9 @@ def test_text_is_tokenised_once(data: Data, capsys: pytest.CaptureFixture[str]) 
     assert train.folder.parent == Path(data.cache_folder)
 
 
-def test_validation_corpus_of_its_own(data: Data, tmp_path: Path) -> None:
+def test_validation_corpus_of_its_own(data: Data, tmp_path: Path, make_shards: MakeShards) -> None:
+    """All of a text. The held-out part of a shard folder, or all of it if it has none; but never
+    text that is trained on."""
     (tmp_path / "held.txt").write_text("held out")
     own = dataclasses.replace(data, validation_corpus=str(tmp_path / "held.txt"))
     validation = open_split(own, BYTES, "validation")
@@ -58,27 +60,23 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path) -> None:
     same = dataclasses.replace(data, validation_corpus=data.corpus)
     with pytest.raises(ValueError, match=r"is data\.corpus itself, which is trained on"):
         open_split(same, BYTES, "validation")
+    for held_out, tokens in ((300, 300), (0, 1000)):
+        folder = str(make_shards(f"shards-{held_out}", validation=held_out))
+        own = dataclasses.replace(data, validation_corpus=folder)
+        assert len(open_split(own, BYTES, "validation")) == tokens
+        for shards in (Data(corpus=folder), Data(corpus=folder, validation_corpus=folder)):
+            assert len(open_split(shards, BYTES, "train")) == 1000
+            if held_out:
+                assert len(open_split(shards, BYTES, "validation")) == 300
+            else:
+                message = r"has no tokens: .*--validation-fraction.*validation_corpus"
+                with pytest.raises(ValueError, match=message):
+                    open_split(shards, BYTES, "validation")
 
 
-@pytest.mark.parametrize(("validation", "tokens"), [(300, 300), (0, 1000)])
-def test_validation_from_a_shard_folder(
-    data: Data, make_shards: MakeShards, validation: int, tokens: int
+def test_a_missing_folder_or_rank_file_names_the_command_that_makes_it(
+    data: Data, tmp_path: Path
 ) -> None:
-    """Its held-out part if it has one, else all of it; but never text that is trained on."""
-    folder = str(make_shards(validation=validation))
-    own = dataclasses.replace(data, validation_corpus=folder)
-    assert len(open_split(own, BYTES, "validation")) == tokens
-    for shards in (Data(corpus=folder), Data(corpus=folder, validation_corpus=folder)):
-        assert len(open_split(shards, BYTES, "train")) == 1000
-        if validation:
-            assert len(open_split(shards, BYTES, "validation")) == 300
-        else:
-            message = r"has no tokens: .*--validation-fraction.*validation_corpus"
-            with pytest.raises(ValueError, match=message):
-                open_split(shards, BYTES, "validation")
-
-
-def test_missing_shard_folder_names_the_command_that_makes_it(data: Data, tmp_path: Path) -> None:
     folder = tmp_path / "my shards-10.5B"
     wanted = Data(corpus=str(folder), source=data.corpus)
     with pytest.raises(ValueError, match=r"data\.corpus = .* is no finished folder") as error:
@@ -94,29 +92,25 @@ def test_missing_shard_folder_names_the_command_that_makes_it(data: Data, tmp_pa
     assert ends(open_split(wanted, BYTES, "train")) == 20
     with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072\n"):  # 8 x 12 x 32
         train(settings(tmp_path, data__corpus=tmp_path / "none"))
+    for corpus, text in (("shards", "TEXT"), ("stdlib", "stdlib")):
+        learn = f"train_tokenizer --source {text} --vocab-size 32000 --out none.tiktoken"
+        with pytest.raises(ValueError, match=rf'(?s)"none\.tiktoken" is not a file.*{learn}'):
+            open_tokenizer(Data(corpus=corpus, tokenizer="none.tiktoken"))
 
 
 @pytest.mark.parametrize(
-    ("corpus", "source", "text"), [("shards", "", "TEXT"), ("stdlib", "", "stdlib")]
+    ("corpus", "message"),
+    [
+        ("{}/a.txt", "data.corpus: cannot read the text file"),
+        ("{}/*", "data.corpus: .* has no text"),
+        ("{}/a,{}/b", "data.corpus: cannot read the text file"),
+        ("hf:owner/set:train", "is prepared before .*(?s:.*)prepare --source hf:owner/set:train"),
+        ("hf:owner/set:train", 'set data.corpus = "corpora/owner-set-train"'),
+    ],
 )
-def test_missing_rank_file_names_the_command(corpus: str, source: str, text: str) -> None:
-    data = Data(corpus=corpus, source=source, tokenizer="none.tiktoken")
-    command = f"train_tokenizer --source {text} --vocab-size 32000 --out none.tiktoken"
-    with pytest.raises(ValueError, match=rf'(?s)"none\.tiktoken" is not a file.*{command}'):
-        open_tokenizer(data)
-
-
-@pytest.mark.parametrize("spec", ["{}/a.txt", "{}/*", "{}/a,{}/b"])
-def test_missing_text_is_no_shard_folder(tmp_path: Path, spec: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.corpus: (cannot read the text|.* has no text)"):
-        open_split(Data(corpus=spec.replace("{}", str(tmp_path))), BYTES, "train")
-
-
-def test_hugging_face_dataset_is_prepared_first() -> None:
-    message = r"is prepared before the run.*(?s:.*)prepare --source hf:owner/set:train"
-    with pytest.raises(ValueError, match=message) as error:
-        open_split(Data(corpus="hf:owner/set:train"), BYTES, "train")
-    assert 'set data.corpus = "corpora/owner-set-train"' in str(error.value)
+def test_what_is_no_shard_folder(tmp_path: Path, corpus: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_split(Data(corpus=corpus.replace("{}", str(tmp_path))), BYTES, "train")
 
 
 STOP_BEFORE_THE_END = """
@@ -140,22 +134,22 @@ print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)
 """
 
 
-def open_in_process(corpus: Path, cache: Path, first: str = "") -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", first + OPEN_SPLIT, str(corpus), str(cache)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-
-
 def test_many_processes_one_of_which_is_killed(tmp_path: Path) -> None:
     """They come at once; the one that works is killed; another one finishes; all read the same."""
     corpus, cache = tmp_path / "large.txt", tmp_path / "cache"
     corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 100_000)
-    doomed = open_in_process(corpus, cache, STOP_BEFORE_THE_END)
+
+    def open_in_process(first: str = "") -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", first + OPEN_SPLIT, str(corpus), str(cache)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+    doomed = open_in_process(STOP_BEFORE_THE_END)
     _, status = os.waitpid(doomed.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)  # it holds the lock while the others arrive
     assert list(cache.glob("*/.train-*.partial"))
     assert not list(cache.glob("*/corpus.json"))
-    others = [open_in_process(corpus, cache) for _ in range(3)]
+    others = [open_in_process() for _ in range(3)]
     time.sleep(1.0)
     assert all(process.poll() is None for process in others), "they wait"
     doomed.kill()

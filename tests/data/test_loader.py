@@ -3,14 +3,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import torchtitan_diloco.data.loader as loader_module
 from tests.data.conftest import MakeShards
 from tests.processes import ProcessPool
 from tests.test_trainer import LOSS, curve, records, settings, train
-from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.data.loader import (
+    Indices,
+    Stream,
+    TrainLoader,
+    ValidationBatches,
+    sequence_indices,
+)
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.utils import IGNORE_INDEX
 
@@ -54,11 +63,8 @@ def flat(loader: TrainLoader, batches: int) -> list[int]:
     return list(itertools.chain(*take(loader, batches)))
 
 
-def test_without_shuffling_sequences_follow_one_another(shards: TokenShards) -> None:
-    assert flat(build(shards, shuffle=False), 60) == [*range(99), *range(21)]
-
-
 def test_an_epoch_has_every_sequence_once_and_the_next_another_order(shards: TokenShards) -> None:
+    assert flat(build(shards, shuffle=False), 60) == [*range(99), *range(21)]
     order = flat(build(shards), 99)
     assert sorted(order[:99]) == sorted(order[99:]) == list(range(99))
     assert order[:99] != order[99:]
@@ -85,10 +91,12 @@ def test_samples_of_a_step_do_not_depend_on_who_shares_it(
         assert found == list(itertools.chain(*alone[4 * step : 4 * step + 4]))
 
 
-@pytest.mark.parametrize("processes", [0, 1, 2])
-@pytest.mark.parametrize("steps", [0, 17])  # 99 sequences: an epoch ends within step 17
+# 99 sequences: an epoch ends within step 17
+@pytest.mark.parametrize(("processes", "steps"), [(0, 17), (1, 0), (2, 17)])
 def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: int) -> None:
     """A position is that of a step's beginning. Reading ahead in processes does not move it."""
+    torch.manual_seed(0)
+    random_state = torch.get_rng_state()
     settings = {"accumulation": 3, "ranks": 2, "rank": 1}
     whole = take(build(shards, **settings), 3 * steps + 8)
     first = build(shards, processes=processes, **settings)
@@ -99,29 +107,23 @@ def test_resumed_is_uninterrupted(shards: TokenShards, processes: int, steps: in
     second = build(shards, processes=2 - processes, start=first.position, **settings)
     assert second.position == first.position
     assert take(second, 8) == whole[3 * steps :]
+    assert torch.equal(torch.get_rng_state(), random_state), "the run's own random numbers"
 
 
-def test_random_numbers_of_the_run_stay_as_they_were(shards: TokenShards) -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    take(build(shards), 3)
-    take(build(shards, processes=1), 3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_more_processes_than_cores_are_refused(shards: TokenShards) -> None:
+def test_what_cannot_be_read_is_refused(shards: TokenShards, make_shards: MakeShards) -> None:
     message = r"data\.loader_processes = 1000000 is more than the 2 cores of this machine; 0 or 1"
     with pytest.raises(ValueError, match=message):
         build(shards, processes=1_000_000)
-
-
-def test_corpus_shorter_than_a_sequence(make_shards: MakeShards) -> None:
     short = TokenShards(make_shards("short", train=10, validation=10), "train")
     message = r"train split of .*short is shorter than one sequence: it has 10 tokens, .* 11"
     with pytest.raises(ValueError, match=message):
         build(short)
     one = TokenShards(make_shards("one", train=11), "train")
     assert take(build(one), 3) == [[0, 0]] * 3
+    message = r'for each of 100 workers \(data\.shard_by = "random"\): .* needs 1001'
+    for worker in (0, 99):  # all see it
+        with pytest.raises(ValueError, match=message):
+            build(shards, stream=Stream(worker, 100))
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -136,9 +138,8 @@ def test_streams_take_turns_in_one_order(shards: TokenShards) -> None:
         assert found == list(itertools.chain(*turns[number::3]))
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_each_worker_has_a_fixed_random_part(shards: TokenShards, workers: int) -> None:
-    each, parts = 99 // workers, []
+def test_each_worker_has_a_fixed_random_part(shards: TokenShards) -> None:
+    workers, each, parts = 4, 24, []
     for worker in range(workers):
         settings: dict[str, Any] = {"batch_size": 1, "stream": Stream(worker, workers)}
         order = flat(build(shards, **settings), 3 * each)
@@ -156,13 +157,6 @@ def test_each_worker_has_a_fixed_random_part(shards: TokenShards, workers: int) 
         assert shared + flat(again, each) == order[: len(shared) + each]
     assert len(set.union(*parts)) == workers * each, "no two workers share a sequence"
     assert all(max(part) - min(part) > 60 for part in parts), "from all over the corpus"
-
-
-def test_a_part_of_less_than_a_sequence(shards: TokenShards) -> None:
-    message = r'for each of 100 workers \(data\.shard_by = "random"\): .* needs 1001'
-    for worker in (0, 99):  # all see it
-        with pytest.raises(ValueError, match=message):
-            build(shards, stream=Stream(worker, 100))
 
 
 def test_a_run_with_parts_of_the_data_is_resumed(text: Path, processes: ProcessPool) -> None:
@@ -207,3 +201,28 @@ def test_validation_counts_everything_once(
                 else:
                     counted[number_of(sequence, target)] += 1
     assert counted == dict.fromkeys(range(min(sequences, 29)), 1)
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def epoch_order(sequences: int, epoch: int, seed: int = 0) -> Indices:
+    positions = np.arange(epoch * sequences, (epoch + 1) * sequences)
+    return sequence_indices(positions, sequences=sequences, seed=seed, shuffle=True)
+
+
+@given(st.integers(1, 140) | st.integers(1, 5000), st.integers(0, 10**6), st.integers(0, 2**70))
+def test_every_epoch_has_every_sequence_once(sequences: int, epoch: int, seed: int) -> None:
+    assert np.array_equal(np.sort(epoch_order(sequences, epoch, seed)), np.arange(sequences))
+
+
+@given(st.integers(1, 2**62), st.integers(0, 2**62), st.integers(0, 100))
+def test_any_position_of_any_corpus_has_a_sequence(size: int, position: int, seed: int) -> None:
+    (index,) = sequence_indices(np.array([position]), sequences=size, seed=seed, shuffle=True)
+    assert 0 <= index < size
+
+
+def test_order_is_frozen() -> None:
+    """Saved runs continue with it: it may never change."""
+    assert epoch_order(10, 0, seed=0).tolist() == [2, 5, 7, 4, 0, 6, 1, 3, 9, 8]
+    assert epoch_order(10, 1, seed=0).tolist() == [0, 7, 3, 8, 6, 1, 2, 9, 5, 4]

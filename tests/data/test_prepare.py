@@ -3,6 +3,7 @@ import errno
 import fcntl
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,69 +11,49 @@ import pytest
 import tiktoken
 
 from torchtitan_diloco.data.prepare import main, parse_quantity, prepare
-from torchtitan_diloco.data.shards import SPLITS, Split, TokenShards, only_writer
+from torchtitan_diloco.data.shards import SPLITS, TokenShards, only_writer
 from torchtitan_diloco.data.text import PIECE_CHARACTERS, is_held_out, open_corpus
 from torchtitan_diloco.data.tokenizer import END_OF_DOCUMENT, Tokenizer, build_tokenizer
 
 BYTES = build_tokenizer("bytes")
 END = 256
+Run = Callable[..., tuple[object, str]]
 
 
-def write_documents(path: Path, *, documents: int, seed: int = 0) -> list[str]:
+def write_documents(path: Path, *, documents: int) -> None:
     """Write documents of very different lengths, some of several pieces."""
-    numbers = random.Random(seed)
+    numbers = random.Random(0)
     texts = [f"{numbers.random()}\n" * int(10 ** numbers.uniform(0, 3.8)) for _ in range(documents)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return texts
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def tokens(folder: Path, split: Split) -> list[int]:
-    shards = TokenShards(folder, split)
-    return [int(token) for token in shards.read(0, len(shards))]
-
-
-class Job:
-    """The command, with a source and a folder of its own."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.source, self.out, self._capsys = folder / "a.jsonl", folder / "out", capsys
-        self.printed = self.error = ""
-
-    def run(self, *options: object, source: object = None) -> object:
-        command = ["--source", source or self.source, "--out", self.out, *options]
-        return self.main(*command)
-
-    def main(self, *command: object) -> object:
-        """Return the exit status."""
-        status: object = 0
-        try:
-            main([str(word) for word in command])
-        except SystemExit as stop:
-            status = stop.code
-        self.printed, self.error = self._capsys.readouterr()
-        return status
-
-    def unfinish(self) -> None:
-        """Make the folder look as if it had been killed before its index was written."""
-        (self.out / "corpus.json").rename(self.out / "prepare.json")
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / "a.jsonl"
 
 
 @pytest.fixture
-def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Job:
-    return Job(tmp_path, capsys)
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
-def test_all_text_is_there_once_in_order(job: Job) -> None:
-    texts = [*write_documents(job.source, documents=60), "a\ufffdb"]
-    with job.source.open("a") as file:
-        file.write('{"text": "a\\ud800b"}')  # a lone surrogate
-    assert job.run("--validation-fraction", 0) == 0
-    expected = b"".join(text.encode() + b"\0" for text in texts)  # \0 for the end: no text has it
-    assert bytes(0 if token == END else token for token in tokens(job.out, "train")) == expected
+@pytest.fixture
+def run(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command. Returns the exit status, and what was printed."""
+
+    def run(*options: object, source: object = source, out: Path = out) -> tuple[object, str]:
+        command, status = ["--out", out, *options], None
+        try:
+            main([str(word) for word in (["--source", source] if source else []) + command])
+        except SystemExit as stop:
+            status = stop.code
+        return status or 0, "".join(capsys.readouterr())
+
+    return run
 
 
 def with_begin_token() -> Tokenizer:
@@ -85,11 +66,13 @@ def with_begin_token() -> Tokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, with_begin_token()], ids=["bytes", "begin token"])
-def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job, tokenizer: Tokenizer) -> None:
-    write_documents(job.source, documents=60)
-    corpus, begin = open_corpus(str(job.source)), tokenizer is not BYTES
+def test_all_text_is_there_once_in_order_and_in_one_split(
+    source: Path, out: Path, tokenizer: Tokenizer
+) -> None:
+    write_documents(source, documents=60)
+    corpus, begin = open_corpus(str(source)), tokenizer is not BYTES
     options: dict[str, Any] = {"validation_fraction": 0.3, "shard_tokens": 10_000, "begin": begin}
-    prepare(corpus, tokenizer, job.out, **options)
+    prepare(corpus, tokenizer, out, **options)
     pieces = list(corpus.pieces())
     assert len(pieces) > 70, "some documents have several pieces"
     for split in SPLITS:
@@ -104,48 +87,37 @@ def test_held_out_pieces_are_in_validation_and_nowhere_else(job: Job, tokenizer:
                 expected += piece.text.encode()
                 if piece.ends_document or is_held_out(number + 1, 0.3) != held_out:
                     expected.append(END)
-        assert tokens(job.out, split) == expected
+        shards = TokenShards(out, split)
+        assert shards.read(0, len(shards)).tolist() == expected
     if begin:
         with pytest.raises(ValueError, match="other settings: begin_token was 257 and is None"):
-            prepare(corpus, tokenizer, job.out, **options | {"begin": False})
+            prepare(corpus, tokenizer, out, **options | {"begin": False})
 
 
-def test_threads_do_not_change_a_byte(job: Job) -> None:
-    write_documents(job.source, documents=200)
-    found = []
-    for threads in (1, 7):
-        job.out = job.out.with_name(f"threads-{threads}")
-        options = ("--shard-tokens", "50K", "--validation-fraction", 0.1, "--threads", threads)
-        assert job.run(*options) == 0
-        found.append(content(job.out))
-    assert len(found[0]) > 10
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("finished", [(0, 0), (0, 3), (5, 0), (5, 2), (99, 1)])
-def test_killed_at_any_point_and_restarted_is_uninterrupted(
-    job: Job, finished: tuple[int, int]
+@pytest.mark.parametrize("finished", [(0, 0), (0, 3), (5, 2), (99, 1)])
+def test_killed_at_any_point_and_restarted_with_other_threads_is_uninterrupted(
+    run: Run, source: Path, out: Path, finished: tuple[int, int]
 ) -> None:
     """Resume with some shards of both splits, or with all that --max-tokens asks for."""
-    write_documents(job.source, documents=200)
+    write_documents(source, documents=200)
     settings = ("--max-tokens", "300K", "--shard-tokens", "40K", "--validation-fraction", 0.3)
-    assert job.run(*settings) == 0
-    whole, index = content(job.out), json.loads((job.out / "corpus.json").read_text())
+    assert run(*settings, "--threads", 1)[0] == 0
+    whole, index = content(out), json.loads((out / "corpus.json").read_text())
     assert 300_000 <= index["splits"]["train"]["tokens"] <= 300_000 + PIECE_CHARACTERS
     for split, kept in zip(SPLITS, finished, strict=True):
         shards, state = index["splits"][split]["shards"], index["splits"][split]
         for shard in shards[kept:]:
-            partial = job.out / f".{shard['file']}.partial"  # as a kill leaves it
-            (job.out / shard["file"]).rename(partial)
+            partial = out / f".{shard['file']}.partial"  # as a kill leaves it
+            (out / shard["file"]).rename(partial)
             partial.write_bytes(partial.read_bytes()[:1000])
         state["shards"], state["documents"] = shards[:kept], 0
         state["tokens"] = sum(shard["tokens"] for shard in shards[:kept])
-    (job.out / "corpus.json").write_text(json.dumps(index))
-    job.unfinish()
-    before = {path: path.stat().st_mtime_ns for path in job.out.glob("*.tokens")}
+    (out / "corpus.json").unlink()
+    (out / "prepare.json").write_text(json.dumps(index))
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
     assert len(before) == sum(len(state["shards"]) for state in index["splits"].values())
-    assert job.run(*settings) == 0
-    again = content(job.out)
+    assert run(*settings, "--threads", 7)[0] == 0
+    again = content(out)
     lists = [json.loads(found.pop("corpus.json"))["splits"] for found in (again, whole)]
     assert again == whole
     for split in SPLITS:
@@ -153,31 +125,38 @@ def test_killed_at_any_point_and_restarted_is_uninterrupted(
     assert before == {path: path.stat().st_mtime_ns for path in before}, "finished ones are kept"
 
 
-def test_finished_folder_stays_as_it_is_and_other_settings_are_refused(job: Job) -> None:
-    write_documents(job.source, documents=3)
-    assert job.run("--shard-tokens", "40000") == 0
-    assert "3 documents to train on" in job.printed
-    assert job.run("--shard-tokens", "40000") == 0
-    assert "was complete already" in job.printed
-    for change in ("finished", "not finished"):
-        assert job.run("--shard-tokens", "7") == 2, change
-        settings = "other settings: shard_tokens was 40000 and is 7. Use the same ones to continue"
-        assert settings in job.error
-        if change == "finished":
-            job.unfinish()
-    write_documents(job.source, documents=4)
-    assert job.run("--shard-tokens", "40000") == 2
-    assert "source_fingerprint was" in job.error
+def test_a_folder_continues_with_the_same_settings_only(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    write_documents(source, documents=3)
+    same = ("--shard-tokens", "40000")
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", interrupt)
+        status, printed = run(*same)
+    assert status == 130
+    assert "the same command continues" in printed
+    for state in ("not finished", "finished"):
+        status, printed = run("--shard-tokens", "7")
+        assert status == 2, state
+        message = "other settings: shard_tokens was 40000 and is 7. Use the same ones to continue"
+        assert message in printed
+        status, printed = run(*same)
+        done = "3 documents to train on" if state == "not finished" else "was complete already"
+        assert (status, done in printed) == (0, True)
+    write_documents(source, documents=4)
+    assert "source_fingerprint was" in run(*same)[1]
 
 
-def test_verify(job: Job) -> None:
-    write_documents(job.source, documents=30)
-    assert job.run("--verify") == 0
-    assert "as they were written" in job.printed
-    job.out.rename(job.out.with_name("copy"))
-    shard = job.out.with_name("copy") / "train-00000.tokens"
+def test_verify(run: Run, source: Path, out: Path) -> None:
+    write_documents(source, documents=30)
+    assert "as they were written" in run("--verify")[1]
+    moved = out.rename(out.with_name("copy"))
+    shard = moved / "train-00000.tokens"
     shard.write_bytes(b"\7" + shard.read_bytes()[1:])
-    assert job.main("--out", shard.parent, "--verify") == 2
+    assert run("--verify", source=None, out=moved)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -187,11 +166,12 @@ def test_verify(job: Job) -> None:
         (("--threads", "0"), "'0' is not a whole number from 1 on"),
         (("--tokenizer", "byts"), 'Did you mean "bytes"?'),
         (("--begin-token",), "--begin-token: bytes has none of <|begin_of_text|>, <s>, <bos>"),
+        (("--source", ""), "names no file"),
     ],
 )
-def test_bad_arguments(job: Job, options: tuple[str, ...], message: str) -> None:
-    assert job.run(*options, source="stdlib") == 2
-    assert message in job.error
+def test_bad_arguments(run: Run, options: tuple[str, ...], message: str) -> None:
+    status, printed = run(*options, source="stdlib")
+    assert (status, message in printed) == (2, True)
 
 
 def test_quantities() -> None:
@@ -202,46 +182,20 @@ def test_quantities() -> None:
             parse_quantity(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("thesis.tex", "", "is not empty (thesis.tex); choose a new folder"),
-        ("prepare.json", "{", "cannot read prepare.json"),
-    ],
-)
-def test_folder_with_other_things_is_refused(job: Job, name: str, text: str, message: str) -> None:
-    job.out.mkdir()
-    (job.out / name).write_text(text)
-    assert job.run(source="stdlib") == 2
-    assert message in job.error
-
-
-def test_folder_that_cannot_be_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    with only_writer(job.out, wait=False):
-        assert job.run(source="stdlib") == 2
-    assert "another process is writing" in job.error
+def test_a_folder_that_cannot_be_used(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with only_writer(out, wait=False):
+        assert "another process is writing" in run(source="stdlib")[1]
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
-        assert job.run(source="stdlib") == 2
-    assert "No locks available; choose a folder" in job.error
-    (job.out / "file").touch()
-    job.out = job.out / "file" / "out"
-    assert job.run(source="stdlib") == 2
-    assert "cannot write into" in job.error
-
-
-def test_interrupted_by_the_user(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_documents(job.source, documents=30)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "encode", interrupt)
-        assert job.run() == 130
-    assert "the same command continues" in job.error
-    assert job.run() == 0
+        assert "No locks available; choose a folder" in run(source="stdlib")[1]
+    for name, message in (
+        ("thesis.tex", "is not empty (thesis.tex); choose a new folder"),
+        ("prepare.json", "cannot read prepare.json"),
+    ):
+        (out / name).write_text("{")
+        assert message in run(source="stdlib")[1]
+    assert "cannot write into" in run(source="stdlib", out=out / "thesis.tex" / "out")[1]

@@ -1,6 +1,5 @@
 import itertools
 import json
-import pickle
 import struct
 import zlib
 from collections.abc import Callable
@@ -8,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import torchtitan_diloco.data.shards as shards_module
 from tests.data.conftest import MakeShards
 from torchtitan_diloco.data.shards import (
+    SPLITS,
     Index,
     ShardWriter,
     SplitIndex,
@@ -35,14 +33,8 @@ def flip_bit(path: Path, at: int) -> None:
 def test_any_range_across_shards(make_shards: MakeShards) -> None:
     shards, expected = TokenShards(make_shards(), "train"), np.arange(1000) % 251
     assert len(shards) == 1000
-
-    @given(st.integers(0, 999), st.integers(1, 1000))
-    def check(start: int, length: int) -> None:
-        stop = min(start + length, 1000)
-        assert np.array_equal(shards.read(start, stop), expected[start:stop])
-
-    check()
-    for start, stop in itertools.combinations([0, 1, 211, 212, 213, 424, 999, 1000], 2):
+    bounds = [0, 1, 2, 211, 212, 213, 423, 424, 425, 700, 848, 999, 1000]  # shards of 212 tokens
+    for start, stop in itertools.combinations(bounds, 2):
         assert np.array_equal(shards.read(start, stop), expected[start:stop])
 
 
@@ -72,18 +64,11 @@ def test_a_vocabulary_beyond_two_bytes(tmp_path: Path) -> None:
 
 
 def test_fingerprint_depends_on_the_tokens_only(make_shards: MakeShards) -> None:
-    first, copy = (TokenShards(make_shards(name), "train") for name in ("a", "b"))
-    other = TokenShards(make_shards("c", train=999), "train")
-    assert first.fingerprint == copy.fingerprint != other.fingerprint
-    assert first.fingerprint != TokenShards(first.folder, "validation").fingerprint
-
-
-def test_pickled_shards_map_the_files_again(make_shards: MakeShards) -> None:
-    shards = TokenShards(make_shards(train=5000, shard_tokens=5000), "train")
-    shards.read(0, 10)
-    pickled = pickle.dumps(shards)
-    assert len(pickled) < 3000
-    assert pickle.loads(pickled).read(4000, 4002).tolist() == [4000 % 251, 4001 % 251]
+    first, copy = (TokenShards(make_shards(name), "train").fingerprint for name in ("a", "b"))
+    folder = make_shards("c", train=999)
+    others = {TokenShards(folder, split).fingerprint for split in SPLITS}
+    assert first == copy
+    assert len({first, *others}) == 3
 
 
 def use_a_small_vocabulary(path: Path) -> None:
@@ -135,10 +120,7 @@ def test_blocks_are_checked_one_by_one_and_once(
     [
         (None, r"is not a finished folder of token shards.*run the same command again"),
         ('{"format_version": 2}', r"cannot read .*missing required field `settings`"),
-        (
-            '{"format_version": 9, "settings": {}, "splits": {}}',
-            r"has version 9 .* reads version 2",
-        ),
+        ('{"format_version": 9, "settings": {}, "splits": {}}', r"has version 9 .* reads vers"),
     ],
 )
 def test_damaged_index(make_shards: MakeShards, content: str | None, message: str) -> None:
@@ -152,6 +134,5 @@ def test_another_tokenizer_is_refused(make_shards: MakeShards, tmp_path: Path) -
     ranks = format_ranks({bytes([byte]): 255 - byte for byte in range(256)})
     (tmp_path / "other.tiktoken").write_bytes(ranks)
     other = build_tokenizer(str(tmp_path / "other.tiktoken"))
-    message = r'other\.tiktoken" \(fingerprint .*is not what .* was prepared with: "bytes"'
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r'other\.tiktoken" \(.*is not what .* with: "bytes"'):
         TokenShards(make_shards(), "train", other)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from tests.distributed.test_world import join
 from tests.processes import DIED, ProcessPool
-from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.distributed.collectives import (
     PendingReduction,
+    PendingSums,
     RanksLostError,
     assert_agreement,
     naming_lost_ranks,
@@ -27,10 +27,10 @@ def _combine() -> tuple[Any, ...]:
     values = [1.0 + world.rank, 2.0**40 + world.rank]
     total = PendingReduction(world, values, "in the test")
     largest = PendingReduction(world, values, "in the test", dist.ReduceOp.MAX)
-    gathered = gather_objects({"rank": world.rank}, world.control)
-    mine = on_all_ranks(world, lambda: world.rank)
-    assert mine == world.rank
-    found = total.result(), largest.result(), gathered
+    named = PendingSums(world, [{"one": 1.0}, {}, {"rank": world.rank, "two": 2.0}], "in the test")
+    assert on_all_ranks(world.control, lambda: world.rank) == world.rank
+    assert_agreement(world, {"corpus": "same"})
+    found = total.result(), largest.result(), named.result()
     assert total.is_complete
     return found
 
@@ -40,8 +40,8 @@ def test_all_ranks_get_the_same(processes: ProcessPool, size: int) -> None:
     ranks = range(size)
     total = [sum(1.0 + rank for rank in ranks), size * 2.0**40 + sum(ranks)]
     largest = [float(size), 2.0**40 + size - 1]
-    expected = total, largest, [{"rank": rank} for rank in ranks]
-    assert processes.run(_combine, size) == [expected] * size
+    named = [[{"one": size}, {}, {"rank": sum(ranks), "two": 2 * size}]]
+    assert processes.run(_combine, size) == [(total, largest, named)] * size
 
 
 def _refuse() -> tuple[str, str]:
@@ -52,8 +52,7 @@ def _refuse() -> tuple[str, str]:
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no") as refused:
-        on_all_ranks(world, refuse)
-    assert_agreement(world, {"corpus": "same"})
+        on_all_ranks(world.control, refuse)
     with pytest.raises(ValueError, match="differently") as different:
         assert_agreement(world, {"corpus": "a" if world.rank != 2 else "b", "text": "same"})
     return str(refused.value), str(different.value)

@@ -15,62 +15,44 @@ from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.utils import STOP_SIGNALS
 
 
-def _train_until_signalled(signalled_rank: int) -> int:
-    """Take steps of different length on each rank; one rank gets a signal in its fifth."""
-    world = join(1)
-    with StopRequest(world) as request:
-        for step in range(1, 1000):
-            time.sleep(0.001 * (1 + world.rank))
-            if step == 5 and world.rank == signalled_rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if request.agreed(step).stop:
-                return step
-    return -1
-
-
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(processes: ProcessPool) -> None:
-    steps = processes.run(_train_until_signalled, 3, 2)
-    assert len(set(steps)) == 1
-    assert 5 <= steps[0] <= 6
-
-
-def _ask_to_save() -> list[int]:
-    world = join(1)
+def _agree(signalled_rank: int) -> tuple[list[int], int]:
+    """Take steps of different length on each rank. Rank 1 asks for a save in step 4, another one
+    gets a signal in step 15. Return the steps after which all saved, and stopped."""
+    world, saves = join(1), []
     with StopRequest(world, lag=3) as request:
-        return [
-            step
-            for step in range(12)
-            if request.agreed(step, save=world.rank == 1 and step == 4).save
-        ]
+        for step in range(1000):
+            time.sleep(0.001 * (1 + world.rank))
+            if step == 15 and world.rank == signalled_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+            requests = request.agreed(step, save=world.rank == 1 and step == 4)
+            saves += [step] * requests.save
+            if requests.stop:
+                return saves, step
+    raise AssertionError
 
 
-def test_all_ranks_save_after_the_same_step_when_one_asks(processes: ProcessPool) -> None:
-    assert processes.run(_ask_to_save, 3) == [[7]] * 3
+def test_all_ranks_save_and_stop_after_the_same_step_when_one_asks(processes: ProcessPool) -> None:
+    assert processes.run(_agree, 3, 2) == [([7], 19)] * 3
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("ignored", [False, True])  # as nohup does
 def test_a_signal_stops_a_single_process_and_its_handler_is_restored(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ignored: bool
 ) -> None:
     monkeypatch.setattr(stop, "SAME_SIGNAL_SECONDS", 60.0)
     before = signal.getsignal(number)
-    with StopRequest(join(1)) as request:
-        assert request.agreed(1) == (False, False)
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # the same request, passed on by a launcher
-        assert request.agreed(2, save=True) == (True, True)
-    assert signal.getsignal(number) == before
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    wanted = signal.SIG_IGN if ignored else before
     try:
+        signal.signal(number, wanted)
         with StopRequest(join(1)) as request:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not request.agreed(1).stop
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert request.agreed(1) == (False, False)
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # the same request, passed on by a launcher
+            assert request.agreed(2, save=True) == (not ignored, True)
+        assert signal.getsignal(number) == wanted
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 HANGS = """

@@ -22,7 +22,6 @@ from torchtitan_diloco.distributed.world import (
     join_world,
     leave_world,
     pick_device,
-    split_world,
 )
 
 
@@ -37,29 +36,24 @@ def test_a_single_process_has_no_process_groups() -> None:
     leave_world(world)
 
 
-@pytest.mark.parametrize(
-    ("size", "workers", "fsdp", "reason"),
-    [(3, 2, 0, "multiple of 2"), (4, 2, 3, "parallel.fsdp = 2"), (1, 2, 0, "multiple of 2")],
-)
-def test_numbers_that_do_not_fit(size: int, workers: int, fsdp: int, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        split_world(size, workers, fsdp)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    ("device", "link", "reason"),
+    ("size", "changes", "reason"),
     [
-        ("cuda", Link(), r'run.device = "cuda", .* "cpu"'),
-        ("cpu", Link(interface="nosuch0"), r'interface = "nosuch0" is no .*choose one of .*lo'),
+        (3, {}, "multiple of 2"),
+        (4, {"fsdp": 3}, "parallel.fsdp = 2"),
+        (2, {"device": "cuda"}, r'run.device = "cuda", .* "cpu"'),
+        (2, {"interface": "nosuch0"}, r'interface = "nosuch0" is no .*choose one of .*lo'),
     ],
 )
-def test_links_and_devices_that_do_not_exist(
-    monkeypatch: pytest.MonkeyPatch, device: str, link: Link, reason: str
+def test_numbers_devices_and_links_that_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    wanted: dict[str, Any] = {"device": "cpu", "fsdp": 0, "interface": ""} | changes
+    link = Link(interface=wanted.pop("interface"))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
     with pytest.raises(ValueError, match=reason):
-        join_world(Distributed(), link, device=device, workers=2, fsdp=0)
+        join_world(Distributed(), link, workers=2, **wanted)
 
 
 def _grid() -> tuple[Any, ...]:
@@ -75,22 +69,6 @@ def test_consecutive_ranks_form_a_worker(processes: ProcessPool) -> None:
         (rank // 2, (2, 2), [rank % 2, rank % 2 + 2], *[[rank // 2 * 2, rank // 2 * 2 + 1]] * 3)
         for rank in range(4)
     ]
-
-
-def _wait_for_a_silent_rank() -> str:
-    """Rank 1 is silent until rank 0 has given up; the groups of both have other timeouts."""
-    world, outcome = join(1, train_timeout_seconds=2), ""
-    if world.rank == 0:
-        with pytest.raises(RuntimeError) as error:
-            dist.all_reduce(torch.ones(1), group=world.group(FSDP))
-        outcome = str(error.value)
-    dist.barrier(group=world.control)
-    return outcome
-
-
-def test_each_group_has_its_own_timeout(processes: ProcessPool) -> None:
-    gave_up, _ = processes.run(_wait_for_a_silent_rank, 2)
-    assert "Timed out waiting 2000ms" in gave_up
 
 
 def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tuple[Any, ...]]:

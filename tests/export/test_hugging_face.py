@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.export.reading import (
     LENGTH,
@@ -26,6 +24,7 @@ from tests.export.reading import (
 )
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.export.weights import load_initial_weights
 from torchtitan_diloco.generate import generate
 from torchtitan_diloco.models import LanguageModel
 
@@ -35,9 +34,7 @@ VARIANTS = [
     Model(**TINY),
     Model(**TINY, norm="layernorm", activation="swiglu"),
     Model(**TINY, qk_norm=False, positions="learned"),
-    Model(**TINY, norm="layernorm", qk_norm=False),
     Model(**{**TINY, "head_dim": 7}, activation="swiglu", positions="learned"),
-    Model(layers=1),
 ]
 Pair = tuple[LanguageModel, Any, Path]
 
@@ -65,21 +62,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return saved_and_loaded(VARIANTS[0], tmp_path_factory.mktemp("exported"))
 
 
-def test_logits_are_ours_in_bfloat16(pair: Pair, tmp_path: Path) -> None:
-    decoder, model, folder = pair
-    tokens = some_tokens(2, LENGTH)
-    rounded = build(decoder.config).to(torch.bfloat16)
-    save(decoder, tmp_path, torch.bfloat16)
-    stored, cast = load(tmp_path, torch_dtype="auto"), load(folder, torch_dtype=torch.bfloat16)
-    assert stored.dtype == cast.dtype == torch.bfloat16
-    exact = model(tokens).logits
-    for logits in (stored(tokens).logits, cast(tokens).logits):
-        torch.testing.assert_close(logits, rounded(tokens), rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(logits.float(), exact, rtol=0.1, atol=0.6)
-
-
 def test_logits_are_ours_and_padding_changes_nothing(pair: Pair) -> None:
-    decoder, model, _ = pair
+    decoder, model, folder = pair
     tokens, expected = some_tokens(1, 9), decoder(some_tokens(1, 9))
     torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     for left, right in ((6, 0), (0, 6), (2, 3)):
@@ -89,42 +73,34 @@ def test_logits_are_ours_and_padding_changes_nothing(pair: Pair) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
         assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    again = build(decoder.config, seed=1)
+    load_initial_weights(again, str(folder))
+    assert torch.equal(again(tokens), expected), "what was exported is read again"
+
+
+def test_logits_are_ours_in_bfloat16(pair: Pair, tmp_path: Path) -> None:
+    decoder, model, folder = pair
+    tokens = some_tokens(2, LENGTH)
+    rounded, exact = build(decoder.config).to(torch.bfloat16), model(tokens).logits
+    save(decoder, tmp_path, torch.bfloat16)
+    stored, cast = load(tmp_path, torch_dtype="auto"), load(folder, torch_dtype=torch.bfloat16)
+    for half in (stored, cast):
+        logits = half(tokens).logits
+        assert logits.dtype == torch.bfloat16
+        torch.testing.assert_close(logits, rounded(tokens), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(logits.float(), exact, rtol=0.1, atol=0.6)
 
 
 def test_generation_with_and_without_cache_is_ours(pair: Pair) -> None:
     decoder, model, _ = pair
     prompts = [some_tokens(length, seed=length).tolist() for length in (3, 8)]
-    ours = [greedy(decoder, prompt, 12, stop=256) for prompt in prompts]
     batch = torch.tensor([[256] * (8 - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (8 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    options = {"attention_mask": batch != 256, "max_new_tokens": 12, "do_sample": False}
     for use_cache in (True, False):
         found = model.generate(batch, **options, use_cache=use_cache)
-        for row, expected in zip(found[:, 8:].tolist(), ours, strict=True):
-            assert row[: len(expected)] == expected
-            assert set(row[len(expected) :]) <= {256}
-
-
-@given(pieces=st.lists(st.integers(1, 6), min_size=1, max_size=4), padding=st.integers(0, 4))
-@settings(max_examples=15)
-def test_text_in_pieces_through_the_cache_is_the_whole_text(
-    plain: Pair, pieces: list[int], padding: int
-) -> None:
-    model, total, cache = plain[1], sum(pieces), None
-    tokens = some_tokens(2, total)
-    mask = torch.ones_like(tokens)
-    mask[0, : min(padding, pieces[0] - 1)] = 0
-    whole, parts, end = model(tokens, attention_mask=mask).logits, [], 0
-    for piece in pieces:
-        start, end = end, end + piece
-        options = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
-        output = model(tokens[:, start:end], **options)
-        cache = output.past_key_values
-        parts.append(output.logits)
-    real = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, dim=1)[real], whole[real], rtol=1e-4, atol=1e-4)
-    assert cache is not None
-    assert cache.get_seq_length() == total
+        for row, prompt in zip(found[:, 8:].tolist(), prompts, strict=True):
+            expected = greedy(decoder, prompt, 12, stop=256)
+            assert row == expected + [256] * (len(row) - len(expected))
 
 
 def test_other_arguments_and_outputs(plain: Pair) -> None:
@@ -136,13 +112,15 @@ def test_other_arguments_and_outputs(plain: Pair) -> None:
     full = model(tokens, output_hidden_states=True)
     assert len(full.hidden_states) == 1 + TINY["layers"]
     embedded = model.get_input_embeddings()(tokens)
+    begun = model(tokens[:, :4], use_cache=True).past_key_values
     for logits, expected in (
         (model.lm_head(full.hidden_states[-1]), full.logits),
         (model(tokens, logits_to_keep=2).logits, full.logits[:, -2:]),
         (model(inputs_embeds=embedded).logits, full.logits),
+        (model(tokens[:, 4:], past_key_values=begun).logits, full.logits[:, 4:]),
         (model(tokens, return_dict=False)[0], full.logits),
     ):
-        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     mask = torch.ones_like(tokens)
     options = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
     assert model.generate(tokens, attention_mask=mask, **options).shape == (1, 13)
@@ -181,13 +159,6 @@ def test_rows_beyond_the_vocabulary_are_kept_and_never_drawn(tmp_path: Path) -> 
     assert model.generate(tokens, **options, do_sample=True).max() < VOCABULARY
 
 
-def test_a_folder_has_these_files(plain: Pair) -> None:
-    folder = plain[2]
-    names = "modeling_chinchilla.py config.json generation_config.json tokenizer.json"
-    names += " tokenizer_config.json model.safetensors"
-    assert {path.name for path in folder.iterdir()} == set(names.split())
-
-
 WITHOUT_OUR_PACKAGE = """
 import json, sys
 sys.modules["torchtitan_diloco"] = None  # importing it is an error
@@ -203,6 +174,9 @@ print(json.dumps(model.generate(**batch, max_new_tokens=5, do_sample=False)[:, -
 
 def test_it_loads_without_our_package(plain: Pair, tmp_path: Path) -> None:
     decoder, _, folder = plain
+    names = "modeling_chinchilla.py config.json generation_config.json tokenizer.json"
+    names += " tokenizer_config.json model.safetensors"
+    assert {path.name for path in folder.iterdir()} == set(names.split())
     environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for name in ("HOME", "HF_HOME", "HF_MODULES_CACHE"):
         environment[name] = str(tmp_path / name)

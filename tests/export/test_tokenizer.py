@@ -27,7 +27,7 @@ from torchtitan_diloco.export.hugging_face import (
     convert_tokenizer,
     save_hugging_face,
 )
-from torchtitan_diloco.models.chinchilla.model import Decoder
+from torchtitan_diloco.models.chinchilla import Decoder
 
 README = (REPOSITORY / "README.md").read_text()
 BYTES = {bytes([byte]): byte for byte in range(256)}
@@ -79,7 +79,7 @@ def test_ids_and_text_are_the_same(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "learned", *NAMED])
-def test_special_tokens_keep_their_ids(kind: str) -> None:
+def test_special_tokens_keep_their_ids_and_odd_bytes_are_decoded_alike(kind: str) -> None:
     ours, converted = pair(kind)
     special = ours.special_tokens()
     for token, number in special.items():
@@ -87,11 +87,7 @@ def test_special_tokens_keep_their_ids(kind: str) -> None:
         # o200k_harmony has two names for one id
         assert special[converted.decode([number], skip_special_tokens=False)] == number
     assert converted.get_vocab_size(with_added_tokens=True) == len(ours.ranks()) + len(special)
-
-
-@given(st.lists(st.integers(0, 256), max_size=30))
-def test_bytes_that_are_not_text_are_decoded_alike(ids: list[int]) -> None:
-    ours, converted = pair("bytes")
+    ids = [228, 184, 65, 255, 240, 159, 152, 66]
     assert converted.decode(ids, skip_special_tokens=False) == ours.decode(ids)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tests.islands import toy
 from tests.islands.toy import Copies, Shared, Vector
 from torchtitan_diloco.diloco.schedule import Schedule
@@ -40,7 +42,7 @@ class Plan:
     sync_every: int = 6
     fragments: int = 2
     delay: int = 1
-    alpha: int = 0
+    alpha: float = 0.0
     batch: int = 2
     steps: int = 40
     """Steps of all islands together, if there were `begin` of them in lockstep."""
@@ -112,14 +114,13 @@ class Process:
         self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
         """For each fragment: version -> hash of the entry that made it."""
         self.training = self.blocked = False
-        self.mixed_late = set[int]()
-        """Fragments whose next deltas have a share of older work."""
+        self.expected: list[toy.Expected] = []
+        """Of the next delta, by fragment."""
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0
         self.waits: list[int] = []
         """For each own part: steps from when its entry was due until it was applied."""
-        self.joined_at = -1.0
         self.leaving = False
 
     @property
@@ -128,15 +129,12 @@ class Process:
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        self.alive = False
-
     def pause(self, seconds: float) -> None:
         self.paused_until = self.world.now + seconds
 
     def cut(self, seconds: float) -> None:
         """Lose the connection: what is sent is lost, what is delivered comes after it."""
-        self.members.connected = False
+        self.members.disconnect()
         self.world.after(seconds + RECONNECT, self.reconnect, self)
 
     def reconnect(self) -> None:
@@ -159,7 +157,6 @@ class Process:
     def connect(self) -> None:
         self.copies = self._first_copies()
         self.state = State(self.copies.checksum)
-        self.joined_at = self.world.now
         self.members.connect(self.now)
         self.deliver()
         self.tick()
@@ -167,7 +164,7 @@ class Process:
 
     def deliver(self) -> None:
         """Deliver the log from where this process is, in order."""
-        if not self.members.connected or self.joined_at < 0:
+        if not self.members.connected:
             return
         while self.delivered < len(self.world.log):
             self.delivered += 1
@@ -208,11 +205,11 @@ class Process:
         """Do what others notice, unless this process dies before it."""
         self.effects += 1
         if self.effects == self.nature.dies_at:
-            self.kill()
+            self.alive = False
             return
         action()
         if self.effects + 0.5 == self.nature.dies_at:
-            self.kill()
+            self.alive = False
 
     def transmit(self, record: Record) -> None:
         """Send a record to the server. Nobody ever learns whether it arrived."""
@@ -288,6 +285,8 @@ class Process:
         if owned:
             self.island = Island(self.state, self.members, owned[0], self.plan.timing, now=self.now)
             self.theta = [dict(self.copies.newest(p).theta) for p in range(self.plan.fragments)]
+            begin = self.island.position
+            self.expected = [toy.Expected(position=begin) for _ in self.theta]
             self.react()
         elif self.incarnation in self.state.incarnations:
             self.finished = True
@@ -350,12 +349,17 @@ class Process:
                 old, new = (self.copies.shared[fragment][v].theta for v in (version, version + 1))
                 theta = self.theta[fragment]
                 self.theta[fragment] = toy.apply(mode, theta, old, new, self.plan.alpha)
-                if mode.value == "mix late":
-                    self.mixed_late.add(fragment)
+                part = rounds.unapplied[0].part_of(self.incarnation)
+                if part is not None:
+                    late = island.step - rounds.sent_step - self.plan.delay
+                    self.waits.append(late)
+                    in_time = late <= 0 and part.base == version
+                    share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
+                    change = toy.combine((1, new), (-1, old))
+                    place = island.slot, island.position
+                    self.expected[fragment].apply(share * part.finite, *place, change)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
-                if rounds.unapplied[0].part_of(self.incarnation) is not None:
-                    self.waits.append(island.step - rounds.sent_step - self.plan.delay)
                 rounds.finish_apply(self.now)
             until = rounds.wait_until()
             if until is not None and self.now < until:
@@ -373,9 +377,7 @@ class Process:
         part = island.rounds[fragment].send(
             checksum, self.now, finite=fragment not in self.poisoned
         )
-        exact = fragment not in self.mixed_late and self.nature.not_finite_at < 0
-        if exact:  # a reset loses work
-            world.check_samples(part, delta)
+        self.expected[fragment].send(island.slot, part.end, delta)
         self.stored.pop(fragment, None)
         world.after(self.nature.upload, partial(self.store, part, delta), self)
 
@@ -391,6 +393,6 @@ class Process:
         if self.world.random.random() < self.nature.bad:
             self.world.corrupt.add(number)
         chunk = Chunk(number, 1, digest(repr(delta).encode()))
-        fields = {name: getattr(part, name) for name in part.__struct_fields__}
-        self.stored[part.fragment] = Part(**{**fields, "chunks": (chunk,) if part.finite else ()})
+        chunks = (chunk,) if part.finite else ()
+        self.stored[part.fragment] = msgspec.structs.replace(part, chunks=chunks)
         self.react()

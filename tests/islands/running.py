@@ -1,5 +1,9 @@
 """Islands in threads of this process, around the toy model, and a server for them."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.conftest import REPOSITORY
 from tests.diloco.toy import Net, config, inner_step, sgd
 from tests.islands.servers import PATIENCE, wait_until
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization
@@ -116,6 +121,22 @@ class Island(threading.Thread):
 
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.step >= step or not self.is_alive(), f"step {step} of {self.name}")
+
+
+def with_plain_instructions(function: str, *arguments: str) -> Any:
+    """Call a function in a process that uses no vector instructions of its processor."""
+    module, _, name = function.rpartition(".")
+    code = (
+        f"import json, sys; from {module} import {name}; print(json.dumps({name}(*sys.argv[1:])))"
+    )
+    return json.loads(
+        subprocess.check_output(
+            [sys.executable, "-c", code, *arguments],
+            env=os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(REPOSITORY)},
+            cwd=REPOSITORY,
+            text=True,
+        )
+    )
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -82,14 +82,6 @@ class World:
             version = outcome.entry.close.version
             self.late += [version - 1 - part.base for part in outcome.entry.parts]
 
-    def check_samples(self, part: Part, delta: Vector) -> None:
-        """Assert that a delta has work of its own range only, and each sample once."""
-        if self.plan.alpha == 0:  # else a share of older work stays in the parameters
-            samples = toy.samples_of(delta)
-            possible = {(part.slot, sample) for sample in range(part.start, part.end)}
-            assert samples <= possible, f"{part} contains older work"
-            assert {value for key, value in delta.items() if key} <= {1}
-
     def delay(self) -> float:
         return self.random.uniform(*self.plan.latency)
 

@@ -1,5 +1,6 @@
 """Islands that join, die, lag, leave and return, and what the log says of them."""
 
+import hashlib
 import os
 import signal
 import time
@@ -12,15 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.islands.running import FP4, TOKENS, Island, same, started
+from tests.islands.running import FP4, TOKENS, Island, same, started, with_plain_instructions
 from tests.islands.servers import PATIENCE, need_server, running_server, wait_until
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco.state_dict import SavedState
-from torchtitan_diloco.islands import IslandFencedError, connection, leader, replay
+from torchtitan_diloco.islands import IslandFencedError, connection, leader
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Bulk, Connection
+from torchtitan_diloco.islands.copies import arithmetic
 from torchtitan_diloco.islands.leader import Leader
+from torchtitan_diloco.islands.members import name_of
 from torchtitan_diloco.islands.records import Chunk
 from torchtitan_diloco.islands.replay import Replay
 from torchtitan_diloco.islands.session import SnapshotWanted
@@ -50,67 +53,81 @@ def die(island: Island) -> None:
     island.died.set()
 
 
+def save_in(saved: list[SavedState]) -> Action:
+    return lambda island: saved.append(island.outer.start_state_dict().result(PATIENCE))
+
+
 # --- islands that come and go ---------------------------------------------------------------------
 
 
-def test_a_death_does_not_hold_up_the_other(server: Join) -> None:
-    first, second = (Island(server, name, steps=60, grace=0.2) for name in ("a", "b"))
-    second.each_step = at(20, die)
-    first.each_step = hold(25, second.died.is_set)
-    with started(first, second):
-        result = first.finish()
-    assert result.rounds[-1].participants == 1
-    assert result.outer.clock >= 60 * 2 * TOKENS
-
-
-def test_an_island_joins_later_and_ends_with_the_same_bits(server: Join) -> None:
-    islands = [Island(server, name, steps=100, slots=3, grace=0.5) for name in ("a", "b", "c")]
-    first, second, third = islands
+def test_islands_join_and_leave(server: Join) -> None:
+    """A second island of the name of one that is running is refused, and harms nobody."""
+    islands = [Island(server, name, steps=100, slots=3, grace=0.5) for name in "abca"]
+    first, second, third, twin = islands
     for island in islands:
         island.step_seconds = 0.02
-    first.each_step = second.each_step = hold(30, lambda: third.step)
+    first.each_step = hold(30, lambda: third.step)
+    second.each_step = lambda island: island.stop.set() if island.step == 50 else None
     with started(first, second):
         first.wait_for_step(20)
+        with started(twin), pytest.raises(ValueError, match="a is running already"):
+            twin.finish()
         third.start()
-        results = [island.finish() for island in islands]
+        reader = first.outer._leader
+        assert reader is not None
+        left, results = second.finish(), [first.finish(), third.finish()]
+        slot = reader.state.slots[left.outer.seat.slot]
     assert same(results[0].shared, results[1].shared)
-    assert same(results[0].shared, results[2].shared)
-    assert results[2].outer.seat.slot == 2
-    assert results[2].steps < results[0].steps
-    assert 3 in {round_.participants for round_ in results[0].rounds}
+    assert results[1].outer.seat.slot == 2
+    assert results[1].steps < results[0].steps
+    assert {3, 2} <= {round_.participants for round_ in results[0].rounds}
+    assert slot.owner is None
+    assert slot.ledgers[0].taken_to == 2 * left.steps, "it has sent all its work"
+
+
+def test_an_island_dies_and_returns_under_its_name(server: Join) -> None:
+    """The other one goes on alone, and reaches the end of the run with it."""
+    first, second, again = (
+        Island(server, name, steps=80, grace=0.2, step_seconds=0.02) for name in "abb"
+    )
+    second.each_step = at(30, die)
+    first.each_step = hold(60, lambda: again.step)
+    with started(first, second):
+        second.join(PATIENCE)
+        first.wait_for_step(45)
+        again.start()
+        results = [first.finish(), again.finish()]
+    assert same(results[0].shared, results[1].shared)
+    assert 1 in {round_.participants for round_ in results[0].rounds}
+    assert again.outer.seat.slot == second.outer.seat.slot
+    assert again.outer.seat.position > 0, "it does not read merged samples again"
+    assert results[0].outer.clock >= 80 * 2 * TOKENS
 
 
 def test_a_joiner_asks_another_island_when_its_donor_dies(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay, "SNAPSHOT_SECONDS", 3600.0)
-    islands = [Island(server, name, steps=80, slots=3, grace=0.2) for name in ("a", "b", "c")]
-    dead: list[Island] = []
+    islands = {name: Island(server, name, steps=80, slots=3, grace=0.2) for name in "abc"}
+    give, dead = Leader._give_snapshot, list[Island]()
 
-    def die_first(island: Island) -> None:
-        found = island.outer._leader
-        assert found is not None
-        give = found._give_snapshot
+    def die_or_give(found: Leader, wanted: SnapshotWanted) -> None:
+        island = islands[name_of(found.incarnation)]
+        if not dead:
+            dead.append(island)
+            island.died.set()
+        elif island not in dead:
+            give(found, wanted)
 
-        def die_or_give(wanted: SnapshotWanted) -> None:
-            if not dead:
-                dead.append(island)
-                island.died.set()
-            elif island not in dead:
-                give(wanted)
-
-        monkeypatch.setattr(found, "_give_snapshot", die_or_give)
-
-    for island in islands:
+    monkeypatch.setattr(Leader, "_give_snapshot", die_or_give)
+    for island in islands.values():
         island.step_seconds = 0.02
-        island.each_step = hold(30, lambda: islands[2].step)
-    with started(*islands[:2]):
-        for island in islands[:2]:
-            island.wait_for_step(20)
-            die_first(island)
-        islands[2].start()
-        result = islands[2].finish()
-        (survivor,) = set(islands[:2]) - set(dead)
+        island.each_step = hold(30, lambda: islands["c"].step)
+    with started(islands["a"], islands["b"]):
+        for name in "ab":
+            islands[name].wait_for_step(20)
+        islands["c"].start()
+        result = islands["c"].finish()
+        (survivor,) = {islands["a"], islands["b"]} - set(dead)
         assert same(survivor.finish().shared, result.shared)
 
 
@@ -150,46 +167,6 @@ def test_a_joiner_may_die_at_any_time(processes: ProcessPool, server: Join) -> N
         results = [island.finish() for island in islands]
     assert same(results[0].shared, results[1].shared)
     assert same(results[0].shared, results[2].shared)
-
-
-def test_an_island_that_died_returns_under_its_name(server: Join) -> None:
-    first, second, again = (
-        Island(server, name, steps=80, grace=0.2, step_seconds=0.02) for name in "abb"
-    )
-    second.each_step = at(30, die)
-    first.each_step = hold(40, lambda: again.step)
-    with started(first, second):
-        second.join(PATIENCE)
-        taken = second.outer.seat.slot
-        again.start()
-        results = [first.finish(), again.finish()]
-    assert same(results[0].shared, results[1].shared)
-    assert again.outer.seat.slot == taken
-    assert again.outer.seat.position > 0  # it does not read merged samples again
-
-
-def test_an_island_that_leaves_gives_its_slot_back(server: Join) -> None:
-    first, second = (Island(server, name, steps=60, grace=0.2) for name in "ab")
-    second.each_step = at(20, lambda island: island.stop.set())
-    first.each_step = hold(30, lambda: second.result)
-    with started(first, second):
-        left = second.finish()
-        assert first.outer._leader is not None
-        state = first.outer._leader.state
-        wait_until(lambda: state.slots[second.outer.seat.slot].owner is None, "the slot")
-        ledger = state.slots[second.outer.seat.slot].ledgers[0]
-        assert ledger.taken_to <= 2 * left.steps
-        first.finish()
-
-
-def test_the_same_name_twice_is_refused_while_the_first_is_running(server: Join) -> None:
-    first, twin = (Island(server, "a", begin=1, slots=2) for _ in range(2))
-    first.each_step = hold(5, lambda: twin.failure)
-    with started(first):
-        first.wait_for_step(3)
-        with started(twin), pytest.raises(ValueError, match="a is running already"):
-            twin.finish()
-        assert first.failure is None
 
 
 def test_an_old_start_that_wakes_up_ends_without_harm(
@@ -265,7 +242,7 @@ def test_a_server_that_is_away_holds_nobody_up(
 
 
 def test_a_spare_island_keeps_one_copy_and_no_parts(server: Join) -> None:
-    first, second = (Island(server, name, steps=100, step_seconds=0.02) for name in ("a", "b"))
+    first, second = (Island(server, name, steps=100, grace=0.2, step_seconds=0.02) for name in "ab")
     spare = Island(server, "c", steps=100)
     with started(first, second):
         first.wait_for_step(10)
@@ -294,10 +271,12 @@ def test_an_island_leaves_without_a_connection(
 
 # --- the log is the run ---------------------------------------------------------------------------
 
+STEPS = 90
 
-def replayed(server: Join, saved: SavedState | None = None) -> dict[str, Tensor]:
+
+def replayed(server: str, saved: SavedState | None = None) -> dict[str, Tensor]:
     """Return the shared parameters that follow from the log, in a process that only reads it."""
-    outer = Island(server, "reader", steps=STEPS, saved=saved).outer
+    outer = Island(Join.parse(server), "reader", steps=STEPS).outer
     if saved is not None:
         outer.load_state_dict(saved)
     reader = outer._leader = outer.build_leader()
@@ -307,23 +286,27 @@ def replayed(server: Join, saved: SavedState | None = None) -> dict[str, Tensor]
     return outer.global_state_dict()
 
 
-STEPS = 90
+def replayed_bits(server: str) -> list[str]:
+    """Return the fingerprint of this process's arithmetic, and the replayed bits or a refusal."""
+    found = [arithmetic(FP4, torch.device("cpu"))]
+    try:
+        shared = replayed(server)
+    except ValueError as error:
+        return [*found, str(error)]
+    bits = b"".join(value.numpy().tobytes() for value in shared.values())
+    return [*found, hashlib.sha256(bits).hexdigest()]
 
 
 def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> None:
-    """All islands die. One has a checkpoint, from which both go on; the log gives every version."""
+    """All islands die. One has a checkpoint, from which both go on; the log gives every version.
+
+    A process with other instructions of its processor has the same bits, or is refused.
+    """
     saved: list[SavedState] = []
 
-    def save(island: Island) -> None:
-        if island.step == 30:
-            saved.append(island.outer.start_state_dict().result(PATIENCE))
-
-    def save_and_die(island: Island) -> None:
-        save(island)
-        at(45, die)(island)
-
-    first = Island(server, "a", steps=STEPS, grace=0.2, each_step=save_and_die)
-    second = Island(server, "b", steps=STEPS, grace=0.2, each_step=at(45, die))
+    first, second = (Island(server, name, steps=STEPS, grace=0.2) for name in "ab")
+    first.each_step = lambda island: [at(30, save_in(saved))(island), at(45, die)(island)]
+    second.each_step = at(45, die)
     with started(first, second):
         first.join(PATIENCE)
         second.join(PATIENCE)
@@ -335,26 +318,29 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
         results = [again.finish(), other.finish()]
     assert min(versions) > 0
     assert same(results[0].shared, results[1].shared)
-    assert same(results[0].shared, replayed(server))
-    assert same(results[0].shared, replayed(server, saved[0]))
+    assert same(results[0].shared, replayed(str(server)))
+    assert same(results[0].shared, replayed(str(server), saved[0]))
+    here = replayed_bits(str(server))
+    plain = with_plain_instructions(
+        "tests.islands.test_coming_and_going.replayed_bits", str(server)
+    )
+    if plain[0] == here[0]:
+        assert plain == here
+    else:
+        assert "does not fit the run" in plain[1]
+        assert f"arithmetic: {here[0]} on side 0, {plain[0]} on side 1" in plain[1]
 
 
 def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:
-    saved: list[SavedState] = []
-
-    def save(island: Island) -> None:
-        if island.step == 20:
-            saved.append(island.outer.start_state_dict().result(PATIENCE))
-
-    for folder in ("one", "two"):
-        with running_server(tmp_path / folder, run="same") as found:
-            island = Island(found.join, "a", begin=1, slots=1, each_step=save)
-            island.saved = saved[0] if saved else None
-            with started(island):
-                if folder == "one":
-                    island.finish()
-                else:
-                    with pytest.raises(ValueError, match="truncated or made anew"):
-                        island.finish()
-                    with open_reader(found.join) as reader:
-                        assert reader.state.sequence == 0, "nothing was written"
+    with running_server(tmp_path / "one", run="same") as found:
+        island = Island(found.join, "a", begin=1, slots=1)
+        saved: list[SavedState] = []
+        island.each_step = at(20, save_in(saved))
+        with started(island):
+            island.finish()
+    with running_server(tmp_path / "two", run="same") as found:
+        island = Island(found.join, "a", begin=1, slots=1, saved=saved[0])
+        with started(island), pytest.raises(ValueError, match="truncated or made anew"):
+            island.finish()
+        with open_reader(found.join) as reader:
+            assert reader.state.sequence == 0, "nothing was written"

@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import math
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.network import ENVIRONMENT, run_command
 from tests.islands.servers import (
     PATIENCE,
     Listener,
@@ -23,6 +27,7 @@ from tests.islands.servers import (
     running_server,
     wait_until,
 )
+from tests.network import network_of
 from torchtitan_diloco.islands import connection as module
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import ClosedError, Connection, CorruptError, GoneError
@@ -77,25 +82,12 @@ def run_as(join: Join, operation: str, *arguments: Any) -> None:
 # --- log and messages -----------------------------------------------------------------------------
 
 
-def test_records_come_in_order_from_where_one_starts(server: Server) -> None:
-    with Listener(server.join, "a/1") as writer:
-        last = writer.wait_connected()
-        for number in range(200):
-            writer.connection.append(b"%d" % number)
-        found = writer.read_to(last + 200)[-200:]
-        assert [record.raw for record in found] == [b"%d" % number for number in range(200)]
-        with Listener(server.join, "late/1", after=last + 150) as late:
-            assert late.wait_connected() == last + 200
-            assert late.read_to(last + 200) == found[150:]
-
-
 def test_beats_and_questions_reach_the_others(
     pair: tuple[Listener, Listener], server: Server
 ) -> None:
     first, second = pair
-    foreign = dataclasses.replace(server.join, run="other")
-    run_as(foreign, "publish_async", "islands.other.beat", b"of another run")
-    run_as(foreign, "publish_async", "islands.test.beat", b"garbage")
+    run_as(server.join, "publish_async", "islands.other.beat", b"of another run")
+    run_as(server.join, "publish_async", "islands.test.beat", b"garbage")
     hint = Hint("a/1", step=3, tokens=4, step_seconds=0.5, caught_up=True)
     first.connection.beat(hint)
     heard, messages = second.connection.members.heard, second.connection.messages
@@ -110,17 +102,18 @@ def test_beats_and_questions_reach_the_others(
     second.connection.beat(msgspec.structs.replace(hint, leaving=True))
     wait_until(lambda: first.connection.members.heard, "a heartbeat")
     assert not first.connection.messages, "one's own message"
-
-
-def test_a_record_that_is_too_large_is_refused(pair: tuple[Listener, Listener]) -> None:
     with pytest.raises(ValueError, match="larger than 1000000"):
-        pair[0].connection.append(bytes(1_000_001))
+        first.connection.append(bytes(1_000_001))
+    with pytest.raises(AssertionError, match="only the connection's thread writes"):
+        first.connection.message_heard(hint)
 
 
 # --- chunks ---------------------------------------------------------------------------------------
 
 
-def test_payloads_come_back(pair: tuple[Listener, Listener]) -> None:
+def test_payloads_come_back_or_it_is_said_what_is_wrong(
+    pair: tuple[Listener, Listener], server: Server
+) -> None:
     first, second = (listener.connection for listener in pair)
     payload = os.urandom(2_000_001)
     with ThreadPoolExecutor() as pool:
@@ -128,52 +121,39 @@ def test_payloads_come_back(pair: tuple[Listener, Listener]) -> None:
     for chunks, bulk in zip(stored, ("parts", "snapshots"), strict=True):
         assert [chunk.size for chunk in chunks] == [1_000_000, 1_000_000, 1]
         assert b"".join(second.fetch(chunks, bulk)) == payload  # type: ignore[arg-type]
-    assert second.fetch(stored[0][::-1], "parts")[-1] == payload[:1_000_000]
-    assert second.store(b"", "parts") == ()
-
-
-def test_a_chunk_that_is_wrong_or_gone_is_said(
-    pair: tuple[Listener, Listener], server: Server
-) -> None:
-    chunks = [*(pair[0].connection.store(bytes([one]) * 10, "parts")[0] for one in b"xy")]
-    fetch = pair[1].connection.fetch
+    assert first.store(b"", "parts") == ()
+    whole, other, gone = stored[0]
     wrong = msgspec.structs.replace
-    for bad in (wrong(chunks[0], sha256=chunks[1].sha256), wrong(chunks[0], size=11)):
-        with pytest.raises(CorruptError, match=f"chunk {chunks[0].sequence} of parts"):
-            fetch([chunks[1], bad], "parts")
+    for bad in (wrong(whole, sha256=other.sha256), wrong(whole, size=11)):
+        with pytest.raises(CorruptError, match=f"chunk {whole.sequence} of parts"):
+            second.fetch([other, bad], "parts")
     with pytest.raises(CorruptError, match="claims 1000000000000 bytes"):
-        fetch([wrong(chunks[0], size=10**12)], "parts")
-    run_as(server.admin, "delete_msg", "islands-test-parts", chunks[0].sequence)
-    for sequence in (chunks[0].sequence, 10**6):
+        second.fetch([wrong(whole, size=10**12)], "parts")
+    run_as(server.admin, "delete_msg", "islands-test-parts", gone.sequence)
+    for sequence in (gone.sequence, 10**6):
         with pytest.raises(GoneError, match="not kept"):
-            fetch([chunks[1], wrong(chunks[0], sequence=sequence)], "parts")
-    assert fetch([chunks[1]], "parts") == [b"y" * 10]
+            second.fetch([other, wrong(gone, sequence=sequence)], "parts")
+    assert second.fetch([other, whole], "parts")[-1] == payload[:1_000_000]
 
 
 # --- faults ---------------------------------------------------------------------------------------
 
 
 def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
+    stop, payload = threading.Event(), os.urandom(30_000_000)
+
+    def append(connection: Connection) -> None:
+        number = 0
+        while not stop.wait(0.001):
+            connection.append(b"%d" % (number := number + 1))
+
     with (
         running_server(tmp_path / "server") as server,
         Listener(server.join, "a/1") as writer,
         Listener(server.join, "b/1") as reader,
+        ThreadPoolExecutor() as pool,
     ):
-        _kill_while_both_work(server, writer, reader)
-        with Listener(server.join, "late/1") as late:
-            assert late.read_to(len(reader.records)) == reader.records
-
-
-def _kill_while_both_work(server: Server, writer: Listener, reader: Listener) -> None:
-    stop, payload = threading.Event(), os.urandom(30_000_000)
-
-    def append() -> None:
-        number = 0
-        while not stop.wait(0.001):
-            writer.connection.append(b"%d" % (number := number + 1))
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(append)
+        pool.submit(append, writer.connection)
         stored = [pool.submit(writer.connection.store, payload, "parts") for _ in range(2)]
         try:
             reader.read_to(20)
@@ -189,12 +169,56 @@ def _kill_while_both_work(server: Server, writer: Listener, reader: Listener) ->
         finally:
             stop.set()
             writer.connection.close()
-    sequences = [record.sequence for record in reader.records]
-    assert sequences == list(range(1, len(sequences) + 1))
-    numbers = [int(record.raw) for record in reader.records]
-    assert numbers == sorted(set(numbers))
-    for one in chunks:
-        assert b"".join(reader.connection.fetch(one, "parts")) == payload
+        numbers = [int(record.raw) for record in reader.records]
+        assert numbers == sorted(set(numbers))
+        assert [one.sequence for one in reader.records] == list(range(1, len(numbers) + 1))
+        for one in chunks:
+            assert b"".join(reader.connection.fetch(one, "parts")) == payload
+        with Listener(server.join, "late/1", after=10) as late:
+            assert late.read_to(len(numbers)) == reader.records[10:]
+
+
+def _lose_the_chunks(folder: Path) -> None:
+    """Let the firewall of this process's own network forget the connection with the chunks."""
+    module.UNCONFIRMED_SECONDS = 1.0
+    module.FIRST_CONNECTION_SECONDS = PATIENCE
+    with running_server(folder) as server, Listener(server.join, "a/1") as listener:
+        connection, loopback = listener.connection, ["tc", "qdisc", "replace", "dev", "lo", "root"]
+        session = connection._bulk
+        assert session is not None
+        slow = "tbf rate 8mbit burst 256kb latency 400ms"
+        run_command([*loopback, *slow.split()])
+        early = connection.store(b"x" * 4_000_000, "parts")  # it takes four seconds
+        assert connection._bulk is session, "a slow link is no dead one"
+        run_command([*loopback, "pfifo"])
+        transport: Any = session.client._transport
+        port = transport._io_writer.get_extra_info("sockname")[1]
+        for rule in (
+            "add table inet filter",
+            "add chain inet filter out { type filter hook output priority 0; }",
+            f"add rule inet filter out tcp sport {port} drop",
+            f"add rule inet filter out tcp dport {port} drop",
+        ):
+            run_command(["nft", rule])
+        begin = time.monotonic()
+        fetched = connection.fetch(early, "parts")  # nothing is sent but a question and pings
+        assert b"".join(fetched) == b"x" * 4_000_000
+        assert connection._bulk is not session
+        print(f"fetched after {time.monotonic() - begin:.0f} s")
+
+
+def test_a_connection_that_dies_without_a_word_is_noticed_in_seconds(tmp_path: Path) -> None:
+    name = _lose_the_chunks.__name__
+    code = f"import sys; from pathlib import Path; from {__name__} import {name}; "
+    command = [sys.executable, "-c", f"{code}{name}(Path(sys.argv[1]))", str(tmp_path / "server")]
+    with network_of(1) as network:
+        if shutil.which("nft", path=ENVIRONMENT["PATH"]) is None:
+            pytest.skip("needs nft")
+        program = network.launch(0, command, tmp_path / "log.txt")
+        assert program.wait(PATIENCE) == 0, program.printed()
+    found = re.search(r"fetched after (\d+) s", program.printed())
+    assert found is not None
+    assert int(found[1]) < module.BULK_PATIENCE / 3
 
 
 def test_a_server_that_is_silent_for_a_while(
@@ -211,6 +235,7 @@ def test_a_server_that_is_silent_for_a_while(
             with ThreadPoolExecutor() as pool:
                 storing = pool.submit(listener.connection.store, b"x" * 3_000_000, "parts")
                 listener.wait_disconnected()
+                assert listener.connection.members.is_new(math.inf), "nobody counts as gone"
                 server.process.send_signal(signal.SIGCONT)
                 assert listener.wait_connected() == 1
                 assert len(storing.result()) == 3

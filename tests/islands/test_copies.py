@@ -1,24 +1,19 @@
 """Shards of islands with other numbers of ranks, and the arithmetic of replaying."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any, cast
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.conftest import REPOSITORY
+from tests.islands.running import with_plain_instructions
 from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.islands.copies import Copies, Encoder, arithmetic
+from torchtitan_diloco.islands.copies import Copies, arithmetic, encode_delta
 from torchtitan_diloco.islands.shards import Layout, Ranks
 
 SHAPES = [(5, 3), (1,), (7,), (4, 2, 3), (2, 9)]
@@ -96,12 +91,12 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
     fragment = build_fragments(model, config.fragments)[0]
     layout = Layout(fragment)
     whole = torch.randn(layout.values, generator=torch.Generator().manual_seed(7))
-    encoder, decoder = Encoder(config), build_codec(config.quantization)
+    coder = build_codec(config.quantization)
     payloads, expected = [], torch.empty(layout.values)
     for rank in range(senders):
-        payload = encoder.encode(shard(whole, fragment, senders, rank))
+        payload = encode_delta(coder, shard(whole, fragment, senders, rank))
         decoded = torch.empty(layout.sizes(senders)[rank])
-        decoder.decode(payload, decoded)
+        coder.decode(payload, decoded)
         for span in layout.spans(senders, rank):
             expected[span.whole :][: span.size] = decoded[span.local :][: span.size]
         payloads.append(payload)
@@ -134,10 +129,10 @@ def replayed() -> dict[str, list[str]]:
                     parameter.copy_(numbers(parameter.numel(), 1).view(parameter.shape))
             copies, states = copies_of(model, config)
             sums = [copies.run(copies.declare, 0, 0)]
-            encoder = Encoder(config)
+            encoder = build_codec(config.quantization)
             for version in range(1, 5):
                 deltas = [numbers(states[0].values, 10 * version + one) * 0.01 for one in range(2)]
-                payload = torch.cat([encoder.encode(delta) for delta in deltas])
+                payload = torch.cat([encode_delta(encoder, delta) for delta in deltas])
                 job = 0, version, 0.7, [3, 4], [1, 1]
                 sums.append(copies.run(copies.advance, *job, content=payload))
             found[f"{name} {codec}"] = [arithmetic(config, torch.device("cpu")), *sums]
@@ -150,16 +145,8 @@ def numbers(count: int, seed: int) -> Tensor:
     return (whole - 50_000).to(torch.float32) / 65_536
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the variable is tested on Linux")
 def test_another_instruction_set_gives_the_same_bits_or_another_fingerprint() -> None:
-    program = (
-        "import json; from tests.islands.test_copies import replayed; print(json.dumps(replayed()))"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(REPOSITORY)}
-    output = subprocess.check_output(
-        [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, text=True
-    )
-    plain, here = json.loads(output), replayed()
+    plain, here = with_plain_instructions("tests.islands.test_copies.replayed"), replayed()
     assert here.keys() == plain.keys()
     for setting, (fingerprint, *sums) in here.items():
         assert fingerprint != plain[setting][0] or sums == plain[setting][1:], setting

@@ -1,8 +1,10 @@
 """Islands around a real model and a real server, in threads of one process."""
 
 import os
+import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import REPOSITORY
 from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
 from tests.islands.running import FP4, TOKENS, Island, same, started
 from tests.islands.servers import PATIENCE, need_server, wait_until
@@ -88,14 +91,14 @@ def _ranks(
         ranks=world.control,
         samples_per_step=2,
     )
-    encode, uploads = outer._encoder.encode, count(1)
+    encode, uploads = outer._encode, count(1)
 
     def encode_or_die(*arguments: Any) -> Tensor:
         if next(uploads) == dies_in and world.rank:
             os._exit(1)
         return encode(*arguments)
 
-    outer._encoder.encode = encode_or_die  # type: ignore[method-assign, assignment]
+    outer._encode = encode_or_die  # type: ignore[assignment]
     outer.join()
     step = 0
     try:
@@ -156,9 +159,11 @@ def test_an_island_with_other_settings_is_refused(server: Join) -> None:
     assert "data: one on side 0, two on side 1" in str(error.value)
 
 
-def test_a_delta_that_is_not_finite_is_left_out_and_its_island_takes_the_shared_copy(
-    server: Join,
+def test_deltas_and_chunks_that_are_not_finite_are_left_out(
+    server: Join, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An island whose delta is not finite takes the shared copy."""
+
     def poison(island: Island) -> None:
         if island.step == 20:  # just before the embedding is sent
             with torch.no_grad():
@@ -168,33 +173,21 @@ def test_a_delta_that_is_not_finite_is_left_out_and_its_island_takes_the_shared_
 
     first = Island(server, "a", steps=48, grace=2.0, step_seconds=0.01)
     second = Island(server, "b", steps=48, grace=2.0, step_seconds=0.01, each_step=poison)
+    encode, uploads = second.outer._encode, count(1)
+
+    def damaged(delta: Tensor) -> Tensor:
+        payload = encode(delta)  # scale bytes of 255 are decoded as NaN
+        return payload.fill_(255) if next(uploads) == 2 else payload
+
+    second.outer._encode = damaged  # type: ignore[assignment]
     with started(first, second):
         results = [first.finish(), second.finish()]
     assert same(results[0].shared, results[1].shared)
     for result in results:
         assert all(value.isfinite().all() for value in result.shared.values())
     assert all(parameter.isfinite().all() for parameter in results[1].model.parameters())
-
-
-def test_a_corrupt_chunk_is_refused_with_the_reason(
-    server: Join, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = Island(server, "a", grace=0.5, step_seconds=0.01, steps=40)
-    second = Island(server, "b", grace=0.5, step_seconds=0.01, steps=40)
-    encode = second.outer._encoder.encode
-    sent = []
-
-    def damaged(delta: Tensor) -> Tensor:
-        payload = encode(delta)
-        sent.append(delta)  # scale bytes of 255 are decoded as NaN
-        return payload.fill_(255) if len(sent) == 2 else payload
-
-    second.outer._encoder.encode = damaged  # type: ignore[method-assign]
-    with started(first, second):
-        results = [first.finish(), second.finish()]
-    assert same(results[0].shared, results[1].shared)
-    assert all(value.isfinite().all() for value in results[0].shared.values())
     assert "was left out: its values are not finite" in caplog.text
+    assert "the delta of island b is not finite" in caplog.text
 
 
 def test_alpha_follows_the_tokens_of_the_run(server: Join, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,15 +224,45 @@ def test_what_one_world_had_in_flight_is_applied_with_its_alpha(
         apply_early(states, saved, mixing)
 
     monkeypatch.setattr(saving, "apply_early", recorded)
-    island = IslandDiLoCo(Net(), Islands("nats://a", "a", begin=1), chosen, total_tokens=10**6)
+    island = IslandDiLoCo(
+        Net(), Islands("nats://127.0.0.1:1#r", "a", begin=1), chosen, total_tokens=10**6
+    )
     island.load_state_dict(saved)
     assert found == [pytest.approx(expected)]
     assert expected < 0.4
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"islands.name: may have letters"):
-        IslandDiLoCo(Net(), Islands("nats://a", "a b"), FP4, total_tokens=1)
     chosen = replace(FP4, quantization=Quantization(codec="topk"))
-    with pytest.raises(ValueError, match=r"codec: does not work with islands"):
-        IslandDiLoCo(Net(), Islands("nats://a", "a"), chosen, total_tokens=1)
+    with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
+        IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
+    assert "islands.name: may have letters" in str(error.value)
+    assert "codec: does not work with islands" in str(error.value)
+
+
+# --- one's own loop -------------------------------------------------------------------------------
+
+
+def test_the_loop_of_the_documentation(server: Join) -> None:
+    """A step counts so many tokens that the run ends soon."""
+    text = (REPOSITORY / "docs/islands.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+    def run(name: str) -> dict[str, Tensor]:
+        torch.set_num_threads(1)
+        model = Net()
+        given = {"model": model, "optimizer": sgd(model), "join": str(server), "tokens": 2_500_000}
+        given |= {
+            "batch": torch.arange(11),
+            "loss": lambda model, batch: model(batch).square().mean(),
+        }
+        exec(program.replace("amsterdam", name), given)
+        outer = given["outer"]
+        assert isinstance(outer, IslandDiLoCo)
+        assert outer.finished
+        return outer.global_state_dict()
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(run, ["amsterdam", "berlin"])
+    assert same(first, second)
+    assert not same(first, dict(Net().named_parameters()))

@@ -13,51 +13,48 @@ from torchtitan_diloco.islands.rules import Island, Timing
 EXPIRY = 4.0
 
 
-def two_owners() -> State:
-    """Return the state of a run whose first two slots belong to i0 and i1."""
+def owned(*slots: int) -> State:
+    """Return the state of a run in which i0 owns slot 0, and so on; there are three slots."""
     state = State(lambda _, __: "v0")
-    facts = Facts(
-        run="r", slots=3, begin=1, total_tokens=9, checksums=("v0",), fingerprints={"code": "a"}
-    )
-    takes = [Take(run="r", slot=slot, incarnation=f"i{slot}", replaces=None) for slot in (0, 1)]
+    size: dict[str, Any] = {"slots": 3, "begin": 1, "total_tokens": 9}
+    facts = Facts(run="r", **size, checksums=("v0",), fingerprints={"code": "a"})
+    takes = [Take(run="r", slot=slot, incarnation=f"i{slot}", replaces=None) for slot in slots]
     for sequence, record in enumerate([facts, *takes], start=1):
         assert not state.read(sequence, encode(record)).void
     return state
 
 
-def hint(name: str, step: int, caught_up: bool = True) -> Hint:
-    return Hint(name, step, tokens=0, step_seconds=0.0, caught_up=caught_up)
-
-
-def pass_time(members: Members, begin: float, end: float, *heard: str) -> None:
-    """Tick four times a second, and hear of some."""
+def members(begin: float, end: float, *heard: str, of: Members | None = None) -> Members:
+    """Connect, or use those that are connected; tick four times a second, and hear of some."""
+    found = of or Members(EXPIRY)
+    if of is None:
+        found.connect(begin)
     for quarter in range(int((end - begin) * 4) + 1):
         now = begin + quarter / 4
-        members.tick(now)
+        found.tick(now)
         for name in heard:
-            members.hear(hint(name, quarter), now)
+            found.hear(Hint(name, quarter, 0, 0.0, caught_up=True), now)
+    return found
 
 
 class Alone:
     """The island i0, which reads what i1 and itself have written."""
 
-    def __init__(self, connected_for: float = 10.0) -> None:
-        self.state, self.members = two_owners(), Members(EXPIRY)
-        self.island = Island(self.state, self.members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
+    def __init__(self, connected_at: float = 0.0, slots: tuple[int, ...] = (0, 1)) -> None:
+        self.state, heard = owned(*slots), members(connected_at, 40.0, "i0", "i1")
+        self.island = Island(self.state, heard, 0, Timing(Schedule(10, 1, 1)), now=0.0)
         self.rounds = self.island.rounds[0]
-        self.members.connect(0.0)
-        pass_time(self.members, 0.0, connected_for, "i0", "i1")
 
-    def read(self, record: Record, now: float = 0.0) -> int:
+    def read(self, record: Record, now: float = 10.0) -> int:
         """Read a record that is valid, and return its number."""
         assert not self.island.read(self.state.sequence + 1, encode(record), now).void
         return self.state.sequence
 
-    def open(self, version: int, now: float = 0.0, grace: float = 1.0) -> None:
+    def open(self, version: int, now: float = 10.0, grace: float = 1.0) -> None:
         who: dict[str, Any] = {"run": "r", "slot": 0, "incarnation": "i0", "fragment": 0}
         self.read(Open(**who, version=version, grace=grace), now)
 
-    def part(self, slot: int, number: int, weight: int = 20, now: float = 0.0) -> int:
+    def part(self, slot: int, number: int, weight: int = 20, now: float = 10.0) -> int:
         start = self.state.slots[slot].ledgers[0].taken_to
         range_: dict[str, Any] = {"start": start, "end": start + weight, "weight": weight}
         return self.read(part_of(slot, number=number, base=number - 1, **range_), now)
@@ -69,64 +66,44 @@ def part_of(slot: int, checksum: str = "v0", **changed: Any) -> Part:
     return Part(**who, checksum=checksum, **fields | changed)
 
 
-def test_nobody_is_gone_in_the_first_expiry_time() -> None:
-    members, state = Members(EXPIRY), two_owners()
-    assert not members.is_gone("i1", 1000.0), "there is no connection yet"
-    members.connect(1000.0)
-    pass_time(members, 1000.0, 1003.5, "i0")
-    assert not members.is_gone("i1", 1003.5)
-    assert members.is_ready("i1", 1003.5, step_seconds=0.1)
-    pass_time(members, 1003.5, 1004.0, "i0")
-    assert members.is_gone("i1", 1004.0)
-    assert not members.is_ready("i1", 1004.0, step_seconds=0.1)
-    assert members.is_ready("i0", 1004.0, step_seconds=0.1)
-    assert members.slot_to_take(state, "new/1", 1004.0) == (2, None), (
-        "a free one before a dead one's"
-    )
-
-
-def test_a_pause_of_this_process_is_not_taken_for_silence_of_the_others() -> None:
-    members = Members(EXPIRY)
-    members.connect(0.0)
-    pass_time(members, 0.0, 10.0, "i0")
-    members.tick(18.0)
-    assert not members.is_gone("i0", 18.0)
-    pass_time(members, 18.0, 22.0)
-    assert members.is_gone("i0", 22.0)
+def test_nobody_is_gone_in_the_first_expiry_time_nor_after_a_pause() -> None:
+    assert not Members(EXPIRY).is_gone("i1", 1000.0), "there is no connection yet"
+    found = members(1000.0, 1003.5, "i0")
+    assert not found.is_gone("i1", 1003.5)
+    assert found.is_ready("i1", 1003.5, step_seconds=0.1)
+    members(1003.5, 1004.0, "i0", of=found)
+    assert found.is_gone("i1", 1004.0)
+    assert not found.is_ready("i1", 1004.0, step_seconds=0.1)
+    assert found.is_ready("i0", 1004.0, step_seconds=0.1)
+    found.tick(1018.0)  # of this process, which is no silence of the others
+    assert not found.is_gone("i0", 1018.0)
+    members(1018.0, 1022.0, of=found)
+    assert found.is_gone("i0", 1022.0)
+    found.disconnect()
+    assert not found.is_gone("i0", 1030.0)
 
 
 def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
-    members = Members(EXPIRY)
-    members.connect(0.0)
+    found = members(0.0, 0.0)
     for second in range(10):
-        members.tick(second)
-        members.hear(hint("stands", 3), second)
-        members.hear(hint("reads", second, caught_up=False), second)
-    assert not members.is_ready("stands", 9.0, step_seconds=0.1)
-    assert members.is_ready("stands", 9.0, step_seconds=4.0), (
-        "its steps may be as long as one's own"
-    )
-    assert not members.is_ready("reads", 9.0, step_seconds=0.1)
-    assert not members.is_gone("stands", 9.0)
+        found.tick(second)
+        found.hear(Hint("stands", 3, 0, 0.0, caught_up=True), second)
+        found.hear(Hint("reads", second, 0, 0.0, caught_up=False), second)
+    assert not found.is_ready("stands", 9.0, step_seconds=0.1)
+    assert found.is_ready("stands", 9.0, step_seconds=4.0), "its steps may be as long as one's own"
+    assert not found.is_ready("reads", 9.0, step_seconds=0.1)
+    assert not found.is_gone("stands", 9.0)
 
 
-def test_the_slot_of_a_dead_island_is_taken_when_none_is_free() -> None:
-    members, state = Members(EXPIRY), two_owners()
-    take = Take(run="r", slot=2, incarnation="i2", replaces=None)
-    state.read(4, encode(take))
-    members.connect(0.0)
-    pass_time(members, 0.0, 5.0, "i0", "i2")
-    assert members.slot_to_take(state, "new/1", 5.0) == (1, "i1")
-
-
-def test_an_island_takes_the_slot_of_its_earlier_start_and_no_other() -> None:
-    members, state = Members(EXPIRY), two_owners()
-    members.connect(0.0)
-    assert members.slot_to_take(state, "i1/again", 1.0) is None, "it may still be running"
-    pass_time(members, 0.0, 5.0, "i0")
-    assert members.slot_to_take(state, "i1/again", 5.0) == (1, "i1")
+def test_the_slot_to_take() -> None:
+    """That of an earlier start of the island, or a free one, or that of a dead one."""
+    found = members(0.0, 5.0, "i0", "i2")
+    assert found.slot_to_take(owned(0, 1), "new/1", 5.0) == (2, None)
+    assert found.slot_to_take(owned(0, 1, 2), "new/1", 5.0) == (1, "i1")
+    assert found.slot_to_take(owned(0, 1), "i1/again", 5.0) == (1, "i1")
+    assert members(0.0, 1.0).slot_to_take(owned(0, 1), "i1/again", 1.0) is None, "it may be running"
     with pytest.raises(ValueError, match="i0 is running already"):
-        members.slot_to_take(state, "i0/again", 5.0)
+        found.slot_to_take(owned(0, 1), "i0/again", 5.0)
 
 
 def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends() -> None:
@@ -135,59 +112,49 @@ def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends(
     for version, weights in enumerate([(20, 20), (20, 1000), (20,)], start=1):
         one.open(version)
         checked = {one.part(slot, version, weight): "" for slot, weight in enumerate(weights)}
-        close = one.rounds.close(checked, lr=1.0, now=10.0)
+        close = one.rounds.close(checked, lr=1.0, now=40.0)
         assert close is not None
         assert close.lr == (1.0 if len(weights) == 2 else 0.5)
         one.read(close)
 
 
-def test_the_lags_of_parts_that_are_fetched_in_another_order_are_known() -> None:
+def test_lags_of_parts_are_known_also_when_they_are_fetched_in_another_order() -> None:
     """Else rounds would wait for half a cycle, as for parts of which nothing is known."""
-    one = Alone(connected_for=40.0)
+    one = Alone()
     one.island.step_seconds = 1.0
     one.open(1, now=10.0, grace=0.5)
     first, second = one.part(0, 1, now=10.0), one.part(1, 1, now=10.0)
     assert one.rounds.close({second: ""}, lr=1.0, now=10.1) is None
     assert one.rounds.close({first: "", second: ""}, lr=1.0, now=12.0) is not None
-    assert [list(one.lags) for one in one.island.habits[:2]] == [[2.0], pytest.approx([0.1])]
+    habits = one.island.habits[1]
+    assert [list(found.lags) for found in one.island.habits[:2]] == [[2.0], pytest.approx([0.1])]
+    assert habits.weight(0) == 20
+    one.read(Take(run="r", slot=1, incarnation="new", replaces="i1"))
+    habits = one.island.habits[1]
+    assert (habits.weight(0), list(habits.lags)) == (0, []), "the new owner may have another link"
+
+
+def test_lags_are_not_measured_while_an_outage_is_read() -> None:
+    """All its records come in a moment: nothing would seem to take any time."""
+    one = Alone(connected_at=37.0)
+    one.open(1, now=39.0)
+    one.rounds.close({one.part(1, 1, now=40.0): ""}, lr=1.0, now=40.0)
+    assert not one.island.habits[1].lags
 
 
 @pytest.mark.parametrize("confirmed", [True, False])
 def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool) -> None:
-    state, members = two_owners(), Members(EXPIRY)
-    take = Take(run="r", slot=2, incarnation="i2", replaces=None)
-    state.read(4, encode(take))
-    island = Island(state, members, 0, Timing(Schedule(10, 1, 1)), now=0.0)
-    island.finish_step(2, 20, 0.1)
-    island.leaving = True
-    assert island.rounds[0].send_is_due(0.0)
-    assert island.read(5, encode(part_of(1, checksum="other")), now=0.0).disputed
-    assert not island.rounds[0].send_is_due(0.0), "nothing is written meanwhile"
+    one = Alone(slots=(0, 1, 2))
+    one.island.finish_step(2, 20, 0.1)
+    one.island.leaving = True
+    assert one.rounds.send_is_due(0.0)
+    assert one.island.read(5, encode(part_of(1, checksum="other")), now=0.0).disputed
+    assert not one.rounds.send_is_due(0.0), "nothing is written meanwhile"
     if confirmed:
-        island.read(6, encode(part_of(2)), now=1.0)
-        assert "i1 has other bits of fragment 0" in next(island.settle_disputes(1.0))
-        assert island.rounds[0].send_is_due(1.0)
+        one.read(part_of(2), now=1.0)
+        assert "i1 has other bits of fragment 0" in next(one.island.settle_disputes(1.0))
+        assert one.rounds.send_is_due(1.0)
     else:
-        assert list(island.settle_disputes(EXPIRY)) == []
+        assert list(one.island.settle_disputes(EXPIRY)) == []
         with pytest.raises(IslandFailedError, match="no island has confirmed"):
-            list(island.settle_disputes(EXPIRY + 0.1))
-
-
-def test_what_is_known_of_a_slot_is_that_of_its_owner() -> None:
-    one = Alone()
-    one.part(1, 1)
-    one.island.habits[1].lags.append(3.0)
-    assert one.island.habits[1].weight(0) == 20
-    one.read(Take(run="r", slot=1, incarnation="new", replaces="i1"))
-    assert (one.island.habits[1].weight(0), list(one.island.habits[1].lags)) == (0, [])
-
-
-@pytest.mark.parametrize(("connected", "known"), [(7.0, 0), (0.0, 1)])
-def test_lags_are_not_measured_while_an_outage_is_read(connected: float, known: int) -> None:
-    """All its records come in a moment: nothing would seem to take any time."""
-    one = Alone()
-    one.members.connect(connected)
-    pass_time(one.members, connected, 10.0, "i0", "i1")
-    one.open(1, now=9.0)
-    one.rounds.close({one.part(1, 1, now=10.0): ""}, lr=1.0, now=10.0)
-    assert len(one.island.habits[1].lags) == known
+            list(one.island.settle_disputes(EXPIRY + 0.1))

@@ -22,7 +22,7 @@ from torchtitan_diloco.islands.__main__ import main
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Give, encode
-from torchtitan_diloco.islands.server import open_folder, run_islands
+from torchtitan_diloco.islands.server import open_folder
 from torchtitan_diloco.islands.session import LogRecord
 from torchtitan_diloco.utils import USER_ERROR
 
@@ -173,6 +173,8 @@ def test_status_and_leave(
     assert "a has left" in capsys.readouterr().out
     assert main(["leave", "a", *join]) == USER_ERROR
     assert "no island 'a' is in the run; there are: ['b']" in capsys.readouterr().err
+    assert main(["status", "--join", "nats://host:1#run"]) == USER_ERROR
+    assert len(capsys.readouterr().err.splitlines()) == 1
     assert (found["run"], found["phase"], found["tokens_merged"]) == ("test", "running", 10)
     first, second = found["islands"]
     assert (first["incarnation"], first["slot"], first["step"]) == ("a", 0, 5)
@@ -186,11 +188,6 @@ def test_status_and_leave(
         {"slot": 1, "owner": "b", **half, "waiting": 15},
     ]
     assert "tokens merged: 10 of 100 (10.0%)" in text
-
-
-def test_a_wrong_join_string_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--join", "nats://host:1#run"]) == USER_ERROR
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 # --- several islands on this machine --------------------------------------------------------------
@@ -225,8 +222,3 @@ sys.exit(run_islands([sys.executable, "-c", {ISLAND!r}], 2, Path({str(tmp_path)!
     )
     assert (done.returncode, done.stdout) == (3, "island-1 nats+tls://\n"), done.stderr
     assert (tmp_path / "island-2/output.txt").read_text() == "island-2 nats+tls://\n"
-
-
-def test_the_first_failure_of_local_islands_is_the_exit_code(tmp_path: Path) -> None:
-    code = "import sys; sys.exit(7 * ('island-2' in sys.argv))"
-    assert run_islands([sys.executable, "-c", code], 2, tmp_path) == 7

@@ -20,11 +20,16 @@ TOKENS = 7
 LR, MOMENTUM = 3, 5
 
 Vector = dict[int, int]
-Payload = bytes
 
 
 def inverse(value: int) -> int:
     return pow(value, -1, PRIME)
+
+
+def modular(fraction: float) -> int:
+    """Return a fraction of small numbers, such as an alpha of 0.25, modulo the prime."""
+    numerator, denominator = fraction.as_integer_ratio()
+    return numerator * inverse(denominator) % PRIME
 
 
 def combine(*terms: tuple[int, Vector]) -> Vector:
@@ -38,10 +43,6 @@ def combine(*terms: tuple[int, Vector]) -> Vector:
 
 def component(slot: int, sample: int) -> int:
     return 1 + slot * 1_000_000 + sample
-
-
-def samples_of(vector: Vector) -> set[tuple[int, int]]:
-    return {divmod(key - 1, 1_000_000) for key in vector if key}
 
 
 def train(theta: list[Vector], slot: int, sample: int) -> None:
@@ -83,15 +84,49 @@ class Shared:
         return digest(repr((self.version, sorted(self.theta.items()))).encode())[:16]
 
 
-def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, alpha: int) -> Vector:
-    """`alpha`: the share of the local parameters, as a number modulo the prime."""
-    if mode is Mode.RESET:
-        return dict(new)
-    if mode is Mode.MIX_LATE and not alpha:
-        alpha = inverse(2)
-    if mode in (Mode.MIX, Mode.MIX_LATE):
-        return combine((alpha, theta), (1 - alpha, new))
-    return combine((1, theta), (1, new), (-1, old))
+def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, alpha: float) -> Vector:
+    if mode is Mode.ADD:
+        return combine((1, theta), (1, new), (-1, old))
+    share = 0 if mode is Mode.RESET else modular(mode.share(alpha))
+    return combine((share, theta), (1 - share, new))
+
+
+@dataclass
+class Expected:
+    """What the next delta of a fragment must contain, sample by sample, by an account of its own.
+
+    After an entry with the own part, it is the share of the local parameters that stays, times
+    what the entry has left of the part (part - change of the shared copy) and the work since the
+    send; and all work that comes after. Other entries leave it as it is. So with a share of 0, or
+    an outer step that takes over the part as it is, only work that no part has contained remains.
+    """
+
+    left: Vector = field(default_factory=dict)
+    """Without the work from `position` on."""
+    position: int = 0
+    sent: Vector = field(default_factory=dict)
+    """The latest part, of which `left` is what remains at last."""
+    end: int = 0
+    """Where that part ends."""
+
+    def send(self, slot: int, end: int, delta: Vector) -> None:
+        """Assert that a delta is as expected. Component 0, which is not linear, is not compared."""
+        found = {key: value for key, value in delta.items() if key}
+        assert found == combine((1, self.left), (1, work(slot, self.position, end)))
+        self.sent, self.end = found, end
+
+    def apply(self, share: float, slot: int, now: int, change: Vector) -> None:
+        """Note an entry with the own part. `share`: of the local parameters, which stays; `now`:
+        sample up to which was trained; `change`: of the shared copy."""
+        kept = modular(share)
+        terms = (kept, self.sent), (-kept, change), (kept, work(slot, self.end, now))
+        self.left = {key: value for key, value in combine(*terms).items() if key}
+        self.position = now
+
+
+def work(slot: int, start: int, end: int) -> Vector:
+    """Return what training on a range of samples adds, without component 0."""
+    return {component(slot, sample): 1 for sample in range(start, end)}
 
 
 class Copies:
@@ -151,7 +186,9 @@ def fingerprint(state: State) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def one_world(schedule: Schedule, workers: int, steps: int, alpha: int, batch: int) -> list[Shared]:
+def one_world(
+    schedule: Schedule, workers: int, steps: int, alpha: float, batch: int
+) -> list[Shared]:
     """Return the final shared copies of workers in lockstep, as in `diloco/reference.py`."""
     fragments = range(schedule.fragments)
     shared = [Shared() for _ in fragments]

@@ -2,13 +2,14 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from benchmarks.network import wait_until
 from tests.conftest import REPOSITORY
 from tests.launch.stand_in import is_alive
 
@@ -36,7 +37,10 @@ class Running:
         return self._console.read_text()
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        wait_until(lambda: self.output.count(text) >= times or self.process.poll() is not None)
+        def is_there() -> bool:
+            return self.output.count(text) >= times or self.process.poll() is not None
+
+        wait_until(is_there, text, self._console, PATIENCE_SECONDS)
         assert self.output.count(text) >= times, self.output
 
     def wait(self) -> int:
@@ -46,7 +50,9 @@ class Running:
 
     def wait_until_ranks_are_gone(self) -> None:
         pids = [int(pid) for pid in re.findall(r"pid=(\d+)", self.output)]
-        wait_until(lambda: not any(is_alive(pid) for pid in pids))
+        wait_until(
+            lambda: not any(map(is_alive, pids)), "their end", self._console, PATIENCE_SECONDS
+        )
 
 
 @contextmanager
@@ -78,8 +84,8 @@ def launcher(
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def two_nodes() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"localhost:{port}"}

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import launcher
-from tests.launch.test_runs import two_nodes
+from tests.launch.running import launcher, two_nodes
 from torchtitan_diloco.config.schema import Checkpoint
 from torchtitan_diloco.restarts import NotRestartedError, Restarts
 
@@ -18,10 +17,10 @@ def save(run: Path, step: int) -> None:
     (folder / "manifest.json").touch()
 
 
-def restarts(folder: Path, limit: int = 2, /, **settings: object) -> Restarts:
+def restarts(folder: Path, **settings: object) -> Restarts:
     note = folder / "note"
     note.write_text(str(folder / "run"))
-    return Restarts(limit, Checkpoint(**settings), note)  # type: ignore[arg-type]
+    return Restarts(2, Checkpoint(**settings), note)  # type: ignore[arg-type]
 
 
 def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
@@ -43,22 +42,14 @@ def test_a_new_checkpoint_begins_the_count_again(tmp_path: Path) -> None:
     assert decide.summary.startswith("started again 6 times, after: it crashed; it crashed;")
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
+def test_runs_without_a_checkpoint_that_are_not_started_again(tmp_path: Path) -> None:
+    for settings, reason in (
         ({"every_minutes": 0}, "saves no checkpoints while it trains"),
-        ({"resume": "somewhere"}, "had saved no checkpoint"),
         ({"resume": "never"}, "had saved no checkpoint"),
-    ],
-)
-def test_runs_that_are_not_started_again(
-    tmp_path: Path, settings: dict[str, object], reason: str
-) -> None:
-    with pytest.raises(NotRestartedError, match=reason):
-        restarts(tmp_path, 2, **settings).after_crash("it crashed")
-
-
-def test_another_start_is_resumed_from_its_own_checkpoint(tmp_path: Path) -> None:
+        ({"resume": "somewhere"}, "had saved no checkpoint"),
+    ):
+        with pytest.raises(NotRestartedError, match=reason):
+            restarts(tmp_path, **settings).after_crash("it crashed")
     save(tmp_path / "run", 3)
     assert restarts(tmp_path, resume="somewhere").after_crash("it crashed")
 
@@ -69,12 +60,9 @@ def test_a_crashed_run_goes_on(tmp_path: Path, workers: int) -> None:
     does = f"crash:{folder}:{-signal.SIGKILL}:0-100"
     with launcher(tmp_path / "console", does, workers=workers) as run:
         assert run.wait() == 0, run.output
-    last = workers - 1
+    last, resumed = workers - 1, f"'--run.folder', '{folder}', '--checkpoint.resume', 'auto'"
     assert run.output.count(f"started rank={last}") == 3
-    assert (
-        run.output.count(f"'--run.folder', '{folder}', '--checkpoint.resume', 'auto'")
-        == 2 * workers
-    )
+    assert run.output.count(resumed) == 2 * workers
     killed = f"rank {last} was killed by SIGKILL (often by the system, when memory runs out)"
     assert run.output.count(f"error: {killed}\n") == 2
     assert "starting again from the beginning in 0.1 s (restart 1 of 3 without" in run.output
@@ -83,25 +71,21 @@ def test_a_crashed_run_goes_on(tmp_path: Path, workers: int) -> None:
     run.wait_until_ranks_are_gone()
 
 
-def test_a_run_that_makes_no_progress_ends(tmp_path: Path) -> None:
-    does = f"crash:{tmp_path / 'run'}:3:5-5-5"
-    with launcher(tmp_path / "console", does, "--run.restarts", "1", workers=1) as run:
-        assert run.wait() == 3
-    assert run.output.count("started rank=0") == 2
-    why = "because a restart from the checkpoint of step 5 brought no new checkpoint\n"
-    assert f"exit code 3; not started again, {why}" in run.output
-    assert run.output.endswith("started again once, after: rank 0 failed with exit code 3\n")
-
-
-@pytest.mark.parametrize(("code", "limit"), [(2, 3), (3, 0)])
-def test_mistakes_of_the_user_and_runs_without_restarts_end(
-    tmp_path: Path, code: int, limit: int
-) -> None:
-    does = f"crash:{tmp_path / 'run'}:{code}:5-5"
+@pytest.mark.parametrize(
+    ("code", "limit", "ending"),
+    [
+        (3, 1, "\nstarted again once, after: rank 0 failed with exit code 3\n"),
+        (2, 3, ""),  # a mistake of the user, which the rank has named
+    ],
+)
+def test_runs_that_end(tmp_path: Path, code: int, limit: int, ending: str) -> None:
+    does = f"crash:{tmp_path / 'run'}:{code}:5-5-5"
     with launcher(tmp_path / "console", does, "--run.restarts", str(limit), workers=1) as run:
         assert run.wait() == code
-    assert run.output.count("started rank=0") == 1
-    assert "again" not in run.output
+    assert run.output.count("started rank=0") == 1 + bool(ending)
+    why = "because a restart from the checkpoint of step 5 brought no new checkpoint\n"
+    assert (f"exit code 3; not started again, {why}" in run.output) == bool(ending)
+    assert ("again" in run.output, run.output.endswith(ending)) == (bool(ending), True)
 
 
 def test_a_signal_ends_the_pause_before_a_restart(tmp_path: Path) -> None:

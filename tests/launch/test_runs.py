@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import launcher
+from tests.launch.running import launcher, two_nodes
 from torchtitan_diloco.utils import available_cores
 
 ONLY_LOOPBACK = """
@@ -21,13 +20,6 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
     fcntl.ioctl(handle, 0x8914, struct.pack("16sh", b"lo", 0x1))  # SIOCSIFFLAGS: up
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-def two_nodes() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"localhost:{port}"}
 
 
 def test_two_runs_at_once(tmp_path: Path) -> None:
@@ -76,28 +68,24 @@ def test_ctrl_c_while_waiting_for_other_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "stop_signal", "code"),
-    [(1, signal.SIGHUP, 129), (2, signal.SIGINT, 130)],
+    ("workers", "inside", "signals", "code"),
+    [
+        (1, [], [signal.SIGHUP], 129),
+        (2, [], [signal.SIGINT], 130),
+        (1, ["nohup"], [signal.SIGHUP, signal.SIGTERM], 143),  # the first one is ignored
+    ],
 )
 def test_a_stop_signal_lets_every_rank_finish(
-    tmp_path: Path, workers: int, stop_signal: signal.Signals, code: int
+    tmp_path: Path, workers: int, inside: list[str], signals: list[signal.Signals], code: int
 ) -> None:
-    with launcher(tmp_path / "console", "wait", workers=workers) as run:
+    with launcher(tmp_path / "console", "wait", workers=workers, inside=inside) as run:
         run.wait_for("waiting", times=workers)
-        os.killpg(run.process.pid, stop_signal)  # as a terminal does
+        for number in signals:
+            os.killpg(run.process.pid, number)  # as a terminal does
         assert run.wait() == code
         assert run.output.count("signal=SIGTERM count=1") == workers
         assert "Traceback" not in run.output
         run.wait_until_ranks_are_gone()
-
-
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    with launcher(tmp_path / "console", "wait", workers=1, inside=["nohup"]) as run:
-        run.wait_for("waiting")
-        run.process.send_signal(signal.SIGHUP)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == 143
-    assert "signal=SIGTERM count=1" in run.output
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
@@ -114,22 +102,19 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
         run.wait_until_ranks_are_gone()
 
 
-def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, by: signal.Signals) -> None:
+    """After some time, and at once if the launcher itself was killed."""
+    if by == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("needs prctl")
     variables = {"SHUTDOWN_SECONDS": "1"}
     with launcher(tmp_path / "console", "hang", workers=1, environment=variables) as run:
         run.wait_for("hanging")
-        run.process.terminate()
-        assert run.wait() == 143
-        assert run.output.endswith("still training 1 s after SIGTERM; killed\n")
+        run.process.send_signal(by)
+        assert run.wait() == 128 + by
         run.wait_until_ranks_are_gone()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with launcher(tmp_path / "console", "hang", workers=1) as run:
-        run.wait_for("hanging")
-        run.process.kill()
-        run.wait_until_ranks_are_gone()
+    late = "still training 1 s after SIGTERM; killed\n"
+    assert run.output.endswith(late) == (by == signal.SIGTERM)
 
 
 def test_a_stop_signal_while_ranks_import(tmp_path: Path) -> None:
@@ -144,27 +129,23 @@ def test_a_stop_signal_while_ranks_import(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "code", "message", "ending"),
+    ("does", "workers", "code", "message", "ending"),
     [
-        ("raise:0", 1, "RuntimeError: stand-in: the loss exploded\n", "failed with exit code 1"),
-        ("kill:0", 137, "error: rank 0 was killed by SIGKILL", "was killed by SIGKILL"),
+        ("raise:0", 1, 1, "RuntimeError: stand-in: the loss exploded\n", "failed with exit code 1"),
+        ("kill:0", 1, 137, "error: rank 0 was killed by SIGKILL", "was killed by SIGKILL"),
+        ("fail:1:7,hang", 2, 7, "error: stand-in failed on rank 1\n", "failed with exit code 7"),
     ],
 )
-def test_a_failing_rank_is_named(
-    tmp_path: Path, does: str, code: int, message: str, ending: str
+def test_a_failing_rank_is_named_and_ends_the_others_also_if_they_hang(
+    tmp_path: Path, does: str, workers: int, code: int, message: str, ending: str
 ) -> None:
-    with launcher(tmp_path / "console", does, workers=1) as run:
+    options = ("--run.restarts", "0")
+    with launcher(tmp_path / "console", does, *options, workers=workers) as run:
         assert run.wait() == code
-    assert run.output.count(message) == 1
-    assert run.output.splitlines()[-1].startswith(f"error: rank 0 {ending}"), run.output
-
-
-def test_a_failing_rank_ends_the_others_also_if_they_hang(tmp_path: Path) -> None:
-    with launcher(tmp_path / "console", "fail:1:7,hang", "--run.restarts", "0") as run:
-        assert run.wait() == 7
         run.wait_until_ranks_are_gone()
-    assert run.output.count("error: stand-in failed on rank 1\n") == 1
-    assert run.output.endswith("error: rank 1 failed with exit code 7\n")
+    assert run.output.count(message) == 1
+    last = run.output.splitlines()[-1]
+    assert last.startswith(f"error: rank {workers - 1} {ending}"), run.output
 
 
 def test_a_machine_with_only_the_loopback_interface(tmp_path: Path) -> None:

@@ -60,13 +60,17 @@ def test_one_launcher_on_each_node(job: Path) -> None:
     assert "srun option --ntasks-per-node=1" in run.stdout
 
 
-def test_a_mistake_in_the_config_ends_the_job_before_it_starts(job: Path) -> None:
-    run = submit(job, "repository", "--config", "wrong")
-    assert run.returncode == 2
+@pytest.mark.parametrize(
+    ("folder", "config", "code", "message"),
+    [
+        ("repository", "wrong", 2, ""),
+        ("bin", "1b", 1, "has no run_train.sh; submit from the repository's folder"),
+    ],
+)
+def test_a_mistake_ends_the_job_before_it_starts(
+    job: Path, folder: str, config: str, code: int, message: str
+) -> None:
+    run = submit(job, folder, "--config", config)
+    assert run.returncode == code
     assert "srun" not in run.stdout
-
-
-def test_submitted_from_elsewhere(job: Path) -> None:
-    run = submit(job, "bin")
-    assert run.returncode == 1
-    assert "has no run_train.sh; submit from the repository's folder" in run.stderr
+    assert message in run.stderr

@@ -31,13 +31,16 @@ class Mixer(LanguageModel):
         width = config.width or 16
         self.shape = f"{config.layers} means of {width}"
         self.embed = nn.Embedding(vocab_size, width)
-        self.blocks = nn.ModuleList(Mean(width) for _ in range(config.layers or 2))
+        self.blocks = nn.ModuleList(
+            nn.Linear(width, width, bias=False) for _ in range(config.layers or 2)
+        )
         self.head = nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
         hidden = self.embed(tokens)
+        positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)[:, None]
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = hidden + torch.tanh(block(hidden.cumsum(dim=1) / positions))
         return head(hidden, self.head.weight)
 
     def initial_std(self, name: str, parameter: Tensor) -> float:
@@ -50,17 +53,6 @@ class Mixer(LanguageModel):
     def flops_per_token(self, length: int) -> int:
         counts = self.parameter_counts()
         return 6 * (counts["total"] - counts["embedding"]) + length
-
-
-class Mean(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(1, x.shape[1] + 1, device=x.device).unsqueeze(1)
-        mixed: Tensor = x + torch.tanh(self.gate(x)) * x.cumsum(dim=1) / positions
-        return mixed
 
 
 def run_mixer(chosen: dict[str, str]) -> str:

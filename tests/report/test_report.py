@@ -1,7 +1,7 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
 from torchtitan_diloco.report.facts import (
     ABSENT,
-    data_parallel_bytes,
     detail_tables,
     facts_table,
-    hidden_percent,
 )
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import html_page, markdown
@@ -43,34 +41,15 @@ def by_title(*runs: Run) -> dict[str, Figure]:
     return {figure.title: figure for figure in figures(runs)}
 
 
-class PageChecker(HTMLParser):
-    """Collects the text of a page. Tags must be closed in order; nothing may be loaded or run."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.ids: list[str] = []
-        assert not re.search(r"@import|url\((?!#)", page)
-        self.feed(page)
-        assert self.open == []
-        assert len(self.ids) == len(set(self.ids))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "link", "img", "iframe", "object")
-        for name, value in attrs:
-            assert name not in ("src", "href", "srcset", "action"), value
-            assert name != "xlink:href" or (value or "").startswith("#"), value
-            assert not name.startswith("on"), value
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
+def shown_text(page: str) -> str:
+    """Return the text of a page, on which nothing may be loaded or run."""
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert not re.search(r"<(script|link|img|iframe|object)\b", page)
+    assert not re.search(r"<[^>]* (src|href|srcset|action|on\w+)=", page)
+    assert not re.search(r'xlink:href="(?!#)', page)
+    ids = re.findall(r'<[^>]* id="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    return unescape(re.sub(r"<[^>]*>", "\n", page))
 
 
 def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +58,7 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = streaming / "report.html"
     assert capsys.readouterr().out.strip() == str(page)
     text = page.read_text()
-    shown = PageChecker(text).text
+    shown = shown_text(text).splitlines()
     assert 'a <tale> of "two" runs & more; 3 workers, Streaming DiLoCo' in shown
     assert "<tale>" not in text
     for section in ("Workers", "Links, slowest first", "All settings"):
@@ -91,8 +70,27 @@ def test_page_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (streaming / "again.html").read_text() == text, "the same records, the same page"
 
 
-def test_figures_of_a_run(runs: Path) -> None:
-    found = by_title(opened(runs / "streaming"))
+def test_facts_and_figures_of_a_run(runs: Path) -> None:
+    run = opened(runs / "streaming")
+    expected = 600 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
+    assert run.parameters == sum(FRAGMENTS.values())
+    assert facts(run) | {
+        "tokens, all workers": ("9,830,400", "600 steps"),
+        "time": ("0:05:00", "days, h:mm:ss, with validations"),
+        "sent by each worker": ("90.0 MB", "counted in the buffers"),
+        "utilisation": ("97.1 %", "measured; 95.0 % predicted"),
+        "communication hidden": (f"{100 * (1 - 0.05 / 1.2):.1f} %", "of the time of exchanges"),
+        "slowest link": ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds"),
+    } == facts(run)
+    assert facts(run)["last to arrive"][0] == "worker 2"
+    ratio = expected / (60 * 1.5e6)
+    assert f"{ratio:,.1f} times" in facts(run)["data parallelism would send"][1]
+    workers, links = detail_tables([run])
+    assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
+    assert workers.rows[0][1].text == "57 of 57"
+    assert len(links.rows) == 6
+
+    found = by_title(run)
     assert list(found) == [
         "Loss over tokens",
         "Loss over time",
@@ -109,62 +107,50 @@ def test_figures_of_a_run(runs: Path) -> None:
     assert sum(found["Where the time went"].bars["streaming"].values()) == pytest.approx(100)
 
 
-def test_facts_of_a_run(runs: Path) -> None:
-    run = opened(runs / "streaming")
-    found = facts(run)
-    assert found["tokens, all workers"] == ("9,830,400", "600 steps")
-    assert found["time"][0] == "0:05:00"
-    assert found["sent by each worker"][0] == "90.0 MB"
-    assert found["utilisation"] == ("97.1 %", "measured; 95.0 % predicted")
-    assert found["communication hidden"][0] == "95.8 %"
-    assert found["last to arrive"][0] == "worker 2"
-    assert found["slowest link"] == ("40.0 Mbit/s", "worker 2 to worker 0, median of 57 rounds")
-    assert hidden_percent(run) == pytest.approx(100 * (1 - 0.05 / 1.2))
-    assert run.parameters == sum(FRAGMENTS.values())
-    expected = 600 * all_reduce_bytes(run.parameters, 3)
-    assert data_parallel_bytes(run) == pytest.approx(expected)
-    ratio = expected / (60 * 1.5e6)
-    assert f"{ratio:,.1f} times" in found["data parallelism would send"][1]
-    workers, links = detail_tables([run])
-    assert [row[0].text for row in workers.rows] == ["worker 2", "worker 0", "worker 1"]
-    assert workers.rows[0][1].text == "57 of 57"
-    assert len(links.rows) == 6
-
-
-def test_run_that_is_going_on(runs: Path) -> None:
+def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
     run = opened(runs / "running")
-    assert run.unreadable == 0, "an incomplete last line is not an error"
-    assert run.last_step == 400
+    assert (run.unreadable, run.last_step) == (0, 400), "an incomplete last line is no error"
     assert facts(run)["utilisation"] == (ABSENT, "not recorded: the run has not ended")
     measured = by_title(run)["Drift of the workers"]
     assert len(measured.legend) == 3, "few rounds were measured"
     assert "nan" not in measured.svg
 
+    control = opened(runs / "data-parallel")
+    assert list(by_title(control)) == ["Loss over tokens", "Loss over time", "Where the time went"]
+    assert "No exchange was recorded" in html_page([control])
+    assert "last to arrive" not in facts(control)
 
-def test_run_that_was_resumed_after_its_end_has_no_summary(tmp_path: Path) -> None:
-    for steps, known in ((100, summary(100)), (110, None)):
-        records: list[Any] = [*step_records(steps), summary(100)]
-        assert opened(write_run(tmp_path / str(steps), records)).summary == known
+    new = opened(write_run(tmp_path / "new", []))
+    assert "has not logged a step yet" in html_page([new])
+    assert "has not logged a step yet" in markdown([new])
+    assert "no readable config.toml" in html_page([new])
 
-
-def test_data_parallel_run_has_no_rounds(runs: Path) -> None:
-    run = opened(runs / "data-parallel")
-    assert list(by_title(run)) == ["Loss over tokens", "Loss over time", "Where the time went"]
-    assert "No exchange was recorded" in html_page([run])
-    assert "last to arrive" not in facts(run)
-
-
-def test_run_without_configuration(tmp_path: Path) -> None:
-    steps, rounds = step_records(100, workers=4), round_records(100, workers=4)
-    run = opened(write_run(tmp_path / "bare", [*steps, *rounds]))
-    assert run.workers == 4
-    assert "no readable config.toml" in html_page([run])
+    resumed: list[Any] = [*step_records(110), summary(100)]
+    assert opened(write_run(tmp_path / "resumed", resumed)).summary is None, "it went on"
 
 
-def test_run_without_records(tmp_path: Path) -> None:
-    run = opened(write_run(tmp_path / "new", []))
-    assert "has not logged a step yet" in html_page([run])
-    assert "has not logged a step yet" in markdown([run])
+def test_damaged_lines_and_workers_that_come_or_are_left_out(tmp_path: Path) -> None:
+    rounds = round_records(100, workers=2) + round_records(150, workers=3)[-3:]
+    for record in rounds[:2]:
+        record.workers[1].left_out = ["outlier"]
+    folder = write_run(tmp_path / "run", [*step_records(150), *rounds])
+    damage = [
+        '{"step": "one"}',
+        "[1, 2]",
+        "null",
+        '{"kind": "round", "step": 5}',
+        '{"kind": "round", "step": 6, "workers": [null, 3]}',
+        '{"kind": "something new", "step": 7}',
+    ]
+    content = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
+    run = opened(folder)
+    assert (run.last_step, run.workers) == (150, 3)
+    assert np.isnan(run.of_workers("waited_seconds")[0]).tolist() == [False, False, True]
+    page = html_page([run])
+    assert "left out 5 line(s) of metrics.jsonl" in page
+    assert "worker 1 was left out of 2 recorded round(s), outlier." in page
+    assert "worker 0 was left out" not in page
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
@@ -179,7 +165,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         assert "nan" not in page.partition("</style>")[2]
 
 
-def test_runs_side_by_side(runs: Path) -> None:
+def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     several = open_runs([runs / name for name in ("streaming", "running", "data-parallel")])
     assert facts_table(several).columns == ["", "streaming", "running", "data-parallel"]
     differences = {
@@ -189,7 +175,7 @@ def test_runs_side_by_side(runs: Path) -> None:
         "diloco.method": ['"streaming"', '"streaming"', '"none"'],
         "diloco.quantization.codec": ['"fp4_e3m0"', '"int8"', '"fp4_e3m0"'],
     }
-    shown = PageChecker(html_page(several)).text
+    shown = shown_text(html_page(several)).splitlines()
     assert "3 runs side by side" in shown
     assert "All settings, running" in shown
     found = by_title(*several)
@@ -199,11 +185,9 @@ def test_runs_side_by_side(runs: Path) -> None:
     assert drift == {"streaming": "series-1", "running": "series-2"}, "the colour of a run stays"
     assert list(found["Where the time went"].bars) == [run.name for run in several]
 
-
-def test_runs_of_the_same_name(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / place / "run", step_records(20)) for place in ("here", "there")]
-    names = [str(folder / "metrics.jsonl") for folder in folders]
-    assert [run.name for run in open_runs(folders)] == names
+    paths = [str(folder / "metrics.jsonl") for folder in folders]
+    assert [run.name for run in open_runs(folders)] == paths, "of the same name"
     assert [run.name for run in open_runs([folders[0]] * 2)] == ["run"], "once"
 
 
@@ -221,7 +205,9 @@ def test_markdown(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("workers", [3, 10])
-def test_the_timeline_shows_all_phases_of_the_first_workers(workers: int) -> None:
+def test_the_timeline_shows_all_phases_of_the_first_workers(
+    workers: int, runs: Path, tmp_path: Path
+) -> None:
     figure, drawn = draw_timeline(phases(round_records(100, workers=workers)[-2:]), title="Last")
     (axes,) = figure.axes
     shown = min(workers, 8)
@@ -230,9 +216,6 @@ def test_the_timeline_shows_all_phases_of_the_first_workers(workers: int) -> Non
     assert rows == [text for n in range(shown) for text in (f"worker {n}", "exchange")]
     assert len(drawn) == shown * 2 * len(PHASES)
     assert len(axes.patches) == len(drawn) + shown
-
-
-def test_timeline_file(runs: Path, tmp_path: Path) -> None:
     for name in ("timeline.svg", "timeline.png"):
         assert main([str(runs / "streaming"), "--timeline", str(tmp_path / name)]) == 0
     svg = (tmp_path / "timeline.svg").read_text()
@@ -241,79 +224,42 @@ def test_timeline_file(runs: Path, tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["streming"], "is not a folder: give the folder of a run"),
-        (["streaming", "--timeline", "timeline.jpg"], "must end in .svg or .png"),
-        (["streaming", "data-parallel", "--timeline", "timeline.svg"], "but 2 are given"),
-        (["data-parallel", "--timeline", "timeline.svg"], "has no exchanges: give one with"),
-        (["streaming", "--out", "nowhere/a.html"], "a.html cannot be written: No such file"),
-        (["streaming", "--timeline", "nowhere/a.svg"], "a.svg cannot be written: No such file"),
-    ],
-)
+MISTAKES = {
+    "streming": "is not a folder: give the folder of a run",
+    "empty": "has no metrics.jsonl",
+    "words": "has no line that is a record of a run",
+    "bytes": "has no line that is a record of a run",
+    "streaming --timeline timeline.jpg": "must end in .svg or .png",
+    "streaming data-parallel --timeline timeline.svg": "but 2 are given",
+    "data-parallel --timeline timeline.svg": "has no exchanges: give one with",
+    "streaming --out nowhere/a.html": "a.html cannot be written: No such file",
+    "streaming --timeline nowhere/a.svg": "a.svg cannot be written: No such file",
+}
+
+
 def test_mistakes_are_reported_in_a_line(
-    arguments: list[str],
-    message: str,
     runs: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(runs)
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(None, "has no metrics.jsonl"), (b"no\nrecord\n", "no line"), (bytes(range(256)), "no line")],
-)
-def test_folder_without_records(
-    content: bytes | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_bytes(content)
-    assert main([str(tmp_path)]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: RUN = {tmp_path}")
-    assert reason in message
-
-
-def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [*step_records(100), *round_records(100)])
-    damage = [
-        '{"step": "one"}',
-        "[1, 2]",
-        "null",
-        '{"kind": "round", "step": 5}',
-        '{"kind": "round", "step": 6, "workers": [null, 3]}',
-        '{"kind": "something new", "step": 7}',
-    ]
-    content = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([*content[:10], *damage, *content[10:], ""]))
-    run = opened(folder)
-    assert "left out 5 line(s) of metrics.jsonl" in html_page([run])
-    assert run.last_step == 100
-
-
-def test_another_number_of_workers_after_a_resume(tmp_path: Path) -> None:
-    rounds = round_records(100, workers=2) + round_records(150, workers=3)[-3:]
-    run = opened(write_run(tmp_path / "run", [*step_records(150), *rounds]))
-    assert run.workers == 3
-    assert np.isnan(run.of_workers("waited_seconds")[0]).tolist() == [False, False, True]
-    html_page([run])
-
-
-def test_why_workers_were_left_out_is_said(tmp_path: Path) -> None:
-    rounds = round_records(100)
-    for record in rounds[:2]:
-        record.workers[1].left_out = ["outlier"]
-    page = markdown([opened(write_run(tmp_path / "run", [*step_records(100), *rounds]))])
-    assert "worker 1 was left out of 2 recorded round(s), outlier." in page
-    assert "worker 0 was left out" not in page
+    for name in ("streaming", "data-parallel"):
+        (tmp_path / name).symlink_to(runs / name)
+    for name, content in (
+        ("empty", None),
+        ("words", b"no\nrecord\n"),
+        ("bytes", bytes(range(256))),
+    ):
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "metrics.jsonl").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    for words, message in MISTAKES.items():
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def test_hostile_text_is_only_text(tmp_path: Path) -> None:
@@ -323,7 +269,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
         record.fragment_name = bad
     settings = f"[run]\ndescription = {json.dumps(bad)}\n\n[diloco]\nworkers = 2\n"
     folder = write_run(tmp_path / "<b>run|*", [*step_records(100), *rounds], settings)
-    assert "".join(PageChecker(html_page([opened(folder)])).text).count("<script>") > 3
+    assert shown_text(html_page([opened(folder)])).count("<script>") > 3
     assert r"\<b\>run\|\*" in markdown([opened(folder)])
 
 

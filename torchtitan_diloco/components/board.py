@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -48,31 +48,14 @@ COMPARED = ("loss/train", "loss/val", "speed/tokens_per_s")
 """Curves whose last values stand beside the settings in the tab HPARAMS."""
 
 
-class Board(Protocol):
-    def add(self, step: int, record: Record) -> None: ...
-    def close(self) -> None: ...
-
-
-def open_boards(
-    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
-) -> list[Board]:
-    """Open the boards of a run that was resumed after `step`."""
-    boards: list[Board] = []
-    if config.tensorboard:
-        boards.append(TensorBoard(folder / "tensorboard", step, settings))
-    if config.wandb:
-        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
-    return boards
-
-
-def curves(step: int, record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
-    """Yield tag, description and value of what is known.
+def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
+    """Yield tag, description and value of what is known of a step.
 
     The first step's speed is left out, as it would dwarf the others.
     """
     for name, value in record.items():
-        slow = step == first_step and name.startswith("speed/")
-        if value is not None and not slow:
+        slow = record["step"] == first_step and name.startswith("speed/")
+        if value is not None and not slow and name != "step":
             yield *FIRST.get(name, (f"{REST}{name}", "")), value
 
 
@@ -91,14 +74,14 @@ class TensorBoard:
         for summary in hparams(known, dict.fromkeys(COMPARED, 0.0)):
             self._files.add_summary(summary)
 
-    def add(self, step: int, record: Record) -> None:
-        for tag, text, value in curves(step, record, self._first_step):
+    def add(self, record: Record) -> None:
+        for tag, text, value in curves(record, self._first_step):
             metadata = None
             if text and tag not in self._described:
                 metadata = SummaryMetadata(summary_description=text)
                 self._described.add(tag)
             scalar = Summary.Value(tag=tag, simple_value=value, metadata=metadata)
-            self._files.add_summary(Summary(value=[scalar]), step)
+            self._files.add_summary(Summary(value=[scalar]), record["step"])
 
     def close(self) -> None:
         self._files.close()
@@ -135,10 +118,24 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")  # values of one step come at several times
 
-    def add(self, step: int, record: Record) -> None:
-        values = {tag: value for tag, _, value in curves(step, record, self._first_step)}
-        if values:
-            self._run.log({"step": step} | values)
+    def add(self, record: Record) -> None:
+        values = {tag: value for tag, _, value in curves(record, self._first_step)}
+        self._run.log({"step": record["step"]} | values)
 
     def close(self) -> None:
         self._run.finish()
+
+
+Board = TensorBoard | WeightsAndBiases
+
+
+def open_boards(
+    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
+) -> list[Board]:
+    """Open the boards of a run that was resumed after `step`."""
+    boards: list[Board] = []
+    if config.tensorboard:
+        boards.append(TensorBoard(folder / "tensorboard", step, settings))
+    if config.wandb:
+        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
+    return boards

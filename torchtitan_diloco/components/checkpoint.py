@@ -2,18 +2,16 @@
 
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_rank
 
 from torchtitan_diloco.components.checkpoint_folders import (
     begin,
@@ -39,67 +37,61 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.healing import is_finite
 from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
+from torchtitan_diloco.diloco.round import total
 from torchtitan_diloco.diloco.state_dict import SavedState, copy_to_host
 from torchtitan_diloco.diloco.transport import WorkerLostError
-from torchtitan_diloco.distributed.collectives import RanksLostError, naming_lost_ranks
+from torchtitan_diloco.distributed.collectives import (
+    RanksLostError,
+    naming_lost_ranks,
+    on_all_ranks,
+)
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, World
 from torchtitan_diloco.utils import SAVE_AFTER_ERROR_SECONDS, SAVE_AFTER_LOSS_SECONDS, logger
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class _Part:
     """What one rank adds to the manifest."""
 
-    first_worker: int
-    """Number of the disk that has the files."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    exchanged: dict[str, float] = field(default_factory=dict)
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    failure: str = ""
-
-
-class SaveError(Exception):
-    """The failures of all ranks in a save; raised on every rank."""
+    facts: dict[str, Any]
+    exchanged: dict[str, float]
+    files: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class _Writers:
-    """This rank among those that write a checkpoint together."""
+    """The ranks that write a checkpoint together, and those of them that share this disk."""
 
-    group: ProcessGroup | None
-    worker: int
-    """Number of this worker's folder."""
-    first_worker: int
-    """First worker on this disk."""
-    rank: int
-    """Rank in the worker."""
+    world: World
+    workers_on_disk: Sequence[int]
 
     @property
     def shares(self) -> bool:
-        """Return whether this worker writes what all share."""
-        return self.worker == self.first_worker
+        """Return whether this worker writes what all share, once on every disk."""
+        return self.world.worker == self.workers_on_disk[0]
 
     @property
     def is_first(self) -> bool:
-        return self.shares and self.rank == 0
+        return self.shares and self.world.rank_in_worker == 0
 
-    def gather(self, task: Callable[[], _Part | None]) -> list[_Part]:
-        """Return the results of `task` on all ranks, or raise SaveError if it failed on one."""
-        try:
-            part = task() or _Part(self.first_worker)
-        except Exception as error:
-            rank = 0 if self.group is None else get_rank()
-            cause = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            part = _Part(self.first_worker, failure=f"{cause} (rank {rank})")
-        parts = gather_objects(part, self.group)
-        if failures := [part.failure for part in parts if part.failure]:
-            raise SaveError("; ".join(dict.fromkeys(failures)))
-        return parts
+    def on_all(self, task: Callable[[], Value]) -> Value:
+        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
 
-    def gather_first(self, task: Callable[[], None]) -> None:
+        def explained() -> Value:
+            try:
+                return task()
+            except Exception as error:
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                raise ValueError(f"{kind}{error}") from error
+
+        return on_all_ranks(self.world.saving, explained)
+
+    def on_first(self, task: Callable[[], None]) -> None:
         """Run `task` on the first rank of each disk."""
-        self.gather(lambda: task() if self.is_first else None)
+        self.on_all(lambda: task() if self.is_first else None)
 
 
 class Checkpointer:
@@ -122,8 +114,7 @@ class Checkpointer:
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
-        place = world.worker, folder.first_worker, world.rank_in_worker
-        self._writers = _Writers(world.saving, *place)
+        self._writers = _Writers(world, folder.workers)
         self._copied: torch.cuda.Event | None = None
         """After the copies of the last save. Only one save at a time is under way."""
         self._timer_start = time.monotonic()
@@ -157,8 +148,9 @@ class Checkpointer:
         writes = self._outer.fragment_names or shared  # else all hold the same
         inner = self._copy_inner() if writes else {}
         outer = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
-        write = partial(self._write, manifest, inner, outer, self._writers)
-        self._saving = self._thread.submit(write)
+        self._saving = self._thread.submit(
+            partial(self._write, manifest, inner, outer, self._writers)
+        )
         if not self._config.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -203,7 +195,8 @@ class Checkpointer:
 
     def _save_alone(self, manifest: Manifest) -> None:
         """Save this worker as the only one, without an answer of the others."""
-        path, mesh = checkpoint_path(self._run, manifest.step), self._world.host_mesh
+        path, world = checkpoint_path(self._run, manifest.step), self._world
+        mesh, rank, ranks = world.host_mesh, world.rank_in_worker, world.ranks_per_worker
         self._end_save()
         self._outer.heal(self._world.group(FSDP))
         state = self._outer.state_without_others(mesh)
@@ -212,10 +205,11 @@ class Checkpointer:
         outer = Future[SavedState]()
         outer.set_result(state)
         group = None if mesh is None else mesh.get_group()
-        writers = _Writers(group, 0, 0, self._world.rank_in_worker)
+        alone = replace(world, rank=rank, size=ranks, workers=1, saving=group)
+        writers = _Writers(alone, [0])
         if writers.is_first:
             logger.warning(
-                f"worker {self._world.worker} saves step {manifest.step} alone: rounds in flight "
+                f"worker {world.worker} saves step {manifest.step} alone: rounds in flight "
                 "are given up, and the other workers of a resumed run start from the shared "
                 "parameters"
             )
@@ -242,7 +236,7 @@ class Checkpointer:
         outer: "Future[SavedState] | None",
         writers: _Writers,
     ) -> str:
-        """Write a checkpoint and return why it failed, the same on every rank, or nothing."""
+        """Write a checkpoint and return why it failed, on every rank, or nothing."""
         started, config = time.perf_counter(), self._config
         path = checkpoint_path(self._run, manifest.step)
         if self._world.device.type == "cuda":  # else a thread uses GPU 0
@@ -250,13 +244,12 @@ class Checkpointer:
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            writers.gather_first(lambda: begin(path))
-            folder = incomplete(path)
-            parts = writers.gather(lambda: self._write_part(folder, inner, outer, writers))
-            manifest = _merge(manifest, parts, self._world.ranks_per_worker, writers.first_worker)
-            writers.gather_first(lambda: _finish(path, manifest))
-            writers.gather_first(lambda: complete(path))
-        except SaveError as error:
+            writers.on_first(lambda: begin(path))
+            part = writers.on_all(lambda: self._write_part(incomplete(path), inner, outer, writers))
+            merged = _merge(manifest, gather_objects(part, writers.world.saving), writers)
+            writers.on_first(lambda: write_manifest(path, merged.files, merged.to_json()))
+            writers.on_first(lambda: complete(path))
+        except ValueError as error:
             if writers.is_first:
                 shutil.rmtree(incomplete(path), ignore_errors=True)
                 logger.error(
@@ -265,12 +258,11 @@ class Checkpointer:
                 )
             return str(error)
         if writers.is_first:
-            keep = {"keep_latest": config.keep_latest, "keep_every": config.keep_every}
             try:
-                prune(self._run, path, **keep)
+                prune(self._run, path, config.keep_latest, config.keep_every)
             except OSError as error:  # the checkpoint itself is saved
                 logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
-        megabytes = sum(size for size, _ in manifest.files.values()) / 1e6
+        megabytes = sum(size for size, _ in merged.files.values()) / 1e6
         seconds = time.perf_counter() - started
         logger.info(
             f"checkpoint of step {manifest.step}: {megabytes:,.1f} MB in {seconds:.1f} s, {path}"
@@ -287,48 +279,33 @@ class Checkpointer:
         """Write the tensors of this rank. What is not finite is refused: every restart would have
         it."""
         saved = SavedState({}, {}) if outer is None else outer.result()
-        number = writers.worker if self._outer.fragment_names else 0
-        folders = {worker_folder(number): inner | rows_to_write(saved.own, writers.rank)}
+        rank = writers.world.rank_in_worker
+        own = worker_folder(writers.world.worker if self._outer.fragment_names else 0)
+        folders = {own: inner | rows_to_write(saved.own, rank)}
         if writers.shares:
-            folders[SHARED] = rows_to_write(saved.shared, writers.rank)
-        folders = {name: rows for name, rows in folders.items() if rows}
+            folders[SHARED] = rows_to_write(saved.shared, rank)
+        files = {}
         for name, rows in folders.items():
             for tensor, value in rows.items():
                 if value.is_floating_point() and not is_finite([value]):
                     raise ValueError(f"{name}/{tensor} is not finite")
-        written = [write_tensors(folder / one, folders[one], writers.rank) for one in folders]
-        files = {str(file.relative_to(folder)): fingerprint(file) for file in written}
-        return _Part(writers.first_worker, saved.facts, saved.exchanged, files)
+            if rows:
+                file = write_tensors(folder / name, rows, rank)
+                files[str(file.relative_to(folder))] = fingerprint(file)
+        return _Part(saved.facts, saved.exchanged, files)
 
 
-def _finish(path: Path, manifest: Manifest) -> None:
-    absent = [name for name in manifest.files if not (incomplete(path) / name).exists()]
-    if absent:
-        raise OSError(
-            f"{incomplete(path) / absent[0]} was written by another node of the worker and is not "
-            "here: its nodes must share run.folder"
-        )
-    write_manifest(path, manifest.to_json())
-
-
-def _merge(
-    manifest: Manifest, parts: list[_Part], ranks_per_worker: int, first_worker: int
-) -> Manifest:
+def _merge(manifest: Manifest, parts: Sequence[_Part], writers: _Writers) -> Manifest:
     """Add what all ranks know once their parts are written: files on this disk only.
 
     Exchanges that were in flight belong to the saved state, but are not in the totals yet.
     """
-    totals = Counter[str](manifest.state.totals)
-    for part in parts:
-        totals.update(part.exchanged)
+    totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
+    ranks = writers.world.ranks_per_worker
+    here = [part for rank, part in enumerate(parts) if rank // ranks in writers.workers_on_disk]
     return replace(
         manifest,
-        state=replace(manifest.state, totals=dict(totals)),
-        outer=[part.facts for part in parts[::ranks_per_worker] if part.facts],
-        files={
-            name: known
-            for part in parts
-            if part.first_worker == first_worker
-            for name, known in part.files.items()
-        },
+        state=replace(manifest.state, totals=totals),
+        outer=[part.facts for part in parts[::ranks] if part.facts],
+        files={name: known for part in here for name, known in part.files.items()},
     )

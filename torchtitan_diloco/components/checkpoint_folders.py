@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -51,9 +52,15 @@ def incomplete(path: Path) -> Path:
     return path.with_name(path.name + INCOMPLETE)
 
 
-def write_manifest(path: Path, manifest: str) -> None:
-    """Write the last file of a checkpoint that is not complete."""
+def write_manifest(path: Path, files: Iterable[str], manifest: str) -> None:
+    """Write the last file of a checkpoint that is not complete, once all others are there."""
     written = incomplete(path)
+    for name in files:
+        if not (written / name).exists():
+            raise OSError(
+                f"{written / name} was written by another node of the worker and is not here: its "
+                "nodes must share run.folder"
+            )
     with (written / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(manifest)
         file.flush()
@@ -67,7 +74,7 @@ def complete(path: Path) -> None:
     _sync_folder(path.parent)
 
 
-def prune(run: Path, newest: Path, *, keep_latest: int, keep_every: int) -> None:
+def prune(run: Path, newest: Path, keep_latest: int, keep_every: int) -> None:
     """Delete all checkpoints but the latest and those at steps to keep."""
     known = [path for path in complete_checkpoints(run) if (path / MANIFEST).exists()]
     for path in known[:-keep_latest]:

@@ -7,6 +7,12 @@ RUN/checkpoints/step-00001000/manifest.json  `Manifest`
 
 In a folder of tensors, each rank of the worker that writes it has a safetensors file of its rows.
 Reading a checkpoint runs no code of it.
+
+To add a number: declare it in `RunState` with a default, which checkpoints without it get, fill it
+in `Trainer._manifest`, and read it from `Trainer.resumed`. `Trainer._resumed_state` says what a
+change of settings resets. To add a tensor of a worker: return it from `inner_tensors`; what the
+outer loop saves is in diloco/state_dict.py. A change after which older checkpoints would be read
+wrongly takes a new VERSION. Describe what users see in docs/checkpoint.md.
 """
 
 import json
@@ -26,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST
-from torchtitan_diloco.components.muon import initial_state, local_of, shard_rows
+from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
 VERSION = 4
@@ -50,7 +56,9 @@ class RunState:
     validated: tuple[int, float] | None = None
     """Step of the last validation and its loss."""
     totals: dict[str, float] = field(default_factory=dict)
-    """`Telemetry.totals`: bytes, seconds, and the steps in which they were counted."""
+    """`Telemetry.totals`: bytes and seconds."""
+    counted_after_step: int = 0
+    """Step after which the totals were counted: that of a change of `diloco.method`, or 0."""
     elapsed_seconds: float = 0.0
 
 
@@ -190,7 +198,7 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
-def check_tokenizer(path: Path | str, manifest: Manifest, name: str, fingerprint: str) -> None:
+def check_tokenizer(path: Path | None, manifest: Manifest, name: str, fingerprint: str) -> None:
     """Raise if the tokenizer is another one: the same ids would stand for other text."""
     if manifest.tokenizer not in ("", fingerprint):
         raise ValueError(
@@ -232,7 +240,10 @@ def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Path:
     """Write the file of a rank, and flush it to the disk."""
     folder.mkdir(exist_ok=True)
     file = folder / rank_file(rank)
-    save_file(rows, file)
+    try:
+        save_file(rows, file)
+    except SafetensorError as error:  # such as a full disk; it does not name the file
+        raise OSError(f"{file} cannot be written ({error})") from error
     file.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
     with file.open("rb") as written:
         os.fsync(written.fileno())

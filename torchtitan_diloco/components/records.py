@@ -115,21 +115,15 @@ class Conditions:
         return len(self.step_seconds)
 
 
-class Summary(
-    msgspec.Struct,
-    tag_field="kind",
-    tag="summary",
-    rename={
-        "validation_step": "validation/step",
-        "validation_loss": "validation/loss_nats_per_token_global",
-    },
-):
+class Summary(msgspec.Struct, tag_field="kind", tag="summary"):
     """The end of a run. Bytes, seconds and shares are of the steps after `counted_after_step`."""
 
     step: int
     counted_after_step: int = 0
-    validation_step: int | None = None
-    validation_loss: float = NAN
+    validation_step: int | None = msgspec.field(name="validation/step", default=None)
+    validation_loss: float = msgspec.field(
+        name="validation/loss_nats_per_token_global", default=NAN
+    )
     sent_bytes_mean_over_workers: float = NAN
     data_parallel_bytes_per_worker: float = NAN
     exchange_seconds_mean_over_ranks: float = NAN
@@ -186,15 +180,14 @@ class RecordFiles:
 
             self._boards = board.open_boards(config, folder, step, settings)
 
-    def write(
-        self, line: msgspec.Struct | Mapping[str, Any], step: int = 0, scalars: Record | None = None
-    ) -> None:
-        """Write a line of JSON and the curves of a step."""
+    def write(self, record: msgspec.Struct | Record) -> None:
+        """Write a line of JSON. The boards show the records of steps."""
         with self._tolerating_a_full_disk():
             if self._lines is not None:
-                self._lines.write(to_line(line))
+                self._lines.write(to_line(record))
             for board in self._boards:
-                board.add(step, scalars or {})
+                if isinstance(record, dict):
+                    board.add(record)
 
     def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
         """Write a trace file of these rounds."""

@@ -44,12 +44,12 @@ from torchtitan_diloco.utils import logger
 class Start:
     """Run folder and checkpoint that a run starts from."""
 
-    folder: str = ""
-    """Folder of the run to continue; empty for a new run."""
-    checkpoint: str = ""
-    """Folder of the checkpoint; empty for a run from the beginning."""
+    folder: Path | None = None
+    """Folder of the run to continue; None for a new run."""
+    checkpoint: Path | None = None
+    """None for a run from the beginning."""
     manifest: Manifest | None = None
-    damaged: dict[str, str] = field(default_factory=dict)
+    damaged: dict[Path, str] = field(default_factory=dict)
     """Newer checkpoints that are damaged, or not in all places, and what is wrong with them."""
 
     @property
@@ -64,20 +64,17 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     """
     of_first_rank = broadcast_object(run_folder, str, world.control)
     run_folder = run_folder or of_first_rank
-    folder, candidates = on_all_ranks(world, lambda: find_candidates(resume, run_folder))
-    own = {Path(path).name: path for path in candidates}
-    found = gather_objects((folder, list(own)), world.control)
-    if found[0][0] and not folder:  # rank 0 alone has records
-        folder = run_folder
-    seen = [names for _, names in found]
-    newest_first = sorted(
-        {name for names in seen for name in names}, key=lambda name: (len(name), name), reverse=True
-    )
+    folder, candidates = on_all_ranks(world.control, lambda: _look(resume, run_folder))
+    own = {path.name: path for path in candidates}
+    found = gather_objects((folder is not None, list(own)), world.control)
+    if found[0][0]:  # rank 0 may be the only one with records
+        folder = folder or Path(run_folder).expanduser()
     wrong: dict[str, str] = {}
-    for name in newest_first:
-        lacking = next((rank for rank, names in enumerate(seen) if name not in names), None)
+    names = {name for _, names in found for name in names}
+    for name in sorted(names, key=lambda name: (len(name), name), reverse=True):
+        lacking = next((rank for rank, (_, names) in enumerate(found) if name not in names), None)
         if lacking is None:
-            manifest, problem = _verify(world, Path(own[name]))
+            manifest, problem = _verify(world, own[name])
         else:
             manifest, problem = None, f"{name} is not in all places (rank {lacking} lacks it)"
         if not problem:
@@ -98,21 +95,19 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
     return Start(folder)
 
 
-def find_candidates(resume: str, run_folder: str) -> tuple[str, list[str]]:
-    """Return the folder of the run to continue and the checkpoints it may resume, newest first."""
+def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
+    """Return the folder of the run to continue and the checkpoints that it may start from."""
     own = Path(run_folder).expanduser() if run_folder else None
-    from_own = resume in ("auto", "strict")
-    if resume == "never" or (from_own and own is None):
-        return "", []
-    path = own if own is not None and from_own else Path(resume).expanduser()
-    if not from_own and ((path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path))):
-        return "", [str(path)]
+    if resume in ("auto", "strict", "never"):
+        found = complete_checkpoints(own) if own and resume != "never" else []
+        begun = own and resume != "never" and (found or (own / "metrics.jsonl").exists())
+        return own if begun else None, found
+    path = Path(resume).expanduser()
+    if (path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path)):
+        return None, [path]
     if found := complete_checkpoints(path):
-        same = own is None or own.resolve() == path.resolve()
-        newest_first = [str(checkpoint) for checkpoint in reversed(found)]
-        return str(path) if same else "", newest_first
-    if from_own:
-        return str(path) if (path / "metrics.jsonl").exists() else "", []
+        continued = own is None or own.resolve() == path.resolve()
+        return path if continued else None, found
     raise ValueError(
         f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
         'complete one: give "auto", "strict", "never", or such a folder'
@@ -137,7 +132,7 @@ def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
             return None, f"{error} (found by rank {world.rank})"
         return manifest, ""
 
-    manifest, damaged = on_all_ranks(world, check)
+    manifest, damaged = on_all_ranks(world.control, check)
     identity = 0 if manifest is None else manifest.identity()
     answers = gather_objects((damaged, identity), world.control)
     wrong = next((damaged for damaged, _ in answers if damaged), "")

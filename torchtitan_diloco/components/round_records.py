@@ -8,12 +8,9 @@ the exchange found them late, and held up the round all the same: it counts as t
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from torchtitan_diloco.components.records import NAN, Record, RoundRecord, WorkerRound
+from torchtitan_diloco.components.records import NAN, RoundRecord, WorkerRound
 from torchtitan_diloco.diloco.round import Round
 from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.distributed.world import World
@@ -23,27 +20,23 @@ LEAST_LINK_BYTES = 16_384
 
 
 class RoundTable:
-    """Turns the rounds of all ranks into records.
+    """Turns the rounds of all ranks into records: their sums over the ranks of each worker.
 
-    `row` returns what a rank knows of its worker's numbers, so that the sum over the ranks of the
-    worker is a row of the table that `records` reads.
+    To add a field: declare it in `WorkerRound`, return it from `numbers` under its name, and
+    describe it in docs/report.md.
     """
 
     def __init__(self, world: World, fragment_names: Sequence[str], clock_start: float) -> None:
         """`clock_start`: the `time.perf_counter()` of moment zero."""
         self._world, self._names, self._clock_start = world, fragment_names, clock_start
         self._shifts = [0.0] * world.workers
-        self._keys = list(self._numbers(Round(0, 0, 0, 0)))
 
-    def row(self, rounds: Sequence[Round]) -> list[float]:
-        return [value for found in rounds for value in self._numbers(found).values()]
-
-    def _numbers(self, found: Round) -> dict[str, float]:
+    def numbers(self, found: Round) -> dict[str, float]:
         """Return what this rank adds to the numbers of its worker: times by the first rank.
 
         Names are those of the fields of WorkerRound. An item of a field is FIELD/ITEM.
         """
-        traffic, workers = found.traffic, range(self._world.workers)
+        traffic = found.traffic
         summed = {
             "parameters": found.values,
             "sent_bytes": traffic.bytes_sent,
@@ -74,33 +67,30 @@ class RoundTable:
             "decoding_seconds": traffic.decoding_seconds,
         }
         own |= {f"at_seconds/{name}": at - self._clock_start for name, at in moments.items()}
-        for other in workers:
+        for other in range(self._world.workers):
             own[f"heard_after_seconds/{other}"] = traffic.heard_after(other)
             own[f"received_bits_per_second_from/{other}"] = _link_rate(found, other)
         return summed | (dict.fromkeys(own, 0.0) if self._world.rank_in_worker else own)
 
-    def records(self, rounds: Sequence[Round], table: NDArray[np.float64]) -> Iterator[RoundRecord]:
-        """Yield a record for each round. `table` has a row for each worker."""
-        parts = np.split(table, len(rounds), axis=1) if rounds else []
-        for found, part in zip(rounds, parts, strict=True):
-            numbers = [dict(zip(self._keys, row, strict=True)) for row in part.tolist()]
-            workers = list(map(_worker_round, numbers))
-            self._align(workers)
-            waited = [max(known(one.heard_after_seconds), default=NAN) for one in workers]
-            last_worker, late_by = last_to_arrive(waited, [one.stopped_seconds for one in workers])
-            yield RoundRecord(
-                step=found.applied_step,
-                fragment=found.fragment,
-                fragment_name=self._names[found.fragment],
-                outer_round=found.outer_round,
-                sent_step=found.sent_step,
-                parameters=round(numbers[0]["parameters"]),
-                participants=found.participants,
-                update_norm=math.sqrt(numbers[0]["update_square"]),
-                last_worker=last_worker,
-                late_by_seconds=late_by,
-                workers=workers,
-            )
+    def record(self, found: Round, numbers: Sequence[Mapping[str, float]]) -> RoundRecord:
+        """Return the record of a round from the summed numbers of each worker."""
+        workers = list(map(_worker_round, numbers))
+        self._align(workers)
+        waited = [max(known(one.heard_after_seconds), default=NAN) for one in workers]
+        last_worker, late_by = last_to_arrive(waited, [one.stopped_seconds for one in workers])
+        return RoundRecord(
+            step=found.applied_step,
+            fragment=found.fragment,
+            fragment_name=self._names[found.fragment],
+            outer_round=found.outer_round,
+            sent_step=found.sent_step,
+            parameters=round(numbers[0]["parameters"]),
+            participants=found.participants,
+            update_norm=math.sqrt(numbers[0]["update_square"]),
+            last_worker=last_worker,
+            late_by_seconds=late_by,
+            workers=workers,
+        )
 
     def _align(self, workers: Sequence[WorkerRound]) -> None:
         """Shift the moments of all workers to worker 0's clock, by the shift of the round before
@@ -121,7 +111,7 @@ def _link_rate(found: Round, other: int) -> float:
     return 8 * size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NAN
 
 
-def _worker_round(numbers: dict[str, float]) -> WorkerRound:
+def _worker_round(numbers: Mapping[str, float]) -> WorkerRound:
     """Return the sums over the ranks of a worker, and what follows from them."""
 
     def items(field: str) -> dict[str, float]:
@@ -162,25 +152,6 @@ def known(values: Iterable[float]) -> list[float]:
 
 def percent_without(part: float, whole: float) -> float:
     return max(100 - 100 * part / whole, 0.0) if whole else NAN  # NaN stays NaN
-
-
-MEANS = (
-    *("weight", "encoding_seconds", "decoding_seconds", "exchange_seconds", "waited_seconds"),
-    *("outer_gradient_norm", "cosine_to_mean", "drift_norm"),
-)
-"""Fields of a worker's part of a round that are curves on the boards, as means over workers."""
-
-
-def round_scalars(record: RoundRecord) -> Record:
-    """Return the numbers of a round by TensorBoard tag."""
-    scalars = {}
-    for key in MEANS:
-        values = known(getattr(worker, key) for worker in record.workers)
-        scalars[f"{key}_mean_over_workers"] = math.fsum(values) / len(values) if values else NAN
-    for key in ("update_norm", "late_by_seconds", "participants"):
-        scalars[key] = getattr(record, key)
-    tags = {f"round_{key}/fragment_{record.fragment}": value for key, value in scalars.items()}
-    return {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
 
 
 def peak_mbit_per_second(rounds: Sequence[RoundRecord]) -> float | None:

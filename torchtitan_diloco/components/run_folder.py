@@ -5,15 +5,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self, TextIO
+from typing import TextIO
 
-from torchtitan_diloco.components.checkpoint_folders import set_aside
-from torchtitan_diloco.components.resume import Start, find_candidates
+from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, set_aside
+from torchtitan_diloco.components.resume import Start
 from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
@@ -39,19 +39,13 @@ def _explaining_errors() -> Iterator[None]:
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
-    first_worker: int = 0
-    """First of the workers that have this folder. Others may have one on another disk."""
+    workers: Sequence[int] = (0,)
+    """Workers that have this folder. Others may have one on another disk."""
     lock: TextIO | None = None
-    """Held by one rank for each disk."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.lock is not None:
-            self.lock.close()
+    """Held by one rank for each disk until it is closed."""
 
 
+@_explaining_errors()
 def claim_run_folder(
     world: World, run: Run, checkpoint: Checkpoint, start: Start, toml: str, *, stops_early: bool
 ) -> RunFolder:
@@ -60,33 +54,35 @@ def claim_run_folder(
     If the run saves, this is done on every disk: workers in other places may have one of their own.
     `stops_early`: by `training.stop_after`, which saves.
     """
-    settings = checkpoint.every, checkpoint.every_minutes, checkpoint.at_end
-    saves, resume = any(settings) or stops_early, checkpoint.resume
+    saves = checkpoint.every or checkpoint.every_minutes or checkpoint.at_end or stops_early
     new = f"outputs/{run.name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    named = broadcast_object(start.folder or run.folder or new, str, world.control)
+    named = broadcast_object(str(start.folder or run.folder or new), str, world.control)
     path = Path(start.folder or run.folder or named).expanduser()
 
     def create() -> None:
-        if saves or world.is_first:
-            _create(path, is_new=not start.folder)
+        begun = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+        if begun and not start.folder:
+            raise ValueError(
+                f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
+                'empty for a new one, or resume it with checkpoint.resume = "auto"'
+            )
+        path.mkdir(parents=True, exist_ok=True)
 
-    on_all_ranks(world, create)
-    first_worker = _first_worker_on_disk(world, path) if saves else 0
-    claims = world.rank_in_worker == 0 and world.worker == first_worker
-    lock = on_all_ranks(world, lambda: _claim(path, resume, start, toml) if claims else None)
+    on_all_ranks(world.control, lambda: create() if saves or world.is_first else None)
+    workers = _workers_on_disk(world, path) if saves else range(world.workers)
+    claims = world.rank_in_worker == 0 and world.worker == workers[0]
+    lock = on_all_ranks(world.control, lambda: _claim(path, start, toml) if claims else None)
     if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
         Path(note).write_text(str(path.absolute()), encoding="utf-8")
-    return RunFolder(path, first_worker, lock)
+    return RunFolder(path, workers, lock)
 
 
-@_explaining_errors()
-def _claim(path: Path, resume: str, start: Start, toml: str) -> TextIO:
+def _claim(path: Path, start: Start, toml: str) -> TextIO:
     lock = lock_run_folder(path)
     try:
-        if start.folder:
-            _check_still_latest(resume, str(path), start)
+        _check_still_latest(path, start)
         for damaged, wrong in start.damaged.items():
-            aside = set_aside(Path(damaged))
+            aside = set_aside(damaged)
             logger.warning(f"{wrong}: resuming from {start.checkpoint}; kept as {aside}")
         step = start.state.step if start.folder else 0
         config = f"config-from-step-{step}.toml" if step else "config.toml"
@@ -95,16 +91,6 @@ def _claim(path: Path, resume: str, start: Start, toml: str) -> TextIO:
         lock.close()
         raise
     return lock
-
-
-@_explaining_errors()
-def _create(path: Path, *, is_new: bool) -> None:
-    if is_new and ((path / "metrics.jsonl").exists() or (path / "checkpoints").exists()):
-        raise ValueError(
-            f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
-            'empty for a new one, or resume it with checkpoint.resume = "auto"'
-        )
-    path.mkdir(parents=True, exist_ok=True)
 
 
 def lock_run_folder(path: Path) -> TextIO:
@@ -131,20 +117,20 @@ def lock_run_folder(path: Path) -> TextIO:
     return lock
 
 
-def _check_still_latest(resume: str, folder: str, start: Start) -> None:
+def _check_still_latest(path: Path, start: Start) -> None:
     """Raise if the run that held the lock before has saved since this one looked."""
-    _, candidates = find_candidates(resume, folder)
-    found = [one for one in candidates if one not in start.damaged]
-    if found[:1] != [start.checkpoint] * bool(start.checkpoint):
+    found = [one for one in complete_checkpoints(path) if one not in start.damaged]
+    latest = found[-1] if found else None
+    if start.folder and latest != start.checkpoint:
         raise ValueError(
-            f"run.folder = {start.folder}: another run has just ended there, so this one would "
-            f"resume from {start.checkpoint or 'the beginning'} instead of "
-            f"{found[0] if found else 'the beginning'}: start it again"
+            f"run.folder = {path}: another run has just ended there, so this one would resume "
+            f"from {start.checkpoint or 'the beginning'} instead of {latest or 'the beginning'}: "
+            "start it again"
         )
 
 
-def _first_worker_on_disk(world: World, path: Path) -> int:
-    """Return the first of the workers that see this folder. All ranks of a worker have to.
+def _workers_on_disk(world: World, path: Path) -> list[int]:
+    """Return the workers that see the same folder as this rank. All ranks of a worker have to.
 
     The first rank of a worker creates a file with its number, unless another one on the same disk
     has, and every rank looks whose file it sees.
@@ -153,10 +139,10 @@ def _first_worker_on_disk(world: World, path: Path) -> int:
 
     def create() -> None:
         if world.rank_in_worker == 0:
-            with _explaining_errors(), suppress(FileExistsError), mark.open("x") as file:
+            with suppress(FileExistsError), mark.open("x") as file:
                 file.write(str(world.worker))
 
-    on_all_ranks(world, create)
+    on_all_ranks(world.control, create)
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
     while not (seen := mark.read_text() if mark.exists() else "") and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -174,4 +160,4 @@ def _first_worker_on_disk(world: World, path: Path) -> int:
         )
     if len(set(of_workers)) > 1:
         logger.info(f"the places share no disk: {path} holds the checkpoints of its own workers")
-    return of_workers.index(of_workers[world.worker])
+    return [worker for worker, seen in enumerate(of_workers) if seen == of_workers[world.worker]]

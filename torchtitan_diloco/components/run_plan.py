@@ -177,7 +177,7 @@ def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_bytes
                 f"a smaller model ({smaller})"
             )
 
-    on_all_ranks(world, check_memory)
+    on_all_ranks(world.control, check_memory)
 
 
 def log_early_end(

@@ -31,26 +31,22 @@ def summarise(
     step: int,
     validated: tuple[int, float] | None,
 ) -> Summary:
-    """Return the record that ends metrics.jsonl, without a prediction.
-
-    A run that came from data parallelism has counted its totals since then.
-    """
+    """Return the record that ends metrics.jsonl, without a prediction."""
     totals, ranks, workers = telemetry.totals, telemetry.world.size, config.workers
-    steps = round(totals.get("steps", 0.0))
-    summary = Summary(step, counted_after_step=step - steps)
+    summary = Summary(step, telemetry.counted_after_step)
     if validated is not None:
         summary.validation_step, summary.validation_loss = validated
     if workers == 1:
         return summary
     a_step = all_reduce_bytes(telemetry.plan.parameters, workers)
-    summary.data_parallel_bytes_per_worker = a_step * steps
+    summary.data_parallel_bytes_per_worker = a_step * (step - summary.counted_after_step)
     if "diloco/sent_bytes" in totals:
         exchange = totals["diloco/exchange_seconds"]
-        waited, agreement = (
-            totals["diloco/exposed_waiting_seconds"],
-            totals["time/agreement_seconds"],
+        waited = totals["diloco/exposed_waiting_seconds"]
+        exposed, agreement, training = (
+            totals[key]
+            for key in ("diloco/exposed_seconds", "time/agreement_seconds", "time/step_seconds")
         )
-        exposed, training = totals["diloco/exposed_seconds"], totals["time/step_seconds"]
         summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / telemetry.world.workers
         summary.exchange_seconds_mean_over_ranks = exchange / ranks
         summary.exposed_waiting_seconds_mean_over_ranks = waited / ranks

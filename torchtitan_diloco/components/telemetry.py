@@ -3,8 +3,14 @@
 Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
 their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
 wait for each other: the sums are read after the step in which they have come. The first rank then
-writes a record of the step and one of each round to metrics.jsonl and the boards (records.py), and
-a line to the console. docs/report.md lists the keys.
+writes a record of the step and one of each round to metrics.jsonl (records.py), shows the step on
+the boards, and writes a line to the console.
+
+To add a metric: count it on every rank, in the outer loop's metrics or with an entry in `COUNTED`
+and `Telemetry.count`, under a name with a slash. It is written and shown then, and its sum over the
+run is in `Telemetry.totals`. What follows from several sums is computed in
+`Telemetry._step_record`. A curve that is shown first is in board.FIRST. Describe it in
+docs/report.md.
 """
 
 import math
@@ -15,7 +21,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -26,13 +31,12 @@ from torchtitan_diloco.components.round_records import (
     RoundTable,
     peak_mbit_per_second,
     percent_without,
-    round_scalars,
 )
 from torchtitan_diloco.components.run_plan import RunPlan
 from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, total
-from torchtitan_diloco.distributed.collectives import PendingReduction
+from torchtitan_diloco.distributed.collectives import PendingSums
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
@@ -48,9 +52,8 @@ OF_WORKER = ("steps", "seconds", "squares")
 the planner takes step time and jitter from them."""
 TIMES = ("time/wall_seconds", "time/step_seconds", "time/data_seconds", "time/agreement_seconds")
 COUNTED = (*OF_WORKER, "cross_entropy", "tokens", "gradient_norm", "skipped_steps", *TIMES)
-"""Counters of a rank between two logged steps. A new one is added here and counted by
-`Telemetry.count`; metrics of the outer loop need neither. Those with a slash in their name are
-written: as a sum over ranks if the name ends in _bytes, else as a mean."""
+"""Counters of a rank between two logged steps. Those with a slash in their name are written: as a
+sum over ranks if the name ends in _bytes, else as a mean."""
 HIDDEN = "diloco/hidden_percent_mean_over_ranks"
 KEPT_ROUNDS = 1000
 """Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
@@ -75,11 +78,9 @@ class _LoggedStep(NamedTuple):
     step: int
     steps_left: float
     record: Record
-    names: tuple[str, ...]
     rounds: list[Round]
-    sums: PendingReduction
-    """The table with a row for each worker, its counters by `names` and then its rounds; and two
-    numbers of each rank, its peak memory and its longest gap."""
+    sums: PendingSums
+    """Of each worker: its counters, peak memory and longest gap by rank, and each round."""
 
 
 class Telemetry:
@@ -112,7 +113,8 @@ class Telemetry:
         self._table = RoundTable(world, outer.fragment_names, clock_start=self._started)
         self._in_flight: deque[_LoggedStep] = deque()
         self.totals: dict[str, float] = dict(state.totals)
-        """Sums over the run: steps, and over all ranks times, worker keys and the outer loop's."""
+        """Sums over the run and all ranks of the counters that are written, and worker keys."""
+        self.counted_after_step = state.counted_after_step
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         where = folder if world.is_first else None
         self.files = RecordFiles(config, where, state.step, settings or {})
@@ -186,52 +188,53 @@ class Telemetry:
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
         self._interval_started, self._agreement_before = now, agreement_seconds
-        counters = self._counters | self._outer.metrics()
         rounds = [*self._rounds, *self._outer.rounds()]
-        own = [*counters.values(), *self._table.row(rounds)]
-        table, of_ranks = np.zeros((world.workers, len(own))), np.zeros((world.size, 2))
-        table[world.worker] = own
-        memory, gap = peak_memory_bytes(world.device), world.liveness.clock.longest_gap()
-        of_ranks[world.rank] = memory, gap
+        numbers = [
+            self._counters | self._outer.metrics(),
+            self._of_rank(peak_memory_bytes(world.device)),
+            self._of_rank(world.liveness.clock.longest_gap()),
+            *map(self._table.numbers, rounds),
+        ]
         record: Record = {
             "train/lr": lr,
             "train/tokens_global": self.plan.tokens_at(step),
             "time/elapsed_seconds": self.elapsed_seconds,
         }
-        sums = PendingReduction(world, [*table.ravel().tolist(), *of_ranks.ravel().tolist()], where)
-        logged = _LoggedStep(step, steps_left, record, tuple(counters), rounds, sums)
-        self._in_flight.append(logged)
+        sums = PendingSums(world, numbers, where)
+        self._in_flight.append(_LoggedStep(step, steps_left, record, rounds, sums))
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
+
+    def _of_rank(self, value: float) -> dict[str, float]:
+        """Return what stays a number of this rank in the sums over its worker."""
+        own = self.world.rank_in_worker
+        return {str(n): value if n == own else 0.0 for n in range(self.world.ranks_per_worker)}
 
     def publish(self, *, all: bool = False) -> None:
         """Write the logged steps whose sums have come, or wait for all of them."""
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            sums, size = np.array(logged.sums.result()), self.world.size
-            table = np.reshape(sums[: -2 * size], (self.world.workers, -1))
-            memory, gaps = np.reshape(sums[-2 * size :], (size, 2)).T
+            counters, memory, gaps, *rounds = zip(*logged.sums.result(), strict=True)
             self.count("time/agreement_seconds", time.perf_counter() - started)
-            columns, rounds = np.split(table, [len(logged.names)], axis=1)
-            records = list(self._table.records(logged.rounds, rounds))
+            records = list(map(self._table.record, logged.rounds, rounds))
             self.round_records += records
             for found in records:
-                self.files.write(found, found.step, round_scalars(found))
-            counters = dict(zip(logged.names, columns.T.tolist(), strict=True))
+                self.files.write(found)
             record = logged.record | self._step_record(counters, records)
-            record["memory/peak_gib_max_over_ranks"] = float(memory.max()) / GIB
-            record["time/longest_gap_seconds_max_over_ranks"] = float(gaps.max())
-            record["time/longest_gap_worker"] = int(gaps.argmax()) // self.world.ranks_per_worker
+            record["memory/peak_gib_max_over_ranks"] = max(map(_largest, memory)) / GIB
+            longest = max(gaps, key=_largest)
+            record["time/longest_gap_seconds_max_over_ranks"] = _largest(longest)
+            record["time/longest_gap_worker"] = gaps.index(longest)
             self.write(logged.step, record)
             logger.info(_console_line(logged, self.plan.total_steps, record))
             self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
 
     def _step_record(
-        self, counters: dict[str, list[float]], rounds: Sequence[RoundRecord]
+        self, counters: Sequence[Mapping[str, float]], rounds: Sequence[RoundRecord]
     ) -> Record:
-        """Return what follows from the counters of all workers, and add those to the totals."""
+        """Return what follows from the counters of each worker, and add those to the totals."""
         size, workers = self.world.size, self.world.workers
-        sums = {name: math.fsum(values) for name, values in counters.items()}
+        sums = total(counters)
         steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
         tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks
         tokens_per_second = tokens * steps / wall_seconds
@@ -249,11 +252,11 @@ class Telemetry:
             record["speed/mfu_percent"] = 100 * flops / (self._peak_flops * size)
         written = {name: value for name, value in sums.items() if "/" in name}
         of_worker = {
-            worker_key(worker, name): value
+            worker_key(worker, name): own[name]
+            for worker, own in enumerate(counters)
             for name in OF_WORKER
-            for worker, value in enumerate(counters[name])
         }
-        self.totals = total([self.totals, {"steps": steps}, of_worker, written])
+        self.totals = total([self.totals, of_worker, written])
         for name, value in written.items():
             summed = name.endswith("_bytes")
             scope, shown = ("sum", value) if summed else ("mean", value / size)
@@ -274,7 +277,7 @@ class Telemetry:
 
     def write(self, step: int, record: Record) -> None:
         """Write global numbers, such as those of a validation."""
-        self.files.write({"step": step} | record, step, record)
+        self.files.write({"step": step} | record)
 
     def write_trace(self) -> None:
         """Write a trace file of the latest rounds. This is slow."""
@@ -289,6 +292,10 @@ class Telemetry:
         self._live.close()
         self._stack.close()
         self.files.close()
+
+
+def _largest(numbers: Mapping[str, float]) -> float:
+    return max(numbers.values())
 
 
 def time_shares(sums: Mapping[str, float]) -> Record:

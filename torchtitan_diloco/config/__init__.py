@@ -1,8 +1,9 @@
 """Configuration of a run.
 
-Types and ranges of settings are checked in diloco/fields.py, contradictions in checks.py and, for
-[diloco], in diloco/config.py. Settings that depend on the data or on the number of processes are
-checked where these are known: components/run_plan.py and distributed/world.py.
+The type and range of a setting are at its field in schema.py; for [diloco] and [islands] in
+diloco/config.py and islands/config.py, with their own contradictions. All others are in checks.py.
+Settings that depend on the data or on the number of processes are checked where these are known:
+components/run_plan.py and distributed/world.py.
 """
 
 from torchtitan_diloco.config.loader import (

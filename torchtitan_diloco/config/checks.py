@@ -1,49 +1,45 @@
-"""Checks across settings: values that contradict each other, and values that have no effect."""
+"""Checks across settings: values that contradict each other, and values that have no effect.
+
+What contradicts each other within [diloco] or [islands] is beside these sections, which are also
+used without the others.
+"""
 
 from collections.abc import Iterator
 
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
-from torchtitan_diloco.diloco.config import advice, diloco_mistakes
+from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
 """Alternatives: exactly one of these settings is not 0."""
 
-
-PARTS = ("strided", "sequential")
-MOMENTUM = ("nesterov", "momentum")
-READ_WITH = {
-    "optimizer.matrix_lr": ("optimizer.name", ("muon",)),
-    "optimizer.momentum": ("optimizer.name", ("muon",)),
-    "lr_schedule.decay_fraction": ("lr_schedule.decay", ("wsd",)),
-    "lr_schedule.floor": ("lr_schedule.decay", ("cosine", "linear", "wsd")),
-    "model.norm": ("model.name", ("chinchilla",)),
-    "model.qk_norm": ("model.name", ("chinchilla",)),
-    "model.positions": ("model.name", ("chinchilla",)),
-    "model.activation": ("model.name", ("chinchilla",)),
-    "model.rotary_base": ("model.positions", ("rotary",)),
-    "model.kv_heads": ("model.name", ("llama",)),
-    "model.rotary_scaling": ("model.name", ("llama",)),
-    "model.tied_head": ("model.name", ("llama",)),
-    "activation_checkpoint.every": ("activation_checkpoint.mode", ("every_nth",)),
-    "diloco.fragments.layers_per_fragment": ("diloco.fragments.pattern", PARTS),
-    "diloco.fragments.blocks": ("diloco.fragments.pattern", PARTS),
-    "diloco.outer_optimizer.momentum": ("diloco.outer_optimizer.name", MOMENTUM),
+READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
+    ("model.name", ("chinchilla",)): ("norm", "qk_norm", "positions", "activation"),
+    ("model.name", ("llama",)): ("kv_heads", "rotary_scaling", "tied_head"),
+    ("model.positions", ("rotary",)): ("rotary_base",),
+    ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
+    ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
+    ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),
+    ("activation_checkpoint.mode", ("every_nth",)): ("every",),
+    ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
+    ("diloco.outer_optimizer.name", ("nesterov", "momentum")): ("momentum",),
 }
-"""Setting -> the setting that decides whether it is read, and the values with which it is read."""
+"""A setting and some of its values -> the settings of its section that are read with these only."""
 
 
-def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+def config_mistakes(config: Config) -> Mistakes:
     """Check settings against each other. Yield (key, reason and remedy) pairs."""
     yield from _training_mistakes(config)
-    if config.diloco.method != "none":
-        yield from diloco_mistakes(config.diloco)
-    if config.islands.join or config.islands.local:
-        yield from _islands_mistakes(config)
+    islands = bool(config.islands.join or config.islands.local)
+    if islands or config.diloco.method != "none":
+        yield from diloco_mistakes(config.diloco, islands=islands)
+    if islands:
+        yield from islands_mistakes(config.islands, config.workers)
     else:
-        for key, value in flat_settings(config.islands, "islands.").items():
-            if value != flat_settings(Islands(), "islands.")[key]:
-                yield key, "is only read with islands.join (or islands.local): give it, or neither"
+        for key, default in flat_settings(Islands()).items():
+            if getattr(config.islands, key) != default:
+                reason = "is only read with islands.join (or islands.local): give it, or neither"
+                yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
     if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
@@ -67,18 +63,7 @@ def config_mistakes(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _islands_mistakes(config: Config) -> Iterator[tuple[str, str]]:
-    islands = config.islands
-    if config.diloco.method == "none":
-        yield "diloco.method", '"none" does not work with islands: leave it out'
-    if islands.join and islands.local:
-        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
-    if islands.join and not islands.name:
-        yield "islands.name", "names this island in the run: give a name, such as that of its site"
-    yield from islands_mistakes(islands, config.diloco, config.workers)
-
-
-def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+def _training_mistakes(config: Config) -> Mistakes:
     training = config.training
     lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
     if not lengths:
@@ -98,15 +83,17 @@ def _training_mistakes(config: Config) -> Iterator[tuple[str, str]]:
 def unused_settings(config: Config) -> Iterator[str]:
     """Yield one line for each changed setting that has no effect beside the others."""
     defaults, chosen = flat_settings(Config()), flat_settings(config)
-    for key, (decider, values) in READ_WITH.items():
-        if key.startswith("diloco.") and config.diloco.method == "none":
+    for (decider, values), names in READ_WITH.items():
+        section = decider.rpartition(".")[0]
+        if section.startswith("diloco") and config.diloco.method == "none":
             continue
-        if chosen[key] != defaults[key] and chosen[decider] not in values:
-            yield (
-                f"{key} = {format_value(chosen[key])} has no effect with "
-                f"{decider} = {format_value(chosen[decider])}: it is for "
-                + " and ".join(map(format_value, values))
-            )
+        for key in (f"{section}.{name}" for name in names):
+            if chosen[key] != defaults[key] and chosen[decider] not in values:
+                yield (
+                    f"{key} = {format_value(chosen[key])} has no effect with "
+                    f"{decider} = {format_value(chosen[decider])}: it is for "
+                    + " and ".join(map(format_value, values))
+                )
 
 
 def run_warnings(config: Config, total_steps: int) -> list[str]:

@@ -258,5 +258,6 @@ def _why_unknown(key: str) -> str:
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
     """Describe a mistake, with the value shortened to 80 characters. Tables are not shown."""
-    shown = "" if value is None or isinstance(value, dict) else f" = {format_value(value)}"
+    hidden = value is None or isinstance(value, dict) or key == "islands.join"  # it has a password
+    shown = "" if hidden else f" = {format_value(value)}"
     return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"

@@ -11,8 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +43,7 @@ from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
 from torchtitan_diloco.utils import available_cores
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
-_JOB_PIECES = 32  # for each thread
-_JOBS_AHEAD = 4  # bounds memory
+_PIECES_AHEAD = 128  # for each thread; bounds memory
 
 Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
 """Number of a piece, its split and tokens, and whether its document ends for the split."""
@@ -166,15 +164,14 @@ def _tokenised(
             tokens = np.insert(tokens, 0, begin_token)
         return number, split, tokens, ends
 
-    threads = threads or available_cores()
-    pieces, jobs = missing(), deque[Iterator[Tokenised]]()
+    threads, pending = threads or available_cores(), deque[Future[Tokenised]]()
     with ThreadPoolExecutor(threads) as pool:
-        while job := list(islice(pieces, _JOB_PIECES * threads)):
-            jobs.append(pool.map(tokenise, job))
-            if len(jobs) == _JOBS_AHEAD:
-                yield from jobs.popleft()
-        for results in jobs:
-            yield from results
+        for piece in missing():
+            pending.append(pool.submit(tokenise, piece))
+            if len(pending) == _PIECES_AHEAD * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 # --- the command ---
@@ -192,34 +189,26 @@ def parse_quantity(text: str) -> int:
     return int(value)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_diloco.data.prepare",
         description="Tokenise a corpus into a folder of token shards.",
     )
     add = parser.add_argument
     add("--source", help="stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]")
-    add(
-        "--tokenizer",
-        default="bytes",
-        help="bytes, a .tiktoken or tokenizer.json file, or a tiktoken encoding",
-    )
+    tokenizer_help = "bytes, a .tiktoken or tokenizer.json file, or a tiktoken encoding"
+    add("--tokenizer", default="bytes", help=tokenizer_help)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
     shard_help = "a shard is closed once it has so many tokens, such as 100M (default 2**28)"
     add("--shard-tokens", type=parse_quantity, default=DEFAULT_SHARD_TOKENS, help=shard_help)
     add("--threads", type=parse_quantity, help="default: every core")
     add("--max-tokens", type=parse_quantity, help="stop at so many tokens to train on")
-    field_help = "field of the text in JSON lines and data sets (default text)"
     begin_help = "write the tokenizer's begin token before each document, as Llama 3 was trained"
     add("--begin-token", action="store_true", help=begin_help)
+    field_help = "field of the text in JSON lines and data sets (default text)"
     add("--text-field", default=TEXT_FIELD, metavar="NAME", help=field_help)
     add("--verify", action="store_true", help="check every byte; without --source: only that")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
     options = parser.parse_args(arguments)
     try:
         _run(options)

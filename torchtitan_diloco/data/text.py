@@ -137,9 +137,8 @@ def text_kind(path: Path) -> str | None:
 def _find_files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        inside = [file for file in path.rglob("*") if text_kind(file) and file.is_file()]
-        hidden = [file for file in inside if "/." in f"/{file.relative_to(path)}"]
-        files = sorted({*inside} - {*hidden})
+        inside = (file for file in path.rglob("*") if text_kind(file) and file.is_file())
+        files = sorted(file for file in inside if "/." not in f"/{file.relative_to(path)}")
     elif glob.has_magic(pattern) and not path.exists():
         found = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob: relative only)
         files = sorted(Path(name) for name in found if not Path(name).is_dir())

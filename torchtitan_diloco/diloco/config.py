@@ -152,8 +152,8 @@ Mistakes = Iterator[tuple[str, str]]
 """Dotted keys of settings, each with what is wrong about it."""
 
 
-def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
-    """Check settings of the outer loop that depend on each other."""
+def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
+    """Check settings of the outer loop that depend on each other. `islands`: workers are some."""
     every, first = diloco.sync_every, diloco.beginning
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
@@ -170,6 +170,16 @@ def diloco_mistakes(diloco: DiLoCoConfig) -> Mistakes:
     if 0 < diloco.delta_norm_limit <= 1:
         yield "diloco.delta_norm_limit", "must be above 1, or 0 for no limit"
     yield from _quantization_mistakes(diloco.quantization)
+    refused = {
+        "diloco.method": diloco.method == "none",
+        "diloco.beginning.steps": diloco.beginning.steps > 0,
+        "diloco.average_at_end": diloco.average_at_end,
+        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
+        "diloco.link.drop_probability": diloco.link.drop_probability,
+        "diloco.link.outer_state": diloco.link.outer_state == "cpu",
+    }
+    for key in (key for key, is_set in refused.items() if is_set and islands):
+        yield key, "does not work with islands: leave it out"
 
 
 def _quantization_mistakes(chosen: Quantization) -> Mistakes:

@@ -26,18 +26,19 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
         )
 
 
-def on_all_ranks(world: World, task: Callable[[], Value]) -> Value:
-    """Run `task` on every rank and return its result. A ValueError of one is raised on all.
+def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:
+    """Run `task` on every rank and return its result. A ValueError or OSError of one is raised on
+    all.
 
     A rank that fails raises the error itself, so that its traceback is not lost.
     """
-    failure: ValueError | None = None
+    failure: Exception | None = None
     try:
         value = task()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         failure = error
     mistake = "" if failure is None else str(failure) or repr(failure)
-    mistakes = gather_objects(mistake, world.control)
+    mistakes = gather_objects(mistake, group)
     if failure is not None:
         raise failure
     for rank, mistake in enumerate(mistakes):
@@ -79,6 +80,34 @@ class PendingReduction:
                 self._work.wait()  # raises its error
         values: list[float] = self._values.tolist()
         return values
+
+
+class PendingSums:
+    """Sums over the ranks of each worker in the background, of numbers by name.
+
+    Every rank gives dictionaries with the same keys in the same order. The result has those of each
+    worker, by worker, with the sums over its ranks.
+    """
+
+    def __init__(self, world: World, numbers: Sequence[Mapping[str, float]], where: str) -> None:
+        self._keys = [tuple(one) for one in numbers]
+        values = [value for one in numbers for value in one.values()]
+        before, after = world.worker, world.workers - world.worker - 1
+        nothing = [0.0] * len(values)
+        self._sums = PendingReduction(world, nothing * before + values + nothing * after, where)
+        self._workers = world.workers
+
+    @property
+    def is_complete(self) -> bool:
+        return self._sums.is_complete
+
+    def result(self) -> list[list[dict[str, float]]]:
+        """Wait for the sums and return them."""
+        values = iter(self._sums.result())
+        return [
+            [{key: next(values) for key in keys} for keys in self._keys]
+            for _ in range(self._workers)
+        ]
 
 
 class RanksLostError(RuntimeError):

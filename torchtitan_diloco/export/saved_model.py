@@ -22,7 +22,6 @@ from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
     SHARED,
     DamagedError,
-    Manifest,
     TensorFolder,
     check_files,
     check_tokenizer,
@@ -58,12 +57,13 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
     """Open the checkpoint of a run at `step` (default: the latest), or a checkpoint's folder."""
     path = find_checkpoint(run, step)
     try:
-        return _open(path, read_manifest(path), weights)
+        return _open(path, weights)
     except DamagedError as error:
         raise ValueError(f"{error}: choose another one with --step, or by its folder") from None
 
 
-def _open(path: Path, manifest: Manifest, weights: str) -> SavedModel:
+def _open(path: Path, weights: str) -> SavedModel:
+    manifest = read_manifest(path)
     workers = [worker_folder(worker) for worker in manifest.present]
     if weights not in (SHARED, *workers):
         known = ", ".join([SHARED, *workers])

@@ -22,7 +22,7 @@ from typing import Any
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.log import Outcome, State
-from torchtitan_diloco.islands.members import Members, name_of
+from torchtitan_diloco.islands.members import Member, name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import Leave, check_installed
 from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR, markdown_table
@@ -147,9 +147,9 @@ def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) 
 
 
 def summary(reader: Reader, run: str) -> dict[str, Any]:
-    state, members = reader.state, reader.connection.members
+    state, heard = reader.state, reader.connection.members.heard.copy()
     owned = {owner: slot for slot, owner in state.owners().items()}
-    names = sorted({*owned, *members.heard}, key=lambda name: owned.get(name, len(state.slots)))
+    names = sorted({*owned, *heard}, key=lambda name: owned.get(name, len(state.slots)))
     phase = "ended" if state.ended else "running" if state.begun else "waits for islands"
     fragments = [
         {"fragment": number, "version": one.version, "open": one.open is not None}
@@ -162,19 +162,19 @@ def summary(reader: Reader, run: str) -> dict[str, Any]:
         "connection": reader.connection.problem or "ok",
         "total_tokens": state.facts.total_tokens if state.facts else None,
         "tokens_merged": max((fragment.clock for fragment in state.fragments), default=0),
-        "islands": [_island(members, name, owned.get(name)) for name in names],
+        "islands": [_island(heard.get(name), name, owned.get(name)) for name in names],
         "fragments": fragments,
         "slots": [_slot(state, number) for number in range(len(state.slots))],
     }
 
 
-def _island(members: Members, name: str, slot: int | None) -> dict[str, Any]:
+def _island(member: Member | None, name: str, slot: int | None) -> dict[str, Any]:
     row: dict[str, Any] = {"incarnation": name, "slot": slot, "heard_seconds_ago": None}
-    if name in members.heard:
-        hint = members.heard[name].hint
+    if member is not None:
+        hint = member.hint
         seconds = hint.step * hint.step_seconds
         row |= {
-            "heard_seconds_ago": round(time.monotonic() - members.heard[name].heard, 1),
+            "heard_seconds_ago": round(time.monotonic() - member.heard, 1),
             "step": hint.step,
             "tokens": hint.tokens,
             "tokens_per_second": round(hint.tokens / seconds) if seconds else None,

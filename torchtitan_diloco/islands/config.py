@@ -1,4 +1,4 @@
-"""Settings of islands: the `[islands]` section, and the join string in it."""
+"""Settings of islands: the `[islands]` section, its checks, and the join string in it."""
 
 import base64
 import binascii
@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from msgspec import Meta
 
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Mistakes, NotNegative, Positive
+from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,21 @@ class Islands:
 NAME = r"[\w.-]{1,60}"
 
 
-def islands_mistakes(islands: Islands, diloco: DiLoCoConfig, begin: int) -> Mistakes:
+def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check settings of an island. `begin`: how many really begin together."""
+    if islands.join:
+        try:
+            Join.parse(islands.join)
+        except ValueError as error:
+            yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
         yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
         yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
-    refused = {
-        "diloco.beginning.steps": diloco.beginning.steps > 0,
-        "diloco.average_at_end": diloco.average_at_end,
-        "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
-        "diloco.link.drop_probability": diloco.link.drop_probability,
-        "diloco.link.outer_state": diloco.link.outer_state == "cpu",
-    }
-    for key, is_set in refused.items():
-        if is_set:
-            yield key, "does not work with islands: leave it out"
+    if islands.join and islands.local:
+        yield "islands.local", "starts a server of its own: leave islands.join out, or this"
+    if islands.join and not islands.name:
+        yield "islands.name", "names this island in the run: give a name, such as that of its site"
 
 
 # --- join string: where the server of a run is, and how to log in to it ---------------------------
@@ -67,6 +66,8 @@ _JOIN = re.compile(
     r"(?P<scheme>nats|nats\+tls)://(?:(?P<user>[^:@/#]+):(?P<password>[^:@/#]+)@)?"
     rf"(?P<addresses>[^@/#]+)#(?P<run>{RUN_PATTERN})(?:\.(?P<certificate>[A-Za-z0-9_-]+))?"
 )
+_FILE = re.compile(r"[^:@#]+")
+"""A path. Join strings have all these characters, and what is left of one may be a password."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python has no name for."""
@@ -89,8 +90,14 @@ class Join:
     @classmethod
     def parse(cls, text: str) -> "Join":
         """Read a join string, or a file that holds one."""
-        if "#" not in text and Path(text).is_file():
-            text = Path(text).read_text()
+        if _FILE.fullmatch(text):
+            try:
+                text = Path(text).read_text()
+            except OSError as error:
+                raise ValueError(
+                    f"islands.join = {text!r}: {error.strerror}; give the join string that "
+                    "`python -m torchtitan_diloco.islands serve` prints, or a file that holds it"
+                ) from error
         found = _JOIN.fullmatch(text.strip())
         if found is None:
             raise _error(text, f"is not of the form {FORM}")

@@ -1,17 +1,15 @@
 """Connection of an island to the NATS server: the log, the chunks, and messages between islands.
 
-All that waits for the network is in a thread with an event loop. Methods can be called from any
-other thread. The log and the chunks have a session each, so that records are not held up.
+All that waits for the network is in a thread with an event loop. The log and the chunks have a
+session each, so that records are not held up.
 """
 
 import asyncio
 import itertools
 import logging
-import math
 import random
+import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -21,17 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.members import Hint, Members
+from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
     AnyMessage,
-    Leave,
-    LogRecord,
+    Inbox,
     LogSession,
     RefusedError,
     Session,
-    Snapshot,
-    SnapshotWanted,
     ask_subject,
     check_installed,
     stream_of,
@@ -51,16 +46,17 @@ UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 """Patience of an island that starts, and of one that has been in the run: a server may reboot."""
 LOG_PATIENCE, BULK_PATIENCE = 3.0, 120.0
-"""Seconds that the server may be silent. Pings come behind chunks, which may go over a slow link.
-When one session is lost, both are made anew."""
+"""Seconds that the server may leave pings without an answer. Those about chunks come behind chunks,
+which may go over a slow link. When one session is lost, both are made anew."""
+UNCONFIRMED_SECONDS = 10.0
+"""Seconds in which the other end of a socket must confirm some bytes of those that it was sent. A
+slow link does, and one that has dropped a connection without a word does not."""
 ANSWER_SECONDS = 10.0
 """Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
 NO_MESSAGE = 10037
 """Error code of the server."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
-TICK = 0.1
-"""Seconds between two looks at the clock."""
 EXPIRY = 5.0
 """Seconds of silence after which an island counts as gone."""
 
@@ -77,25 +73,31 @@ class CorruptError(ValueError):
     """A chunk has not the size or the hash that its record says."""
 
 
-class Connection:
-    """What an island sends, and all that it has heard."""
+class EventLoop(asyncio.SelectorEventLoop):
+    """Lets the kernel end a connection on which nothing is confirmed any more.
+
+    There always is something to confirm, as pings are sent. The answers to pings alone would not
+    tell a dead connection from one with megabytes under way.
+    """
+
+    async def create_connection(self, *arguments: Any, **named: Any) -> Any:
+        transport, protocol = await super().create_connection(*arguments, **named)
+        limit = socket.TCP_USER_TIMEOUT, round(1000 * UNCONFIRMED_SECONDS)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *limit)
+        return transport, protocol
+
+
+class Connection(Inbox):
+    """What an island sends, and all that it has heard.
+
+    Any thread may call `append`, `beat`, `ask`, `store`, `fetch` and `close`: they hand what is to
+    be done to the connection's thread, which alone uses the sessions and all other attributes here.
+    `_closed` is written under `_lock`, so that nothing is handed over after the end.
+    """
 
     def __init__(self, join: Join, name: str) -> None:
         """`name`: this incarnation."""
-        self.members = Members(EXPIRY)
-        """The other islands, as far as one has heard of them."""
-        self.records: deque[LogRecord] = deque()
-        """Records that wait to be read."""
-        self.messages: deque[SnapshotWanted | Snapshot] = deque()
-        self.leaving = False
-        """This island was asked to leave the run."""
-        self.received, self.last = 0, -1
-        """Number of the last record received, and of the last one in the log when the connection
-        was made last."""
-        self.problem = ""
-        """Why there is no connection."""
-        self._away_since = math.inf
-        self._news = threading.Event()
+        super().__init__(EXPIRY)
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
         self._first = Future[None]()
@@ -104,11 +106,12 @@ class Connection:
         self._bulk: Session | None = None
         self._is_there = asyncio.Event()
         self._free = {bulk: asyncio.Semaphore(count) for bulk, count in UNDER_WAY.items()}
-        self._loop = asyncio.new_event_loop()
+        self._warned = ""
+        self._loop = EventLoop()
         self._loop.set_exception_handler(_note_failure)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._closed, self._warned = False, ""
-        self._lock = threading.Lock()
+        self._writer = self._thread
+        self._closed, self._lock = False, threading.Lock()
 
     def start(self, after: int, *, known: bool = False) -> None:
         """Connect, and follow the log behind record `after`.
@@ -183,59 +186,6 @@ class Connection:
         with suppress(ClosedError):
             self._submit(self._publish(subject, raw))
 
-    # --- what has come in -------------------------------------------------------------------------
-
-    def receive(self, seconds: float = TICK) -> None:
-        """Wait until something has come in, not longer than this."""
-        self.members.tick(time.monotonic())
-        self._news.wait(seconds)
-        self._news.clear()
-        self.members.tick(time.monotonic())
-
-    def wake(self) -> None:
-        """End a wait in `receive`."""
-        self._news.set()
-
-    def receive_log(self, patience: float = math.inf) -> None:
-        """Receive all records that the log had when the connection was made."""
-        end = time.monotonic() + patience
-        while self.last < 0 or self.received < self.last:
-            self.receive()
-            if time.monotonic() > end:
-                raise ValueError(f"the server does not send its log {self.problem}".strip())
-
-    def seconds_away(self) -> float:
-        """Return for how long there has been no connection, at most 0 if there is one."""
-        return time.monotonic() - self._away_since
-
-    def connected(self, last: int) -> None:
-        if self.problem:
-            logger.info("the server of the islands is there again")
-        self.problem, self._away_since = "", math.inf
-        self.members.connect(time.monotonic())
-        self.last = last
-
-    def _disconnected(self, reason: str) -> None:
-        self._away_since = min(self._away_since, time.monotonic())
-        self.members.connected, self.problem = False, reason
-        logger.warning(f"no connection to the server of the islands: {reason}")
-        self.wake()
-
-    def hear_record(self, record: LogRecord) -> None:
-        self.records.append(record)
-        self.received = record.sequence
-        self.wake()
-
-    def hear(self, message: Hint | AnyMessage) -> None:
-        if isinstance(message, Hint):
-            self.members.hear(message, time.monotonic())
-        elif isinstance(message, Leave):
-            logger.info("this island was asked to leave the run")
-            self.leaving = True
-        else:
-            self.messages.append(message)
-            self.wake()
-
     # --- in the thread: the log -------------------------------------------------------------------
 
     async def _publish(self, subject: str, raw: bytes) -> None:
@@ -282,7 +232,7 @@ class Connection:
                 if first:
                     logger.warning(f"waiting for the server of the islands: {reason}")
                 else:
-                    self._disconnected(reason)
+                    self.loss_heard(reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 

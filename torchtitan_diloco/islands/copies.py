@@ -146,9 +146,8 @@ class Copies:
     def is_finite(self, fragment: int, payload: Tensor, ranks: int) -> bool:
         """Return whether all values of a part are. Any thread may ask."""
         decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
-        shards = zip(
-            payload.split(sizes), self.fragments[fragment].layout.sizes(ranks), strict=True
-        )
+        lengths = self.fragments[fragment].layout.sizes(ranks)
+        shards = zip(payload.split(sizes), lengths, strict=True)
         return all(bool(_decode(decoder, *shard).isfinite().all()) for shard in shards)
 
     @torch.no_grad()
@@ -231,22 +230,14 @@ def _decode(decoder: Codec, payload: Tensor, size: int) -> Tensor:
     return values
 
 
-class Encoder:
-    """Encodes this rank's deltas, in a thread of its own."""
-
-    def __init__(self, config: DiLoCoConfig) -> None:
-        self._codec = build_codec(config.quantization)
-
-    @torch.no_grad()
-    def encode(self, delta: Tensor) -> Tensor:
-        payload = torch.empty(
-            self._codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device
-        )
-        size = self._codec.wire_bytes(PIECE)
-        pieces = zip(delta.split(PIECE), payload.split(size), strict=True)
-        for values, encoded in pieces:
-            self._codec.encode(values, encoded)
-        return payload.cpu()
+@torch.no_grad()
+def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
+    """Return the payload of this rank's delta. The codec must not be in use in another thread."""
+    payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
+    pieces = payload.split(codec.wire_bytes(PIECE))
+    for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
+        codec.encode(values, encoded)
+    return payload.cpu()
 
 
 @torch.no_grad()

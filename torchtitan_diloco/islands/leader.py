@@ -73,6 +73,14 @@ class Boundary(msgspec.Struct, frozen=True):
 
 
 class Leader(Replay):
+    """A `Replay` that takes a slot, and from then on decides and writes.
+
+    After `join`, its own thread reads what comes in and makes new versions (`_work`). The training
+    thread calls what is public, but for `store`, which the thread of the uploads calls. All three
+    decide under the lock of `changed`. A version is made before the state has its entry, without
+    the lock, so that training can go on meanwhile.
+    """
+
     def __init__(
         self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
     ) -> None:
@@ -224,10 +232,9 @@ class Leader(Replay):
     def to_save(self) -> Saved:
         """Return what a checkpoint with the newest copies needs to know of the log."""
         assert self.state.facts is not None
-        heads = [one.head for one in self.state.fragments]
         versions = [one.newest for one in self._copies.fragments]
         place = self.state.sequence, self.state.digest
-        return Saved(self.state.facts.run, *place, heads, versions)
+        return Saved(self.state.facts.run, *place, list(self.state.heads), versions)
 
     def close(self) -> None:
         self._closed.set()
@@ -275,11 +282,9 @@ class Leader(Replay):
         while not self._closed.wait(BEAT):
             island = self.island
             caught_up = 0 <= self._connection.last <= self.state.sequence
-            hint = Hint(self.incarnation, 0, 0, 0.0, caught_up=caught_up)
-            if island is not None:
-                numbers = island.step, island.tokens, island.step_seconds
-                hint = Hint(self.incarnation, *numbers, caught_up, island.leaving)
-            self._connection.beat(hint)
+            step = (island.step, island.tokens, island.step_seconds) if island else (0, 0, 0.0)
+            leaving = island is not None and island.leaving
+            self._connection.beat(Hint(self.incarnation, *step, caught_up, leaving))
 
     def _give_snapshot(self, wanted: SnapshotWanted) -> None:
         fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]

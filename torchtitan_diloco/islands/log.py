@@ -169,6 +169,10 @@ class State:
         except VoidError:
             return None
 
+    @property
+    def heads(self) -> tuple[str, ...]:
+        return tuple(fragment.head for fragment in self.fragments)
+
     def owners(self) -> dict[int, str]:
         return {number: slot.owner for number, slot in enumerate(self.slots) if slot.owner}
 
@@ -327,8 +331,7 @@ class State:
         return entry
 
     def _end(self, end: End) -> None:
-        heads = tuple(fragment.head for fragment in self.fragments)
-        _check(end.heads == heads, "an entry was made since")
+        _check(end.heads == self.heads, "an entry was made since")
         for slot in self.slots:
             ready = slot.owner is None or slot.done or slot.owner in end.absent
             _check(ready, f"{slot.owner} is not done")

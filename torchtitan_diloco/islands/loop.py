@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
-from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.codecs import build_codec
+from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -30,16 +31,13 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE
 from torchtitan_diloco.islands.config import Islands, Join, islands_mistakes
 from torchtitan_diloco.islands.connection import Connection
-from torchtitan_diloco.islands.copies import Copies, Encoder, add_change, fingerprints
+from torchtitan_diloco.islands.copies import Copies, add_change, encode_delta, fingerprints
 from torchtitan_diloco.islands.leader import Apply, Boundary, Leader, Seat
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rules import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect, share
 from torchtitan_diloco.utils import logger
-
-LATE_MIXING = 0.5
-"""Least share of the local parameters when a part was late."""
 
 
 class IslandDiLoCo(StreamingDiLoCo):
@@ -77,7 +75,8 @@ class IslandDiLoCo(StreamingDiLoCo):
                 data.
         """
         begin = islands.begin or config.workers
-        if mistakes := list(islands_mistakes(islands, config, begin)):
+        mistakes = [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True)]
+        if mistakes:
             raise ValueError("\n".join(map(": ".join, mistakes)))
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
         super().__init__(
@@ -94,7 +93,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         """The slot of this island, and the sample of it that it begins with."""
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, self.config, self._ranks)
-        self._encoder = Encoder(config)
+        self._encode = partial(encode_delta, build_codec(config.quantization))
         self._facts = facts or {}
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
@@ -266,7 +265,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         drop_gathered(self._model)
         new = copy.versions[due.version]
         if due.mode in (Mode.MIX, Mode.MIX_LATE):
-            mixing = max(self._mixing(0, 1), LATE_MIXING * (due.mode is Mode.MIX_LATE))
+            mixing = due.mode.share(self._mixing(0, 1))
             measured = is_measured(due.version, self.config.measure_every)
             state.delta = new
             round_.drift = state.apply(mixing, measured=measured)
@@ -304,7 +303,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
             turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
             round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
-            payload = self._encoder.encode(delta)
+            payload = self._encode(delta)
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
         collected = collect(payload, sizes, group)

@@ -1,5 +1,6 @@
 """Other islands, as far as one has heard of them."""
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     leaving: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Member:
     """Last heartbeat of another island, and when it came, by this island's clock."""
 
@@ -69,22 +70,32 @@ class Members:
 
     After a connection, and after a pause of this process, nobody counts as gone for the first
     `expiry` seconds: an outage takes all keys, and a paused process has heard of nobody.
+
+    `connect`, `disconnect` and `hear` are called in the connection's thread, `tick` in the thread
+    that reads the log. No attribute is written by both.
     """
 
     def __init__(self, expiry: float) -> None:
         self.expiry = expiry
-        self.connected = False
         self.heard: dict[str, Member] = {}
-        self._since = self._last_tick = 0.0
+        """Grows only. Copy it before a loop, as a member may be added meanwhile."""
+        self._connected_at: float | None = None
+        self._last_tick = self._paused_at = -math.inf
+
+    @property
+    def connected(self) -> bool:
+        return self._connected_at is not None
 
     def connect(self, now: float) -> None:
-        self._since = self._last_tick = now
-        self.connected = True  # last: another thread may look meanwhile
+        self._connected_at = now
+
+    def disconnect(self) -> None:
+        self._connected_at = None
 
     def tick(self, now: float) -> None:
         """Notice a pause. Call this more often than every half of `expiry`, and first of all."""
         if now - self._last_tick > self.expiry / 2:
-            self._since = now
+            self._paused_at = now
         self._last_tick = now
 
     def hear(self, hint: Hint, now: float) -> None:
@@ -98,7 +109,9 @@ class Members:
         return member is not None and member.hint.caught_up
 
     def is_new(self, now: float) -> bool:
-        return not self.connected or now - self._since < self.expiry
+        """Return whether there was no time yet to hear of all others."""
+        since = self._connected_at
+        return since is None or now - max(since, self._paused_at) < self.expiry
 
     def is_gone(self, incarnation: str, now: float) -> bool:
         """Return whether its slot may be taken."""

@@ -199,11 +199,8 @@ class Replay:
 
     def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
         """Return the answer once the log has been received up to the entry that it is of."""
-        until, answer, messages = (
-            time.monotonic() + SNAPSHOT_SECONDS,
-            None,
-            self._connection.messages,
-        )
+        until, answer = time.monotonic() + SNAPSHOT_SECONDS, None
+        messages = self._connection.messages
         while time.monotonic() < until:
             self._connection.receive()
             while messages:

@@ -2,6 +2,11 @@
 
 They follow from the state of the log, from what the island knows of itself and of the others, and
 from its own monotonic clock, which is handed in as `now`. Nothing in here blocks or sends.
+
+In a round of a fragment, each island sends a part (`send_is_due`). Any island opens the round
+(`open`), and any that has fetched the parts closes it (`close`): of several closes, the first in
+the log that is valid counts. Each applies the version when it has read the close (`next_mode`).
+While a round is open for late parts, no island stops. Training waits in `wait_until` only.
 """
 
 import math
@@ -26,17 +31,25 @@ class Timing:
     """Least grace, in seconds."""
 
 
+LATE_MIXING = 0.5
+"""Least share of the local parameters when a part was late."""
+
+
 class Mode(Enum):
     """How an entry changes the parameters theta, from the shared copies Theta around it."""
 
     MIX = "mix"
     """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
     MIX_LATE = "mix late"
-    """The same with an alpha of 1/2 at least: what was trained since the send must not be lost."""
+    """The same with an alpha of LATE_MIXING at least: what was trained since the send stays."""
     ADD = "add"
     """theta += Theta_new - Theta_old: the entry has no own part."""
     RESET = "reset"
     """theta = Theta_new: the own part was not finite."""
+
+    def share(self, alpha: float) -> float:
+        """Return the share of the local parameters that stays where they are mixed."""
+        return max(alpha, LATE_MIXING) if self is Mode.MIX_LATE else alpha
 
 
 class Island:
@@ -58,8 +71,7 @@ class Island:
         self.stopped = False
         """No more steps: the run has had its tokens, or the island leaves."""
         self.leaving = False
-        self.habits = [Habits(len(state.fragments)) for _ in state.slots]
-        """By slot."""
+        self.habits = [Habits(len(state.fragments)) for _ in state.slots]  # by slot
         self._clock_floor = 0
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
@@ -154,8 +166,7 @@ class Island:
         absent = [slot.owner for slot in slots if slot.owner is not None and not slot.done]
         if not all(self.members.is_gone(owner, now) for owner in absent):
             return None
-        heads = tuple(fragment.head for fragment in self.state.fragments)
-        return End(**self.who, absent=tuple(absent), heads=heads)
+        return End(**self.who, absent=tuple(absent), heads=self.state.heads)
 
 
 class Rounds:
@@ -175,21 +186,18 @@ class Rounds:
         self.sent: Part | None = None
         self.sent_step, self._sent_at = 0, 0.0
         self.under_way = False
-        """The last part sent has not come back in the log. Append it again after an
-        interruption."""
-        self._returned_step = 0
-        """Own step when it came back."""
+        """The last part sent has not come back in the log. It is appended until it has."""
+        self._returned_step = 0  # own step when it came back
         self._tokens_sent = self._tokens_taken = 0
         """Own tokens when the last part was sent, and when the last one was that an entry has
         taken: where the next weight begins."""
         self._attempt = 0, 0
         """Version and own step of the last own opening."""
-        self._opened_step = self.turn - self._every  # the first part may open a round
-        """Own step of the last opening. An own attempt counts from when it was made: counted from
-        when it is read, each opening would be later in the cycle than the one before."""
+        self._opens_next = self.turn
+        """Own step from which it opens a round: H after the last opening. An own attempt counts
+        from when it was made: from when it is read, each would be later in the cycle."""
         self._opened_at = now
-        self._measured = set[int]()
-        """Waiting parts whose lag is known."""
+        self._measured = set[int]()  # waiting parts whose lag is known
         self.confirmed = -1
         """Newest version that another island has with the same bits."""
         self.dispute: tuple[int, float, str] | None = None
@@ -222,14 +230,14 @@ class Rounds:
 
     def _read_open(self, record: Open, now: float) -> None:
         version, step = self._attempt
-        self._opened_step = step if version == record.version else self._island.step
-        self._opened_at = now
+        opened = step if version == record.version else self._island.step
+        self._opens_next, self._opened_at = opened + self._every, now
         if self.shared.waiting_of(self._island.slot) is not None:
             # The next one would wait for its opening as long. It need not be there before its apply
             # is due, but uploads do not all take the same time.
             upload = self._returned_step - self.sent_step
             lead = max(0, upload + upload // 4 - self._delay)
-            self.turn += max(0, self._opened_step - self.sent_step - lead)
+            self.turn += max(0, opened - self.sent_step - lead)
 
     def _compare(self, record: Part | Close, outcome: Outcome, now: float) -> None:
         """Remember what another island says of the bits of a version."""
@@ -244,10 +252,6 @@ class Rounds:
     def is_pending(self) -> bool:
         """Return whether an own part is on its way or waiting."""
         return self.under_way or self.shared.waiting_of(self._island.slot) is not None
-
-    @property
-    def _is_early(self) -> bool:
-        return self._island.step < self._opened_step + self._every
 
     @property
     def _grace(self) -> float:
@@ -297,7 +301,7 @@ class Rounds:
     def open(self) -> Open | None:
         """Return an opening if it is time: H own steps after the last one, with a part to merge."""
         island = self._island
-        if self.shared.open is not None or not self.is_pending or self._is_early:
+        if self.shared.open is not None or not self.is_pending or self._opens_next > island.step:
             return None
         if island.clock > island.total_tokens or not self._may_write or island.done:
             return None
@@ -307,10 +311,10 @@ class Rounds:
         return Open(**island.who, fragment=self._fragment, version=version, grace=self._grace)
 
     def close(self, checked: Mapping[int, str], lr: float, now: float) -> Close | None:
-        """Return a close if the round is open, and complete or its grace over.
+        """Return a close if all ready islands have a part in the open round, or its time is over.
 
-        `checked`: waiting parts that this island has fetched, by sequence number, each with the
-        reason why it cannot be used, empty if it can.
+        It names the waiting parts that this island has fetched, also those sent for earlier rounds.
+        `checked`: their sequence numbers, each with the reason why it cannot be used, or "".
         """
         island, waiting = self._island, self.shared.waiting
         self._measure_lags(checked, now)
@@ -323,8 +327,8 @@ class Rounds:
         # Nothing waits meanwhile but the version. After half a cycle it would come too late for the
         # next round, so a slot that takes longer is not waited for.
         longest = self._every * island.step_seconds / 2
-        usual = [island.habits[slot].patience(longest) for slot in ready]
-        waited = now >= self._opened_at + max(self.shared.open.grace, *usual, 0.0)
+        usual = (island.habits[slot].patience(longest) for slot in ready)
+        waited = now >= self._opened_at + max(self.shared.open.grace, *usual)
         # Right after an outage the others may still be on their way back: do not close alone.
         enough = waited and len(good) >= island.timing.quorum and not island.members.is_new(now)
         if not (good or bad) or not (complete or enough):
@@ -384,12 +388,13 @@ class Rounds:
         self._island.set_clock(entry.close.clock, tokens, now)
 
     def wait_until(self) -> float | None:
-        """Return until when a training step waits for the entry that is due now, if it must."""
+        """Return until when training waits for the entry with the own part, at the step at which
+        it is due to be applied; None: not at all. Later, it is applied when it is there."""
         island = self._island
-        due = self.sent is not None and island.step == self.sent_step + self._delay
-        if not due or not self.is_pending or not island.members.connected or island.stopped:
+        due = self.is_pending and island.step == self.sent_step + self._delay
+        if not due or not island.members.connected or island.stopped:
             return None
-        if self.shared.open is None:
-            # Nobody in step with this island opens a round before some more steps.
-            return None if self._is_early else self._sent_at + self._grace
-        return self._opened_at + self.shared.open.grace
+        if self.shared.open is not None:
+            return self._opened_at + self.shared.open.grace
+        # Nobody in step with this island opens a round before some more steps.
+        return None if self._opens_next > island.step else self._sent_at + self._grace

@@ -4,17 +4,20 @@ import asyncio
 import logging
 import math
 import ssl
+import threading
+import time
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.members import Hint
+from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import Chunk, Count, digest
-from torchtitan_diloco.utils import install_command
+from torchtitan_diloco.utils import install_command, logger
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL, PING = 0.1, 0.5
 """Seconds between two looks at the state of a connection, and between pings."""
+TICK = 0.1
+"""Seconds between two looks at the clock."""
 SETUP_SECONDS = 4.0
 """Time to connect, and to subscribe."""
 NO_LIMIT = 1e6
@@ -61,13 +66,92 @@ class Snapshot(Message, frozen=True):
 AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
 
 
-class Ears(Protocol):
-    """What takes all that comes in over a connection. It is called in the connection's thread."""
+class Inbox:
+    """What has come in over a connection.
 
-    def hear_record(self, record: LogRecord) -> None: ...
-    def hear(self, message: Hint | AnyMessage) -> None: ...
-    def connected(self, last: int) -> None:
-        """`last`: sequence number of the last record in the log at this moment."""
+    The connection's thread writes it, by the methods that end in `_heard`, and other threads read
+    it. One thread at a time takes `records` and `messages` and calls `receive`: the one that calls
+    `Leader.join`, and then the leader's own. No lock is needed, because each attribute has one
+    writer, which appends to it or replaces it as a whole.
+    """
+
+    def __init__(self, expiry: float) -> None:
+        self.members = Members(expiry)
+        """The other islands, as far as one has heard of them."""
+        self.records: deque[LogRecord] = deque()
+        """Records that wait to be read. Copy it before a loop, as another may be appended."""
+        self.messages: deque[SnapshotWanted | Snapshot] = deque()
+        """Messages for this island that wait to be read."""
+        self.leaving = False
+        """This island was asked to leave the run."""
+        self.received, self.last = 0, -1
+        """Number of the last record received, and of the last one in the log when the connection
+        was made last."""
+        self.problem = ""
+        """Why there is no connection."""
+        self._away_since = math.inf
+        self._news = threading.Event()
+        self._writer: threading.Thread | None = None
+
+    def connection_heard(self, last: int) -> None:
+        """`last`: sequence number of the last record in the log."""
+        self._check_writer()
+        if self.problem:
+            logger.info("the server of the islands is there again")
+        self.problem, self._away_since = "", math.inf
+        self.members.connect(time.monotonic())
+        self.last = last  # after this, `receive_log` may return
+
+    def loss_heard(self, reason: str) -> None:
+        self._check_writer()
+        self._away_since = min(self._away_since, time.monotonic())
+        self.members.disconnect()
+        self.problem = reason
+        logger.warning(f"no connection to the server of the islands: {reason}")
+        self.wake()
+
+    def record_heard(self, record: LogRecord) -> None:
+        self._check_writer()
+        self.records.append(record)
+        self.received = record.sequence
+        self.wake()
+
+    def message_heard(self, message: "Hint | AnyMessage") -> None:
+        self._check_writer()
+        if isinstance(message, Hint):
+            self.members.hear(message, time.monotonic())
+        elif isinstance(message, Leave):
+            logger.info("this island was asked to leave the run")
+            self.leaving = True
+        else:
+            self.messages.append(message)
+            self.wake()
+
+    def _check_writer(self) -> None:
+        assert threading.current_thread() is self._writer, "only the connection's thread writes"
+
+    def receive(self, seconds: float = TICK) -> None:
+        """Wait until something has come in, not longer than this."""
+        self.members.tick(time.monotonic())
+        self._news.wait(seconds)
+        self._news.clear()  # before one looks at what has come in, so nothing is overlooked
+        self.members.tick(time.monotonic())
+
+    def wake(self) -> None:
+        """End a wait in `receive`. Any thread may call this."""
+        self._news.set()
+
+    def receive_log(self, patience: float = math.inf) -> None:
+        """Receive all records that the log had when the connection was made."""
+        end = time.monotonic() + patience
+        while self.last < 0 or self.received < self.last:
+            self.receive()
+            if time.monotonic() > end:
+                raise ValueError(f"the server does not send its log {self.problem}".strip())
+
+    def seconds_away(self) -> float:
+        """Return for how long there has been no connection, at most 0 if there is one."""
+        return time.monotonic() - self._away_since
 
 
 class RefusedError(ValueError):
@@ -196,9 +280,9 @@ class Session:
 class LogSession(Session):
     """Tells all that it hears: records of the log in order, without gaps."""
 
-    def __init__(self, patience: float, ears: Ears) -> None:
+    def __init__(self, patience: float, inbox: Inbox) -> None:
         super().__init__(patience)
-        self._ears = ears
+        self._inbox = inbox
         self._consumed = 0
 
     async def follow(self, run: str, name: str, after: int) -> None:
@@ -224,7 +308,7 @@ class LogSession(Session):
 
         client, stream = self.client, stream_of(run, "log")
         info = await self.jetstream.stream_info(stream)
-        self._ears.connected(info.state.last_seq)
+        self._inbox.connection_heard(info.state.last_seq)
         self._polls_left = SILENT_POLLS
         await client.subscribe(subject_of(run, "beat"), cb=partial(self._on_message, Hint))
         await client.subscribe(ask_subject(run, name), cb=partial(self._on_message, AnyMessage))
@@ -256,7 +340,7 @@ class LogSession(Session):
             if sequence.consumer != self._consumed:
                 self.fail("a record was lost on the way")
                 return
-            self._ears.hear_record(LogRecord(sequence.stream, message.data))
+            self._inbox.record_heard(LogRecord(sequence.stream, message.data))
         elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
             await self.client.publish(go_on)
         elif headers.get("Status") != "100":
@@ -264,7 +348,7 @@ class LogSession(Session):
 
     async def _on_message(self, kind: Any, message: "Msg") -> None:
         with suppress(msgspec.DecodeError):  # garbage
-            self._ears.hear(msgspec.msgpack.decode(message.data, type=kind))
+            self._inbox.message_heard(msgspec.msgpack.decode(message.data, type=kind))
 
 
 def _explain(error: Exception, address: str) -> Exception:

@@ -4,8 +4,8 @@ import torch
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.base import LanguageModel
-from torchtitan_diloco.models.chinchilla.model import Decoder
-from torchtitan_diloco.models.llama.model import Llama
+from torchtitan_diloco.models.chinchilla import Decoder
+from torchtitan_diloco.models.llama import Llama
 
 __all__ = ["MODELS", "LanguageModel", "build_model", "vocabulary_rows"]
 

@@ -1,16 +1,17 @@
-"""Parts that the families share: shapes, rotary positions, blocks, initial weights and counts."""
+"""What families share: shapes, rotary positions, blocks, the forward pass, initial weights."""
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.base import LanguageModel
+from torchtitan_diloco.models.base import Head, LanguageModel
 
 EMBEDDING_STD = 0.02
 
@@ -50,10 +51,7 @@ def resolve_shape(flavors: Mapping[str, AnyShape], model: Model) -> AnyShape:
 
 
 def rotary_table(length: int, frequencies: Tensor) -> Rotary:
-    """Return the cosine and sine of every position's angles, fp32 [length, head_dim].
-
-    `frequencies`: angle between two neighboring positions for each pair, fp32 [head_dim / 2].
-    """
+    """Return the cosine and sine of every position's angles, fp32 [length, head_dim]."""
     positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -90,15 +88,11 @@ class Block(nn.Module):
     """Attention and feed-forward layer, each with a norm before it and added to its input."""
 
     def __init__(
-        self,
-        attention_norm: nn.Module,
-        attention: nn.Module,
-        feed_forward_norm: nn.Module,
-        feed_forward: nn.Module,
+        self, build_norm: Callable[[], nn.Module], attention: nn.Module, feed_forward: nn.Module
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
-        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self.attention_norm, self.attention = build_norm(), attention
+        self.feed_forward_norm, self.feed_forward = build_norm(), feed_forward
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)
@@ -107,17 +101,56 @@ class Block(nn.Module):
 
 
 class DecoderBase(LanguageModel):
-    """Initial weights and counts of a decoder. A family adds the parts and the forward pass."""
+    """Embedding, blocks, norm and head. A family builds its norms and attention."""
 
     shape: Shape
-    embedding: nn.Embedding
 
-    def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
+    def __init__(
+        self,
+        config: Model,
+        vocab_size: int,
+        sequence_length: int,
+        shape: Shape,
+        *,
+        gated: bool = True,
+        learned_positions: bool = False,
+        tied_head: bool = True,
+    ) -> None:
+        """Build the parts. With a tied head the embedding is the output matrix, too."""
         super().__init__(config, vocab_size, sequence_length)
-        self.positions: nn.Embedding | None = None
-        """Learned positions."""
-        self.head: nn.Linear | None = None
-        """None: the embedding is the output matrix, too."""
+        self.shape = shape
+        self.embedding = nn.Embedding(vocab_size, shape.width)
+        self.positions = nn.Embedding(sequence_length, shape.width) if learned_positions else None
+        self.blocks = nn.ModuleList(
+            Block(self.build_norm, self.build_attention(), FeedForward(shape, gated=gated))
+            for _ in range(shape.layers)
+        )
+        self.norm = self.build_norm()
+        self.head = None if tied_head else nn.Linear(shape.width, vocab_size, bias=False)
+
+    @abstractmethod
+    def build_norm(self) -> nn.Module:
+        """Return a norm of the residual stream."""
+
+    @abstractmethod
+    def build_attention(self) -> nn.Module:
+        """Return a layer with forward(x [batch, length, width], rotary)."""
+
+    @abstractmethod
+    def rotary_frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle between two neighboring positions for each pair of dimensions, fp32
+        [head_dim / 2]."""
+
+    def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
+        x, rotary = self.embedding(tokens), None
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        else:
+            rotary = rotary_table(tokens.shape[1], self.rotary_frequencies(tokens.device))
+        for block in self.blocks:
+            x = block(x, rotary)
+        output = self.embedding if self.head is None else self.head
+        return head(self.norm(x), output.weight)
 
     def initial_std(self, name: str, parameter: Tensor) -> float:
         if name.startswith(("embedding", "positions", "head")):

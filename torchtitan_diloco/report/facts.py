@@ -74,21 +74,17 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{run.name}: left out {run.unreadable} line(s) of metrics.jsonl, not readable."
         if not run.settings:
             yield f"{run.name} has no readable config.toml: its settings are unknown."
-        yield from _left_out(run)
+        counts = Counter(
+            (worker, reason)
+            for record in run.rounds
+            for worker, own in enumerate(record.workers)
+            for reason in own.left_out
+        )
+        for (worker, reason), times in sorted(counts.items()):
+            left_out = f"worker {worker} was left out of {times} recorded round(s), {reason}"
+            yield f"{run.name}: {left_out}."
     if not any(run.rounds for run in runs):
         yield "No exchange was recorded: there is no timeline, cosine or drift to show."
-
-
-def _left_out(run: Run) -> Iterator[str]:
-    """Yield how often each worker was left out of a mean, and why."""
-    counts = Counter(
-        (worker, reason)
-        for record in run.rounds
-        for worker, own in enumerate(record.workers)
-        for reason in own.left_out
-    )
-    for (worker, reason), times in sorted(counts.items()):
-        yield f"{run.name}: worker {worker} was left out of {times} recorded round(s), {reason}."
 
 
 def _facts(run: Run) -> dict[str, Cell]:
@@ -98,6 +94,11 @@ def _facts(run: Run) -> dict[str, Cell]:
     tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
     rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
     exposed = mean_share(run, SHARES["exposed communication"])
+    utilisation = Cell(note="not recorded: the run has not ended")
+    if run.summary is not None:
+        predicted = _cell(run.summary.predicted_utilisation_percent, _percent).text
+        measured = run.summary.measured_utilisation_percent
+        utilisation = _cell(measured, _percent, f"measured; {predicted} predicted")
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
         "training loss": _cell(loss, _loss, f"nats per token, all workers, step {trained:,}"),
@@ -107,7 +108,7 @@ def _facts(run: Run) -> dict[str, Cell]:
         **_sent_bytes(run),
         "communication hidden": _cell(hidden_percent(run), _percent, "of the time of exchanges"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
-        "utilisation": _utilisation(run),
+        "utilisation": utilisation,
         **_slowest(run),
     }
 
@@ -123,14 +124,6 @@ def _sent_bytes(run: Run) -> dict[str, Cell]:
     if math.isnan(expected):
         compared = Cell(note="one worker" if run.workers == 1 else "model size not recorded")
     return {"sent by each worker": counted, "data parallelism would send": compared}
-
-
-def _utilisation(run: Run) -> Cell:
-    if run.summary is None:
-        return Cell(note="not recorded: the run has not ended")
-    predicted = _cell(run.summary.predicted_utilisation_percent, _percent).text
-    measured = run.summary.measured_utilisation_percent
-    return _cell(measured, _percent, f"measured; {predicted} predicted")
 
 
 def _slowest(run: Run) -> dict[str, Cell]:

@@ -45,8 +45,9 @@ class Axis(NamedTuple):
     size: float = 1.0
 
     def curve(self, run: Run, key: str) -> tuple[Array, Array]:
-        counted, values = run.over(self.key, key)
-        return counted / self.size, values
+        """Return the values of a key over this axis."""
+        (known, counted), (steps, values) = run.curve(self.key), run.curve(key)
+        return np.interp(steps, [0.0, *known], [0.0, *counted]) / self.size, values
 
 
 class Key(NamedTuple):

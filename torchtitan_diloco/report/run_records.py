@@ -56,11 +56,6 @@ class Run:
         steps, values = self.curve(key)
         return (int(steps[-1]), float(values[-1])) if steps.size else (0, np.nan)
 
-    def over(self, x: str, key: str) -> tuple[Array, Array]:
-        """Return the values of a key over another one that counts from 0, such as the tokens."""
-        (known, counted), (steps, values) = self.curve(x), self.curve(key)
-        return np.asarray(np.interp(steps, [0.0, *known], [0.0, *counted])), values
-
     def total(self, key: str) -> float:
         return of_known(np.sum, self.curve(key)[1])
 

@@ -1,29 +1,42 @@
-"""Round records: how the numbers of all ranks become one record."""
+"""Rounds: how the numbers of all ranks become one record, and its phases on one clock."""
 
+import json
 import math
+from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
-from torchtitan_diloco.components.records import RoundRecord, from_record, to_line
+from tests.report.synthetic import round_records
+from torchtitan_diloco.components.records import (
+    LANES,
+    PHASES,
+    RoundRecord,
+    WorkerRound,
+    from_record,
+    phases,
+    to_line,
+    write_trace,
+)
 from torchtitan_diloco.components.round_records import (
     RoundTable,
     last_to_arrive,
     peak_mbit_per_second,
-    round_scalars,
 )
+from torchtitan_diloco.components.summary import longest_phase
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.diloco.transport import OUTLIER
-from torchtitan_diloco.distributed.collectives import PendingReduction
+from torchtitan_diloco.distributed.collectives import PendingSums
 from torchtitan_diloco.distributed.world import World, join_world
 
 BYTES = 10**6
@@ -54,36 +67,29 @@ def measured_round(world: World, clock: float) -> Round:
     return found
 
 
-def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[RoundRecord]:
-    """Gather rounds over all ranks, as telemetry does."""
+def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[dict[str, Any]]:
+    """Gather rounds over all ranks, as telemetry does, and return what is written of them."""
     table = RoundTable(world, ["blocks"], clock_start=clock)
-    row = table.row(rounds)
-    rows = np.zeros((world.workers, len(row)))
-    rows[world.worker] = row
-    sums = PendingReduction(world, rows.ravel().tolist(), "").result()
-    return list(table.records(rounds, np.reshape(sums, rows.shape)))
+    sums = PendingSums(world, list(map(table.numbers, rounds)), "").result()
+    found = map(table.record, rounds, zip(*sums, strict=True))
+    return [msgspec.json.decode(to_line(record)) for record in found]
 
 
-def written(record: RoundRecord) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(to_line(record))
-    return found
-
-
-def gathered(workers: int, stopped: float = 0.0) -> dict[str, Any]:
-    """Gather one round over all ranks; each rank's clock is another, and begins another second
-    before its round. `stopped`: worker 0."""
-    world = join_world(Distributed(), Link(), device="cpu", workers=workers, fsdp=0)
+def gathered() -> list[dict[str, Any]]:
+    """Gather two rounds over all ranks, in the second of which worker 0 stops. Each rank's clock is
+    another, and begins another second before."""
+    world = join_world(Distributed(), Link(), device="cpu", workers=2, fsdp=0)
     assert gather(world, []) == []
     clock = 100.0 * (world.rank + 1)
-    found = measured_round(world, clock)
-    found.stopped = stopped if world.worker == 0 else 0.0
-    (record,) = gather(world, [found], clock - world.rank)
-    return written(record)
+    rounds = [measured_round(world, clock), measured_round(world, clock)]
+    rounds[1].stopped = 30.0 if world.worker == 0 else 0.0
+    return gather(world, rounds, clock - world.rank)
 
 
 def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
-    first, *others = processes.run(gathered, 4, 2)
-    assert others == [first] * 3
+    found, *others = processes.run(gathered, 4)
+    assert others == [found] * 3
+    first, stopped = found
     assert (first["kind"], first["step"], first["fragment_name"]) == ("round", 6, "blocks")
     assert (first["outer_round"], first["sent_step"], first["participants"]) == (7, 5, 2)
     assert first["parameters"] == 8 * BYTES, "of both ranks of a worker"
@@ -101,51 +107,40 @@ def test_ranks_and_workers_come_to_one_record(processes: ProcessPool) -> None:
         assert (moments["due"], moments["applied"]) == (0.0, 4.5), "worker 0's clock"
         assert own["heard_after_seconds"] == ([None, 1.0] if worker == 0 else [0.0, None])
         rates = own["received_bits_per_second_from"]
-        assert rates[1 - worker] == 8 * BYTES / 2
-        assert rates[worker] is None
+        assert (rates[1 - worker], rates[worker]) == (8 * BYTES / 2, None)
     read = from_record(RoundRecord, first)
-    assert written(read) == first, "what is written is read again"
+    assert msgspec.json.decode(to_line(read)) == first, "what is written is read again"
     durations = [(w.transfer_seconds, w.waited_seconds, w.exchange_seconds) for w in read.workers]
     assert durations == [(2.0, 1.0, 4.0), (2.0, 1.0, 3.0)]
     assert peak_mbit_per_second([read]) == pytest.approx(8 * 4 / 2)
+    assert (stopped["last_worker"], stopped["late_by_seconds"]) == (0, 30.0), "after its header"
+    assert [worker["stopped_seconds"] for worker in stopped["workers"]] == [30.0, 0.0]
 
 
-def test_a_worker_that_stopped_after_its_header_counts_as_the_last(processes: ProcessPool) -> None:
-    for record in processes.run(gathered, 2, 2, 30.0):
-        assert (record["last_worker"], record["late_by_seconds"]) == (0, 30.0)
-        assert [worker["stopped_seconds"] for worker in record["workers"]] == [30.0, 0.0]
-
-
-def test_what_was_not_measured_is_none_and_absent_in_tensorboard() -> None:
-    nothing = Traffic(math.nan, math.nan, math.nan, math.nan)
-    resumed = Round(0, 1, 1, 10, math.nan, 2, traffic=nothing)
+def test_what_was_not_measured_is_not_known() -> None:
+    resumed = Round(
+        0, 1, 1, 10, math.nan, 2, traffic=Traffic(math.nan, math.nan, math.nan, math.nan)
+    )
     unmeasured = measured_round(ALONE, 0.0)
     unmeasured.delta_square = unmeasured.mean_square = unmeasured.update_square = math.nan
     unmeasured.traffic.dot, unmeasured.drift = math.nan, torch.tensor(math.nan)
-    found = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
-    known, record, unknown = map(written, found)
+    known, record, unknown = gather(ALONE, [measured_round(ALONE, 0.0), unmeasured, resumed])
     norms = {"outer_gradient_norm", "cosine_to_mean", "drift_norm"}
     (before,), (own,) = known["workers"], record["workers"]
     assert {key for key in own if own[key] is None and before[key] is not None} == norms
     assert record["update_norm"] is None
-    tags = {f"round_{name}_mean_over_workers/fragment_0" for name in norms}
-    scalars = round_scalars(found[1])
-    expected = tags | {"round_update_norm/fragment_0", "round_late_by_seconds/fragment_0"}
-    absent = {tag for tag, value in scalars.items() if value is None}
-    assert absent == expected
     (worker,) = unknown["workers"]
     assert set(worker.pop("at_seconds").values()) == {None}
     assert [key for key, value in worker.items() if value not in (None, [None], [])] == []
 
 
 def test_links_are_not_known_from_small_messages() -> None:
-    apart = Traffic(header_sent=1.0, heard={1: 2.0}, link_until={1: 3.0})
-    assert (apart.heard_after(1), apart.link_seconds(1)) == (1.0, 1.0)
     found = measured_round(ALONE, 0.0)
     for size, rate in ((16_383, None), (16_384, 8 * 16_384)):
-        link = replace(apart, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
+        link = Traffic(header_sent=1.0, heard={0: 2.0}, link_until={0: 3.0}, link_bytes={0: size})
         (record,) = gather(ALONE, [replace(found, traffic=link)])
-        assert written(record)["workers"][0]["received_bits_per_second_from"] == [rate]
+        assert record["workers"][0]["received_bits_per_second_from"] == [rate]
+        assert record["workers"][0]["heard_after_seconds"] == [1.0]
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 1))
@@ -163,3 +158,66 @@ def test_nobody_is_last_where_nobody_waited() -> None:
         worker, late_by = last_to_arrive(waited, [math.nan, 0.0][: len(waited)])
         assert (worker, math.isnan(late_by)) == (None, True)
     assert peak_mbit_per_second([]) is None
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+NAMES = sorted({moment for _, *moments, _ in PHASES.values() for moment in moments})
+MOMENT = st.just(math.nan) | st.floats(-1e3, 1e3)
+MOMENTS = st.fixed_dictionaries(dict.fromkeys(NAMES, MOMENT))
+
+
+def record(workers: list[WorkerRound]) -> RoundRecord:
+    return RoundRecord(3, 0, "blocks", 1, 2, 100, workers=workers)
+
+
+ROUNDS = st.lists(
+    st.lists(st.builds(WorkerRound, at_seconds=MOMENTS), max_size=3).map(record),
+    max_size=4,
+)
+
+
+@given(ROUNDS)
+def test_phases_are_of_known_moments_and_do_not_overlap_in_a_thread(
+    rounds: list[RoundRecord],
+) -> None:
+    lanes = defaultdict[tuple[int, str], list[Any]](list)
+    for phase in phases(rounds):
+        assert PHASES[phase.name][0] == phase.lane
+        lanes[phase.worker, phase.lane].append(phase)
+    for lane in lanes.values():
+        for before, after in pairwise(lane):
+            assert before.start_seconds <= before.end_seconds <= after.start_seconds
+    possible = sum(
+        worker.at_seconds[start] <= worker.at_seconds[end]
+        for one in rounds
+        for worker in one.workers
+        for _, start, end, _ in PHASES.values()
+    )
+    assert sum(map(len, lanes.values())) == possible
+
+
+def test_encoding_hides_what_arrives_meanwhile() -> None:
+    moments = {"begun": 1.0, "heard": 1.5, "received": 3.0, "encoded": 2.0, "ready": 4.5}
+    rounds = [record([from_record(WorkerRound, {"at_seconds": moments})])]
+    found = [(one.name, one.start_seconds, one.end_seconds) for one in phases(rounds)]
+    assert found == [("encoding", 1, 2), ("transfer", 2, 3), ("outer step", 3, 4.5)]
+    assert longest_phase(rounds) == "outer step"
+    assert longest_phase([record([WorkerRound()])]) == ""
+
+
+def test_the_trace_file_holds_every_phase(tmp_path: Path) -> None:
+    path, rounds = tmp_path / "traces" / "fragments.json", round_records(100, workers=3)[:2]
+    for latest in (rounds[:1], rounds):
+        write_trace(path, latest)
+    assert list(path.parent.iterdir()) == [path], "replaced when it is complete"
+    events = json.loads(path.read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    for event, phase in zip(complete, phases(rounds), strict=True):
+        assert (event["pid"], LANES[event["tid"]]) == (phase.worker, phase.lane)
+        assert event["ts"] == pytest.approx(1e6 * phase.start_seconds)
+        assert event["dur"] == pytest.approx(1e6 * phase.seconds)
+        assert event["name"] == f"{phase.name}, fragment {phase.round.fragment}"
+        assert event["args"]["sent_bytes"] == 1_500_000
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert named == ["worker 0", "worker 1", "worker 2"]

@@ -1,4 +1,4 @@
-"""A Chinchilla-style decoder."""
+"""A Chinchilla-style decoder, in the shapes of the papers' tables."""
 
 from typing import Any
 
@@ -7,19 +7,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.base import Head
-from torchtitan_diloco.models.chinchilla.flavors import chinchilla_shape
 from torchtitan_diloco.models.decoder import (
-    Block,
     DecoderBase,
-    FeedForward,
     Rotary,
     Shape,
-    rotary_table,
+    resolve_shape,
     rotate,
 )
 
 ROTARY_BASE = 10_000.0
+
+
+def _streaming(layers: int, heads: int, width: int) -> Shape:
+    """Return a shape of the Streaming DiLoCo papers: heads of 64, feed-forward four times as
+    wide."""
+    return Shape(layers, width, heads, head_dim=64, feed_forward=4 * width)
+
+
+FLAVORS: dict[str, Shape] = {
+    "debug": Shape(layers=4, width=96, heads=3, head_dim=32, feed_forward=384),
+    # Streaming DiLoCo (arXiv 2501.18512); 2.4b and 10b are of the scaling laws (2503.09799)
+    "35m": _streaming(6, 8, 512),
+    "100m": _streaming(9, 12, 768),
+    "200m": _streaming(12, 16, 1024),
+    "300m": _streaming(15, 20, 1280),
+    "500m": _streaming(18, 24, 1536),
+    "1b": _streaming(24, 32, 2048),
+    "2.4b": _streaming(30, 40, 2560),
+    "4b": _streaming(36, 48, 3072),
+    "10b": _streaming(48, 64, 4096),
+    # DiLoCo (2311.08105)
+    "diloco-60m": Shape(layers=3, width=896, heads=16, head_dim=64, feed_forward=3584),
+    "diloco-150m": Shape(layers=12, width=896, heads=16, head_dim=64, feed_forward=3584),
+    "diloco-400m": Shape(layers=12, width=1536, heads=12, head_dim=128, feed_forward=6144),
+}
 
 
 def build_norm(kind: str, width: int) -> nn.Module:
@@ -52,44 +73,41 @@ class Attention(nn.Module):
         return out
 
 
-def build_block(shape: Shape, config: Model) -> Block:
-    return Block(
-        build_norm(config.norm, shape.width),
-        Attention(shape, config),
-        build_norm(config.norm, shape.width),
-        FeedForward(shape, gated=config.activation == "swiglu"),
-    )
-
-
 class Decoder(DecoderBase):
     """Decoder with tied embeddings."""
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
-        super().__init__(config, vocab_size, sequence_length)
-        self.shape = shape = chinchilla_shape(config)
+        shape, learned = resolve_shape(FLAVORS, config), config.positions == "learned"
+        if shape.head_dim % 2 and not learned:
+            raise ValueError(
+                f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
+                'dimensions: make it even, or set model.positions = "learned"'
+            )
+        super().__init__(
+            config,
+            vocab_size,
+            sequence_length,
+            shape,
+            gated=config.activation == "swiglu",
+            learned_positions=learned,
+        )
         self.rotary_base = config.rotary_base or ROTARY_BASE
-        self.embedding = nn.Embedding(vocab_size, shape.width)
-        if config.positions == "learned":
-            self.positions = nn.Embedding(sequence_length, shape.width)
-        self.blocks = nn.ModuleList(build_block(shape, config) for _ in range(shape.layers))
-        self.norm = build_norm(config.norm, shape.width)
 
-    def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
-        x = self.embedding(tokens)
-        rotary = None
-        if self.positions is not None:
-            x = x + self.positions.weight[: tokens.shape[1]]
-        else:
-            head_dim, device = self.shape.head_dim, tokens.device
-            exponents = -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-            rotary = rotary_table(tokens.shape[1], self.rotary_base**exponents)
-        for block in self.blocks:
-            x = block(x, rotary)
-        return head(self.norm(x), self.embedding.weight)
+    def build_norm(self) -> nn.Module:
+        return build_norm(self.config.norm, self.shape.width)
+
+    def build_attention(self) -> Attention:
+        return Attention(self.shape, self.config)
+
+    def rotary_frequencies(self, device: torch.device) -> Tensor:
+        head_dim = self.shape.head_dim
+        exponents = -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+        frequencies: Tensor = self.rotary_base**exponents
+        return frequencies
 
     def to_transformers(self) -> Any:
         """Return the model in the code that is saved beside it: transformers does not know it."""
-        from torchtitan_diloco.models.chinchilla import modeling_chinchilla as remote_code
+        from torchtitan_diloco.models import modeling_chinchilla as remote_code
 
         shape, config = self.shape, self.config
         remote_config = remote_code.ChinchillaConfig(
