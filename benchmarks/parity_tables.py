@@ -144,7 +144,7 @@ LARGER_MODEL: Settings = MANY_STEPS | {
     "model.heads": "4",
     "model.feed_forward": "512",
 }
-"""0.83M parameters."""
+"""0.82M parameters."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ LONG_WARM_UPS = [
 EIGHT_WORKERS = [
     *(f"streaming, Muon, M={M}, H=10" for M in (8, 4, 2)),
     "streaming, Muon, M=8, H=100",
-    f"streaming, Muon, M=8, H=10, {BEGUN}",
+    *(f"streaming, Muon, M=8, H=10, {terms}" for terms in (BEGUN, LONG_BEGUN)),
     *(f"streaming, M={M}, H=10, {BEGUN}" for M in (8, 4, 2)),
 ]
 LARGER = [
