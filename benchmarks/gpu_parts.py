@@ -102,7 +102,7 @@ def bits(scale: Scale, _: Path) -> list[Check]:
     for name, block in cases:
         found = []
         for device in (core.CPU, scale.device):
-            codec = build_codec(Quantization(name, block_size=block))  # type: ignore[arg-type]
+            codec = build_codec(Quantization(name, block_size=block))
             given = values.to(device, copy=True)
             payload = torch.zeros(codec.wire_bytes(len(given)), dtype=torch.uint8, device=device)
             codec.encode(given, payload)

@@ -1,7 +1,6 @@
 """Exchanges of many chunks: slots are used again, and every message has to meet its receiver."""
 
 import math
-from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -16,63 +15,66 @@ from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import exchange
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import CodecName, Quantization
-from torchtitan_diloco.diloco.exchange import Exchange
+from torchtitan_diloco.diloco.exchange import IN_FLIGHT, Exchange, chunk_and_window
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK
 from torchtitan_diloco.diloco.transport import HEADER_BYTES, OUTLIER, Bytes, Header
-from torchtitan_diloco.distributed.world import WORKER
+from torchtitan_diloco.distributed.world import WORKER, World
 
 SIZES = [9 * BLOCK + 17, 1, 5 * BLOCK, 11 * BLOCK + 1]
 """Values of some deltas: chunks that fill the slots several times, with a rest, and one value."""
+ROOM = 2**18 + 1029
 
 
 def delta_of(worker: int, number: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(100 * number + worker))
 
 
-def _exchange(
-    codec: CodecName, workers: int, window: int, weights: list[float]
-) -> list[tuple[Tensor, float]]:
-    """Return means and scalar products, with chunks of one block, `window` of them in flight."""
-    world = join(workers)
-    group = world.group(WORKER)
+def header(weight: float = 1.0, flags: int = 0) -> Header:
+    return Header(flags, 1, fragment=0, outer_round=1, step=8, weight=weight, checksum=0)
+
+
+def build(world: World, codec: CodecName, largest: int, **patches: Any) -> Exchange:
+    """Return an exchange on a CPU, built with other values of names of its module."""
+    group, cpu = world.group(WORKER), torch.device("cpu")
     assert group is not None
     own = build_codec(Quantization(codec=codec))
     with pytest.MonkeyPatch.context() as patch:  # these processes run other tests, too
-        patch.setattr(exchange, "CHUNK", BLOCK)
-        patch.setattr(exchange, "IN_FLIGHT", window * own.wire_bytes(BLOCK))
-        cpu = torch.device("cpu")
-        made = Exchange(group, own, largest=max(SIZES), device=cpu, timeout_seconds=600)
-    found = []
+        for name, value in patches.items():
+            patch.setattr(exchange, name, value)
+        return Exchange(group, own, largest=largest, device=cpu, timeout_seconds=600)
+
+
+def _exchange(codec: CodecName, window: int, weights: list[float]) -> list[tuple[Tensor, float]]:
+    """Return means and scalar products, with chunks of one block, `window` of them in flight."""
+    workers, sizes = len(weights), {"chunk_and_window": lambda *_, **__: (BLOCK, window)}
+    made, found = build(join(workers), codec, max(SIZES), **sizes), []
     for number, size in enumerate(SIZES):
-        delta = delta_of(world.worker, number, size)
-        weight = weights[world.worker]
-        header = Header(0, 1, fragment=0, outer_round=number, step=8, weight=weight, checksum=0)
-        headers, traffic = made.average(delta, header, measured=True)
+        delta = delta_of(made.me, number, size)
+        headers, traffic = made.average(delta, header(weights[made.me]), measured=True)
         assert [one.weight for one in headers] == weights
-        assert sorted(traffic.heard) == [
-            worker for worker in range(workers) if worker != world.worker
-        ]
+        assert {*traffic.heard, made.me} == set(range(workers))
         found.append((delta, traffic.dot))
     return found
 
 
 @pytest.mark.parametrize(
-    ("workers", "codec", "window", "weights"),
+    ("codec", "window", "weights"),
     [
-        (2, "fp32", 3, [1.0, 3.0]),
-        (2, "fp4_e3m0", 2, [1.0, 1.0]),
-        (3, "fp32", 4, [2.0, 0.0, 1.0]),
-        (3, "int8", 3, [1.0, 1.0, 1.0]),
-        (4, "fp32", 1, [1.0, 2.0, 3.0, 4.0]),
-        (4, "fp4_e3m0", 5, [1.0, 1.0, 1.0, 1.0]),
-        (3, "bf16", 3, [1.0, 1.0, 1.0]),
-        (3, "topk", 2, [1.0, 2.0, 1.0]),
+        ("fp32", 3, [1.0, 3.0]),
+        ("fp4_e3m0", 2, [1.0, 1.0]),
+        ("fp32", 4, [2.0, 0.0, 1.0]),
+        ("int8", 3, [1.0, 1.0, 1.0]),
+        ("fp32", 1, [1.0, 2.0, 3.0, 4.0]),
+        ("fp4_e3m0", 5, [1.0, 1.0, 1.0, 1.0]),
+        ("bf16", 3, [1.0, 1.0, 1.0]),
+        ("topk", 2, [1.0, 2.0, 1.0]),
     ],
 )
 def test_every_chunk_is_its_own_mean(
-    processes: ProcessPool, workers: int, codec: CodecName, window: int, weights: list[float]
+    processes: ProcessPool, codec: CodecName, window: int, weights: list[float]
 ) -> None:
-    results = processes.run(_exchange, workers, codec, workers, window, weights)
+    workers = len(weights)
+    results = processes.run(_exchange, workers, codec, window, weights)
     for number, size in enumerate(SIZES):
         deltas = [delta_of(worker, number, size) for worker in range(workers)]
         shares = torch.tensor(weights, dtype=torch.float64) / math.fsum(weights)
@@ -89,59 +91,49 @@ def test_every_chunk_is_its_own_mean(
             assert dot == pytest.approx(expected, rel=1e-3, abs=1e-3, nan_ok=True)
 
 
-def _means_by_way_of_the_host(workers: int, chunk: int, name: CodecName) -> list[Tensor]:
-    """Return the means of one delta, in chunks of a CPU and of a GPU; the latter with buffers for
-    gloo apart from those of the codec."""
-    world = join(workers)
-    group, cpu = world.group(WORKER), torch.device("cpu")
-    assert group is not None
-    codec = build_codec(Quantization(codec=name))
-    size, found = chunk + 1029, []
-    for staged in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if staged:
-                sizes = partial(exchange.chunk_and_window, on_gpu=True)
-                patch.setattr(exchange, "GPU_CHUNK", chunk)
-                patch.setattr(exchange, "chunk_and_window", sizes)
-                patch.setattr(exchange, "room", room_for_both)
-            made = Exchange(group, codec, largest=size, device=cpu, timeout_seconds=60)
-        made.warm_up([size])
-        delta, residual = delta_of(world.worker, 0, size), torch.zeros(size)
-        header = Header(0, 1, fragment=0, outer_round=0, step=8, weight=1.0, checksum=0)
-        made.average(delta, header, residual if codec.is_sparse else None)
-        made.close()
-        found += [delta, residual]
-    return found
-
-
 def room_for_both(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
     assert not is_read_in_place
     return Bytes(*(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)))
+
+
+def _by_way_of_the_host(workers: int, codec: CodecName) -> list[Tensor]:
+    """Return means and residuals, in chunks of a CPU and of a GPU; the latter with buffers for gloo
+    apart from those of the codec."""
+
+    def sizes(*arguments: Any, on_gpu: bool) -> tuple[int, int]:
+        assert not on_gpu
+        return chunk_and_window(*arguments, on_gpu=True)
+
+    world, found = join(workers), list[Tensor]()
+    on_gpu = {"GPU_CHUNK": 2**18, "chunk_and_window": sizes, "room": room_for_both}
+    for patches in ({}, on_gpu):
+        made = build(world, codec, ROOM, **patches)
+        made.warm_up([ROOM])
+        delta, residual = delta_of(made.me, 0, ROOM), torch.zeros(ROOM)
+        made.average(delta, header(), residual if codec == "topk" else None)
+        made.close()
+        found += [delta, residual]
+    return found
 
 
 @pytest.mark.parametrize(("workers", "codec"), [(2, "topk"), (3, "fp4_e3m0")])
 def test_encoded_bytes_by_way_of_the_host_make_the_same_mean(
     processes: ProcessPool, workers: int, codec: CodecName
 ) -> None:
-    results = processes.run(_means_by_way_of_the_host, workers, workers, 2**18, codec)
+    results = processes.run(_by_way_of_the_host, workers, workers, codec)
     for mean, residual, staged_mean, staged_residual in results:
         assert torch.equal(mean, staged_mean)
         assert torch.equal(residual, staged_residual)
         assert torch.equal(mean, results[0][0])
 
 
-def _with_residuals(flags: list[int]) -> tuple[Tensor, Tensor]:
+def _with_residuals(flags: list[int]) -> list[Tensor]:
     """Return the mean, and what is left of a residual of ones."""
-    world = join(2)
-    group, size = world.group(WORKER), 3000
-    assert group is not None
-    codec, cpu = build_codec(Quantization(codec="topk")), torch.device("cpu")
-    made = Exchange(group, codec, largest=size, device=cpu, timeout_seconds=60)
-    delta, residual = delta_of(world.worker, 0, size), torch.ones(size)
-    header = Header(flags[world.worker], 1, 0, outer_round=1, step=8, weight=1.0, checksum=0)
-    made.average(delta, header, residual)
+    made = build(join(2), "topk", 3000)
+    found = [delta_of(made.me, 0, 3000), torch.ones(3000)]
+    made.average(found[0], header(flags=flags[made.me]), found[1])
     made.close()
-    return delta, residual
+    return found
 
 
 def test_residuals_are_sent_unless_a_worker_is_left_out(processes: ProcessPool) -> None:
@@ -178,9 +170,21 @@ def test_as_many_chunks_as_the_window_allows_are_in_flight(
     assert most == min(count, window)
 
 
+@pytest.mark.parametrize("codec", ["fp32", "fp4_e3m0"])
+def test_bytes_in_flight_are_those_of_the_window(codec: CodecName) -> None:
+    own = build_codec(Quantization(codec))
+
+    def in_flight(values: int) -> int:
+        chunk, window = chunk_and_window(values, own)
+        return own.wire_bytes(chunk) * window
+
+    assert 0.9 * IN_FLIGHT < in_flight(10**9) <= IN_FLIGHT
+    assert in_flight(100) == own.wire_bytes(100)
+
+
 def test_headers() -> None:
-    header = Header(3, 2**63 + 5, 7, outer_round=9, step=10**12, weight=0.1, checksum=2**64 - 1)
-    assert len(header.pack()) == HEADER_BYTES
-    assert Header.unpack(header.pack()) == header
+    sent = Header(3, 2**63 + 5, 7, outer_round=9, step=10**12, weight=0.1, checksum=2**64 - 1)
+    assert len(sent.pack()) == HEADER_BYTES
+    assert Header.unpack(sent.pack()) == sent
     with pytest.raises(ValueError, match="some worker runs other code"):
         Header.unpack(b"\1" * HEADER_BYTES)

@@ -1,4 +1,5 @@
-"""Workers that went wrong: outliers and what is not finite harm neither the others nor the run."""
+"""Workers that went wrong: outliers and what is not finite harm neither the others nor the run, and
+a run whose exchanges are in vain ends."""
 
 import math
 from dataclasses import replace
@@ -6,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.diloco.toy import batch, config, full, join, parameters, sharded
+from tests.diloco.toy import batch, config, full, inner_step, join, parameters, sharded, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import DiLoCoConfig, Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, settle_weights
-from torchtitan_diloco.diloco.round import Round
+from torchtitan_diloco.diloco.healing import FEWEST, LATEST, DeltaNorms, Watch, settle_weights
 from torchtitan_diloco.diloco.transport import DROPPED, NOT_FINITE, OUTLIER, Header
 from torchtitan_diloco.distributed.world import FSDP, WORKER
 
@@ -34,31 +35,24 @@ def test_a_norm_is_compared_with_the_median_of_those_before() -> None:
     assert judged([*usual, 9.9, 1.0, 10.1, 1e9, 1.0]) == [0] * 7 + [OUTLIER, OUTLIER, 0]
     assert judged([*usual, 1e9], limit=0.0) == [0] * 6
     assert judged([*usual, math.nan, math.inf]) == [0] * 5 + [NOT_FINITE] * 2
-
-
-def test_a_short_history_and_rounds_without_a_change_give_no_alarm() -> None:
-    assert judged([10.0**number for number in range(FEWEST)]) == [0] * FEWEST
+    assert judged([10.0**number for number in range(FEWEST)]) == [0] * FEWEST, "a short history"
     assert judged([0.0] * 2 * LATEST + [1.0] * FEWEST) == [0] * (2 * LATEST + FEWEST)
     assert judged([float(number) for number in range(1000)]) == [0] * 1000, "a warm-up"
-
-
-def test_a_lasting_change_is_an_outlier_for_a_while_only() -> None:
-    found = judged([1.0] * 100 + [1000.0] * 2 * LATEST)
-    assert 0 < found.count(OUTLIER) <= LATEST
-    assert found[-1] == 0
+    lasting = judged([1.0] * 100 + [1000.0] * 2 * LATEST)
+    assert 0 < lasting.count(OUTLIER) <= LATEST
+    assert lasting[-1] == 0
 
 
 def test_a_delta_of_more_steps_may_be_larger() -> None:
-    history, early = DeltaNorms(), DeltaNorms()
-    assert {history.judge(1.0, LIMIT) for _ in range(FEWEST)} == {0}
+    history, early = DeltaNorms([1.0] * FEWEST), DeltaNorms()
     assert history.judge(50.0**2, LIMIT, turns=30.0) == 0
     assert history.judge(50.0**2, LIMIT, turns=3.0) == OUTLIER
     assert {early.judge(0.05**2, LIMIT, turns=0.1) for _ in range(FEWEST)} == {0}
     assert early.judge(1.0, LIMIT) == 0
 
 
-def header(flags: int = 0, weight: float = 2.0) -> Header:
-    return Header(flags, 1, 0, 1, 1, weight, 0)
+def header(flags: int = 0, weight: float = 2.0, delta: int = 0, fragment: int = 0) -> Header:
+    return Header(flags, 1, fragment, 1, 1, weight, 0, delta)
 
 
 def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
@@ -69,12 +63,85 @@ def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
     assert mixed == [header(), header(DROPPED, 0.0)]
 
 
-# --- outliers -------------------------------------------------------------------------------------
+# --- exchanges in vain ----------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def multiply(model: nn.Module, factor: float) -> None:
-    model.get_parameter(WEIGHT).mul_(factor)
+def rounds(watch: Watch, *headers: Header, count: int) -> None:
+    for _ in range(count):
+        watch.note(list(headers), norm_limit=20.0)
+
+
+def test_equal_deltas_of_all_fragments_are_an_error_unless_they_differ_once() -> None:
+    for differs in (False, True):
+        watch = Watch(workers=2, fragments=4)
+        rounds(watch, header(), header(), count=9)  # nothing has changed yet
+        rounds(watch, header(delta=5), header(delta=5), count=3)
+        if differs:
+            rounds(watch, header(delta=5), header(delta=6), count=1)
+            assert not watch.compares
+            rounds(watch, header(), header(), count=9)
+        else:
+            with pytest.raises(ValueError, match="the same bits in all 4 exchanges so far"):
+                rounds(watch, header(delta=6), header(delta=6), count=1)
+    assert not Watch(workers=1, fragments=4).compares
+
+
+def test_a_worker_without_finite_deltas_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    watch, bad = Watch(workers=3, fragments=2), header(NOT_FINITE)
+    rounds(watch, header(), bad, bad, count=3)
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 1, "one line for rounds in a row"
+    assert "the delta of worker 1 and of 2 after step 1 is not finite" in lines[0]
+    rounds(watch, header(), header(), header(), count=1)
+    rounds(watch, header(), header(), bad, count=3)
+    assert len(caplog.records) == 2
+    rounds(watch, *[header(fragment=1)] * 3, count=3)
+    message = "worker 2 has not sent a finite delta of fragment 0 in 4 rounds"
+    with pytest.raises(ValueError, match=message):
+        rounds(watch, header(), header(), bad, count=1)
+
+
+def _in_vain(mistake: str) -> tuple[int, str]:
+    """Return the steps that were made, and the error."""
+    outer, model, optimizer = start(config(2))
+
+    def average(*_: object) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    if mistake == "averaged":
+        optimizer.register_step_pre_hook(average)
+    step = 0
+    try:
+        for step in range(1, 41):
+            if mistake == "NaN" and outer.worker == step == 1:
+                model.gain.data.fill_(math.nan)
+            inner_step(model, optimizer, 0 if mistake == "same data" else outer.worker, step)
+            outer.step()
+        outer.drain()
+    except ValueError as error:
+        return step, str(error)
+    return step, ""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("", ""),
+        ("averaged", "gradients are averaged over the workers in every step"),
+        ("same data", "or they read the same data"),
+        ("NaN", "worker 1 has not sent a finite delta of fragment 0 in 4 rounds"),
+    ],
+)
+def test_a_run_ends_where_its_exchanges_are_in_vain(
+    processes: ProcessPool, mistake: str, message: str
+) -> None:
+    for steps, error in processes.run(_in_vain, 2, mistake):
+        assert message in error
+        assert (steps == 40) == (error == "") == (mistake == "")
+
+
+# --- workers that go wrong ------------------------------------------------------------------------
 
 
 def copying_loss(model: nn.Module, worker: int, step: int) -> Tensor:
@@ -100,106 +167,78 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step:
     return bool(norm.isfinite())
 
 
-JUMP, END = 50, 90
-"""Steps: fragment 3 is sent after this one, and the run ends."""
-
-
-def _jump(
-    chosen: DiLoCoConfig, factor: float, ranks: int, shorter: int
-) -> tuple[list[float], list[Round], int]:
-    """Return shared losses before the jump and at the end, the rounds, and Adam's steps."""
+def _spoiled(
+    chosen: DiLoCoConfig, factor: float, ranks: int, at_step: int, end: int
+) -> dict[str, Any]:
+    """Multiply one shard of worker 1 after a step, and heal after gradients that are not finite."""
     world = join(2, ranks)
     model = sharded(world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     outer = StreamingDiLoCo(
         model, world.group(WORKER), chosen, optimizer=optimizer, shard_group=world.shards
     )
-    losses = []
-    for step in range(1, END // shorter + 1):
-        learn(model, optimizer, world.worker, step)
-        if step == JUMP // shorter:
+    healed, losses = {}, list[float]()
+    for step in range(1, end + 1):
+        finite = learn(model, optimizer, world.worker, step)
+        if not finite:
+            healed[step] = outer.heal(world.group(FSDP))
+        if step == at_step:
             losses.append(shared_loss(model, outer))
-            multiply(model, factor if world.worker == 1 else 1.0)
-        outer.step()
+            if world.rank == ranks:
+                value: Any = model.get_parameter(WEIGHT).detach()
+                (value.to_local() if hasattr(value, "to_local") else value).mul_(factor)
+        outer.step(float(finite))
     outer.drain()
-    steps = optimizer.state[model.get_parameter(WEIGHT)]["step"]
-    return [*losses, shared_loss(model, outer)], outer.rounds(), int(steps)
+    rounds = outer.rounds()
+    return {
+        "losses": [*losses, shared_loss(model, outer)],
+        "healed": healed,
+        "steps": int(optimizer.state[model.get_parameter(WEIGHT)]["step"]),
+        "rounds": rounds,
+        "weights": {one.fragment: one.weight for one in rounds},
+        "counted": (
+            outer.state_dict()["facts"]["healed"],
+            outer.metrics()["diloco/healed_fragments"],
+        ),
+        "finite": all(bool(value.isfinite().all()) for value in parameters(model).values()),
+        "shared": {name: full(value) for name, value in outer.global_state_dict().items()},
+    }
 
 
 @pytest.mark.parametrize(("factor", "ranks", "shorter"), [(1e2, 1, 1), (1e6, 2, 2)])
 def test_a_matrix_that_jumps_is_left_out_and_heals(
     processes: ProcessPool, factor: float, ranks: int, shorter: int
 ) -> None:
-    wire = Quantization("fp4_e3m0")
+    """Fragment 3 is sent after the step in which it jumps."""
+    wire, end = Quantization("fp4_e3m0"), 90 // shorter
     chosen = replace(config(2, delay=1), quantization=wire, sync_every=8 // shorter)
-    results = processes.run(_jump, 2 * ranks, chosen, factor, ranks, shorter)
-    for rank, (losses, rounds, steps) in enumerate(results):
-        assert losses == pytest.approx(results[0][0])
+    results = processes.run(_spoiled, 2 * ranks, chosen, factor, ranks, 50 // shorter, end)
+    for rank, found in enumerate(results):
+        assert found["losses"] == pytest.approx(results[0]["losses"])
         if shorter == 1:
-            assert losses[1] < losses[0] / 50, "0.003, as without the jump, and 0.016 with it"
-        (jumped,) = [one for one in rounds if one.participants == 1]
+            before, after = found["losses"]
+            assert after < before / 50, "0.003, as without the jump, and 0.016 with it"
+        (jumped,) = [one for one in found["rounds"] if one.participants == 1]
         worker = rank // ranks
         assert (jumped.fragment, jumped.flags) == (3, OUTLIER if worker == 1 else 0)
         healed_after = jumped.applied_step if worker == 1 else 0
-        assert steps == END // shorter - healed_after, "fresh moments"
+        assert found["steps"] == end - healed_after, "fresh moments"
 
 
-# --- not finite -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def spoil(model: nn.Module) -> None:
-    value: Any = model.get_parameter(WEIGHT).detach()
-    (value.to_local() if hasattr(value, "to_local") else value)[0, 0] = math.nan
-
-
-def _poisoned(ranks: int, spoiled_step: int) -> dict[str, Any]:
-    """Spoil one shard of worker 1, and heal after steps whose gradient is not finite."""
-    world = join(2, ranks)
-    model = sharded(world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    chosen = replace(config(2, delay=5), sync_every=20)
-    outer = StreamingDiLoCo(
-        model, world.group(WORKER), chosen, optimizer=optimizer, shard_group=world.shards
-    )
-    healed, skipped = [], []
-    for step in range(1, 41):
-        finite = learn(model, optimizer, world.worker, step)
-        if not finite:
-            skipped.append(step)
-            healed.append(outer.heal(world.group(FSDP)))
-        if step == spoiled_step and world.rank == ranks:
-            spoil(model)
-        outer.step(float(finite))
-    outer.drain()
-    steps = optimizer.state[model.get_parameter(WEIGHT)]["step"]
-    shared = {name: full(value) for name, value in outer.global_state_dict().items()}
-    facts = outer.state_dict()["facts"]
-    rounds = outer.rounds()
-    return {
-        "healed": healed,
-        "skipped": skipped,
-        "steps": int(steps),
-        "rounds": [(one.fragment, one.flags, one.participants) for one in rounds],
-        "weights": {one.fragment: one.weight for one in rounds},
-        "counted": (facts["healed"], outer.metrics()["diloco/healed_fragments"]),
-        "finite": all(bool(value.isfinite().all()) for value in parameters(model).values()),
-        "shared": shared,
-    }
+POISONED = replace(config(2, delay=5), sync_every=20)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_worker_that_is_not_finite_heals_at_once(processes: ProcessPool, ranks: int) -> None:
     """Fragment 3 is spoiled after step 5, long before its turn after step 32."""
-    results = processes.run(_poisoned, 2 * ranks, ranks, 5)
+    results = processes.run(_spoiled, 2 * ranks, POISONED, math.nan, ranks, 5, 40)
     for rank, found in enumerate(results):
         spoiled = rank >= ranks
         assert found["finite"]
-        assert found["skipped"] == ([6] if spoiled else [])
-        assert found["healed"] == ([[3]] if spoiled else [])
+        assert found["healed"] == ({6: [3]} if spoiled else {})
         assert found["counted"] == ((1, 1) if spoiled else (0, 0))
         assert found["steps"] == (34 if spoiled else 40), "fresh moments"
-        assert {participants for _, _, participants in found["rounds"]} == {2}
+        assert {one.participants for one in found["rounds"]} == {2}
         assert found["weights"][3] == (26 if spoiled else 32), "of the steps since it was healed"
         assert found["weights"][2] == (27 if spoiled else 28), "without the skipped step"
         torch.testing.assert_close(found["shared"], results[0]["shared"], rtol=0, atol=0)
@@ -207,13 +246,19 @@ def test_a_worker_that_is_not_finite_heals_at_once(processes: ProcessPool, ranks
 
 def test_a_delta_taken_before_the_nan_counts(processes: ProcessPool) -> None:
     """Fragment 3 is sent after step 32 and applied after step 37."""
-    spoiled, clean = (processes.run(_poisoned, 2, 1, step) for step in (33, 0))
+    spoiled, clean = (
+        processes.run(_spoiled, 2, POISONED, factor, 1, 33, 40) for factor in (math.nan, 1.0)
+    )
     for worker in range(2):
         assert spoiled[worker]["finite"]
-        assert spoiled[worker]["rounds"][:5] == clean[worker]["rounds"][:5]
+        sent = [
+            [(one.fragment, one.flags, one.participants) for one in found[worker]["rounds"][:5]]
+            for found in (spoiled, clean)
+        ]
+        assert sent[0] == sent[1]
         shared = (found[worker]["shared"][WEIGHT] for found in (spoiled, clean))
         torch.testing.assert_close(*shared, rtol=0, atol=0)
-    assert spoiled[1]["healed"] == [[3]]
+    assert list(spoiled[1]["healed"].values()) == [[3]]
 
 
 def test_moments_that_are_not_finite_heal_their_fragment() -> None:

@@ -1,12 +1,13 @@
 """StreamingDiLoCo in real processes computes what the single-process reference computes."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.diloco.toy import Net, config, full, inner_step, join, parameters, sharded
+from tests.diloco.toy import Net, config, full, inner_step, parameters, start
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
     Beginning,
@@ -15,13 +16,11 @@ from torchtitan_diloco.diloco import (
     Link,
     Overlap,
     Quantization,
-    StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.reference import ReferenceDiLoCo, Values
 from torchtitan_diloco.diloco.schedule import is_dropped
-from torchtitan_diloco.distributed.world import WORKER
 
 STEPS = 26
 Parameters = dict[str, Tensor]
@@ -40,22 +39,13 @@ class Case:
 
 def run_case(case: Case) -> tuple[Parameters, Parameters]:
     """Return one worker's local and shared parameters at the end."""
-    world = join(case.workers, case.ranks)
-    model = sharded(world)
-    outer = StreamingDiLoCo(
-        model,
-        world.group(WORKER),
-        case.config,
-        shard_group=world.shards,
-        total_steps=STEPS,
-        seed=3,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    sizes = case.workers, case.ranks
+    outer, model, optimizer = start(case.config, *sizes, adam=True, total_steps=STEPS, seed=3)
     for step in range(1, STEPS + 1):
-        inner_step(model, optimizer, world.worker, step)
-        if step == case.spoiled_step and world.worker == 1:
+        inner_step(model, optimizer, outer.worker, step)
+        if step == case.spoiled_step and outer.worker == 1:
             next(model.parameters()).data.view(-1)[0] = float("nan")
-        outer.step(case.weights[world.worker] if case.weights else 1.0)
+        outer.step(case.weights[outer.worker] if case.weights else 1.0)
     outer.drain()
     return parameters(model), {n: full(value) for n, value in outer.global_state_dict().items()}
 
@@ -120,7 +110,83 @@ def run_reference(case: Case) -> tuple[list[Parameters], Parameters]:
     return [parameters(model) for model in models], reference.Theta
 
 
-def check(case: Case, processes: ProcessPool) -> None:
+LISTED = (
+    ("embedding", "blocks.3"),
+    ("blocks.0", "blocks.1", "gain"),
+    tuple(f"blocks.{number}" for number in (2, 5, 4, 6, 7)),
+)
+PATTERNS = [
+    Fragments(pattern="sequential", layers_per_fragment=2),
+    Fragments(pattern="explicit", modules=LISTED),
+]
+TOPK, FP4 = (
+    Quantization(codec="topk", top_values=6),
+    Quantization(codec="fp4_e3m0", block_size=128),
+)
+CODED = [
+    Quantization(codec="bf16"),
+    Quantization(codec="fp8_e4m3", block_size=16),
+    Quantization(codec="fp8_e5m2"),
+    Quantization(codec="int8", block_size=32),
+    Quantization(codec="fp4_e2m1"),
+    Quantization(codec="ternary", block_size=16),
+    FP4,
+    TOPK,
+]
+WIRES = [Quantization(), Quantization(codec="int8"), TOPK]
+CHANCE = 0.6
+"""With the seed of `run_case` it drops somebody in some rounds, and not everybody."""
+
+
+def with_wire(wire: Quantization, delay: int = 5, layers: int = 2, **changes: Any) -> DiLoCoConfig:
+    return replace(config(layers, delay), quantization=wire, **changes)
+
+
+def with_turns(delay: int, every: int) -> DiLoCoConfig:
+    """A beginning that ends within a cycle, and has more fragments than steps between two sends;
+    a falling share; an average at the end, before which fragments are in flight."""
+    overlap, beginning = Overlap(delay, mixing=0.6, mixing_end=0.1), Beginning(11, every)
+    turns: dict[str, Any] = {"overlap": overlap, "beginning": beginning, "average_at_end": True}
+    return with_wire(Quantization("fp4_e3m0"), **turns)
+
+
+CASES = {
+    "fragments and delays": [
+        *(Case(2 + (p + tau) % 2, config(p, tau)) for p in (0, 8, 2) for tau in (0, 1, 5)),
+        *(Case(1, config(layers, delay)) for layers, delay in [(0, 0), (2, 5)]),
+    ],
+    "mixing": [Case(2, config(2, tau, alpha)) for alpha, tau in [(0.0, 0), (0.0, 3), (1.0, 3)]],
+    "turns": [Case(2, with_turns(3, 2)), Case(3, with_turns(0, 1))],
+    "outer optimizers": [Case(2, config(2, 3, name=name)) for name in ("momentum", "sgd")],
+    "patterns": [Case(2, replace(config(2, 3), fragments=pattern)) for pattern in PATTERNS],
+    "FSDP inside": [
+        Case(2, config(0, 0, 0.0), ranks=2),
+        Case(1, config(8, 1), ranks=2),
+        Case(3, config(2, 5), ranks=2),
+    ],
+    "four workers": [Case(4, config(2, 5, 0.0))],
+    # With three workers means are encoded, too; with two ranks, shards divide nothing evenly.
+    "codecs": [
+        *(Case(3, with_wire(wire)) for wire in CODED),
+        Case(2, with_wire(FP4)),
+        *(Case(2, with_wire(wire), ranks=2) for wire in (FP4, TOPK)),
+    ],
+    "weights": [Case(3, with_wire(wire, 0, 0), weights=(3.0, 1.0, 2.0)) for wire in WIRES],
+    "dropped workers": [
+        Case(3, with_wire(wire, 0, 0, link=Link(drop_probability=CHANCE))) for wire in WIRES
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{what} {number}")
+        for what, cases in CASES.items()
+        for number, case in enumerate(cases)
+    ],
+)
+def test_processes_compute_what_the_reference_computes(processes: ProcessPool, case: Case) -> None:
     reference_locals, reference_shared = run_reference(case)
     size = case.workers * case.ranks
     results = processes.run(run_case, size, case) if size > 1 else [run_case(case)]
@@ -131,137 +197,19 @@ def check(case: Case, processes: ProcessPool) -> None:
         torch.testing.assert_close(shared, results[0][1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("workers", "layers", "delay"),
-    [
-        *[(2 + (layers + delay) % 2, layers, delay) for layers in (0, 8, 2) for delay in (0, 1, 5)],
-        (1, 0, 0),
-        (1, 2, 5),
-    ],
-)
-def test_fragments_and_delays(
-    processes: ProcessPool, workers: int, layers: int, delay: int
-) -> None:
-    check(Case(workers, config(layers, delay)), processes)
-
-
-@pytest.mark.parametrize(("mixing", "delay"), [(0.0, 0), (0.0, 3), (1.0, 3)])
-def test_mixing(processes: ProcessPool, mixing: float, delay: int) -> None:
-    check(Case(2, config(2, delay, mixing)), processes)
-
-
-@pytest.mark.parametrize(("delay", "every", "workers"), [(3, 2, 2), (0, 1, 3)])
-def test_a_beginning_a_falling_share_and_an_average_at_the_end(
-    processes: ProcessPool, delay: int, every: int, workers: int
-) -> None:
-    """The beginning ends within a cycle, and has more fragments than steps between two sends. When
-    the last step comes, fragments are in flight."""
-    chosen = replace(
-        config(2),
-        overlap=Overlap(delay=delay, mixing=0.6, mixing_end=0.1),
-        beginning=Beginning(steps=11, sync_every=every),
-        average_at_end=True,
-        quantization=Quantization(codec="fp4_e3m0"),
-    )
-    check(Case(workers, chosen), processes)
-
-
-@pytest.mark.parametrize("name", ["momentum", "sgd"])
-def test_outer_optimizers(processes: ProcessPool, name: str) -> None:
-    check(Case(2, config(2, 3, name=name)), processes)
-
-
-LISTED = (
-    ("embedding", "blocks.3"),
-    ("blocks.0", "blocks.1", "gain"),
-    tuple(f"blocks.{number}" for number in (2, 5, 4, 6, 7)),
-)
+def test_the_seed_drops_somebody_and_not_everybody() -> None:
+    kept = {sum(not is_dropped(CHANCE, 3, worker, 0, r) for worker in range(3)) for r in (1, 2, 3)}
+    assert kept & {1, 2}
 
 
 @pytest.mark.parametrize(
-    "fragments",
-    [
-        Fragments(pattern="sequential", layers_per_fragment=2),
-        Fragments(pattern="explicit", modules=LISTED),
-    ],
-    ids=lambda fragments: fragments.pattern,
-)
-def test_patterns(processes: ProcessPool, fragments: Fragments) -> None:
-    check(Case(2, replace(config(2, 3), fragments=fragments)), processes)
-
-
-@pytest.mark.parametrize(
-    ("workers", "ranks", "layers", "delay", "mixing"),
-    [(2, 2, 0, 0, 0.0), (1, 2, 8, 1, 0.5), (3, 2, 2, 5, 0.5), (4, 1, 2, 5, 0.0)],
-)
-def test_with_fsdp_inside_and_more_workers(
-    processes: ProcessPool, workers: int, ranks: int, layers: int, delay: int, mixing: float
-) -> None:
-    check(Case(workers, config(layers, delay, mixing), ranks), processes)
-
-
-TOPK = Quantization(codec="topk", top_values=6)
-CODED = [
-    Quantization(codec="bf16"),
-    Quantization(codec="fp8_e4m3", block_size=16),
-    Quantization(codec="fp8_e5m2"),
-    Quantization(codec="int8", block_size=32),
-    Quantization(codec="fp4_e2m1"),
-    Quantization(codec="fp4_e3m0", block_size=128),
-    Quantization(codec="ternary", block_size=16),
-    TOPK,
-]
-
-
-@pytest.mark.parametrize(
-    ("wire", "workers", "ranks"),
-    [*((wire, 3, 1) for wire in CODED), (CODED[5], 2, 1), (CODED[5], 2, 2), (TOPK, 2, 2)],
-    ids=lambda value: value.codec if isinstance(value, Quantization) else str(value),
-)
-def test_codecs(processes: ProcessPool, wire: Quantization, workers: int, ranks: int) -> None:
-    """With three workers means are encoded, too; with two ranks, shards divide nothing evenly."""
-    check(Case(workers, replace(config(2, delay=5), quantization=wire), ranks), processes)
-
-
-WIRES = pytest.mark.parametrize(
-    "wire",
-    [
-        Quantization(),
-        Quantization(codec="int8"),
-        Quantization(codec="topk"),
-    ],
-    ids=lambda wire: wire.codec,
-)
-
-
-@WIRES
-def test_means_are_weighted(processes: ProcessPool, wire: Quantization) -> None:
-    chosen = replace(config(0, delay=0), quantization=wire)
-    check(Case(3, chosen, weights=(3.0, 1.0, 2.0)), processes)
-
-
-@WIRES
-def test_dropped_workers_keep_their_own_parameters(
-    processes: ProcessPool, wire: Quantization
-) -> None:
-    chance = 0.6
-    kept = {sum(not is_dropped(chance, 3, worker, 0, r) for worker in range(3)) for r in (1, 2, 3)}
-    assert kept & {1, 2}, "the seed drops somebody, not everybody"
-    chosen = replace(config(0, delay=0), link=Link(drop_probability=chance), quantization=wire)
-    check(Case(3, chosen), processes)
-
-
-@pytest.mark.parametrize(
-    ("workers", "wire"),
-    [(2, Quantization()), (3, Quantization(codec="topk"))],
-    ids=["fp32", "topk"],
+    ("workers", "wire"), [(2, Quantization()), (3, TOPK)], ids=["fp32", "topk"]
 )
 def test_a_worker_that_is_not_finite_is_left_out_and_recovers(
     processes: ProcessPool, workers: int, wire: Quantization
 ) -> None:
-    chosen = replace(config(0, delay=0), quantization=wire)
     (spoiled, *_), (clean, *_) = (
-        processes.run(run_case, workers, Case(workers, chosen, spoiled_step=step))
+        processes.run(run_case, workers, Case(workers, with_wire(wire, 0, 0), spoiled_step=step))
         for step in (8, 0)
     )
     assert all(value.isfinite().all() for values in spoiled for value in values.values())

@@ -1,4 +1,4 @@
-"""Records of rounds agree with what the parameters say."""
+"""The outer step is torch's optimizer, and records of rounds say what it did to the parameters."""
 
 import math
 from dataclasses import replace
@@ -6,14 +6,19 @@ from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from tests.diloco.toy import Net, config, full, inner_step, join, sgd, sharded
+from tests.diloco.toy import alone, config, full, inner_step, start
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Quantization, StreamingDiLoCo
-from torchtitan_diloco.diloco.config import CodecName
+from torchtitan_diloco.diloco import Quantization
+from torchtitan_diloco.diloco.config import CodecName, Fragments, OuterOptimizer
+from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK
+from torchtitan_diloco.diloco.outer_state import OuterState, checksum
+from torchtitan_diloco.diloco.reference import build_optimizer
 from torchtitan_diloco.diloco.round import Meter, Round, Span
-from torchtitan_diloco.distributed.world import WORKER
 
 PLAIN_MEAN = replace(config(0, delay=0, name="sgd", lr=1.0), sync_every=4)
 """The outer step is the mean, so that each norm can be read off the parameters."""
@@ -27,13 +32,11 @@ def _rounds(
     workers: int, ranks: int, codec: CodecName, measure_every: int
 ) -> list[tuple[Round, dict[str, float]]]:
     """Return every round, and its squares and scalar product from the parameters."""
-    world = join(workers, ranks)
-    model, wire = sharded(world), Quantization(codec=codec)
+    wire, found = Quantization(codec=codec), []
     chosen = replace(PLAIN_MEAN, quantization=wire, measure_every=measure_every)
-    outer = StreamingDiLoCo(model, world.group(WORKER), chosen, shard_group=world.shards)
-    optimizer, found = sgd(model), []
+    outer, model, optimizer = start(chosen, workers, ranks)
     for step in range(1, 13):
-        inner_step(model, optimizer, world.worker, step)
+        inner_step(model, optimizer, outer.worker, step)
         before, local = flat(outer.global_state_dict()), flat(dict(model.named_parameters()))
         outer.step(weight=2.0)
         after, rounds = flat(outer.global_state_dict()), outer.rounds()
@@ -94,12 +97,46 @@ def test_nothing_is_measured_in_other_rounds(processes: ProcessPool) -> None:
 
 
 def test_rounds_nobody_asks_for_are_not_kept_for_ever() -> None:
-    outer = StreamingDiLoCo(Net(), None, PLAIN_MEAN)
+    outer, _, _ = alone(PLAIN_MEAN)
     for _ in range(4 * 300):
         outer.step()
     rounds = outer.rounds()
     assert (len(rounds), rounds[-1].sent_step) == (256, 1200)
     assert outer.rounds() == []
+
+
+@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd"])
+@pytest.mark.parametrize("size", [0, 1, BLOCK + 17])
+def test_steps_are_torchs(name: str, size: int) -> None:
+    torch.manual_seed(0)
+    config = OuterOptimizer(name=name, lr=0.3)  # type: ignore[arg-type]
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.randn(size))})
+    (fragment,) = build_fragments(model, Fragments(layers_per_fragment=0))
+    state = OuterState(fragment, config, torch.device("cpu"))
+    expected = model["weight"].detach().clone()
+    optimizer = build_optimizer(config, [expected])
+    for _ in range(5):
+        expected.grad = torch.randn(size)
+        state.delta.copy_(expected.grad)
+        optimizer.step()
+        before = state.outer.clone()
+        state.advance()
+        assert torch.equal(state.outer, before), "whole until the fragment is applied"
+        assert state.checksum == checksum(state.delta)
+        state.apply(mixing=0.0)
+        torch.testing.assert_close(state.outer, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(model["weight"], state.outer)
+
+
+@given(st.integers(1, 3000), st.integers(0, 10**6))
+def test_checksum_sees_a_flipped_bit_and_a_swap(size: int, place: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    flipped = values.clone()
+    flipped.view(torch.int32)[place % size] ^= 1
+    assert checksum(values) == checksum(values.clone()) != checksum(flipped)
+    if size >= 2048:
+        swapped = torch.cat([values[size - 1024 :], values[1024 : size - 1024], values[:1024]])
+        assert checksum(values) != checksum(swapped)
 
 
 class Moment:

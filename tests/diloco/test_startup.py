@@ -1,20 +1,183 @@
-"""The start of an outer loop: its settings, its groups, and the device of its state."""
+"""The start of an outer loop: what is refused says what to do; workers agree on all the rest."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config
+from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, join
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import Link, Quantization, StreamingDiLoCo, startup
+from torchtitan_diloco.diloco import (
+    DiLoCoConfig,
+    Fragments,
+    Link,
+    Overlap,
+    Quantization,
+    StreamingDiLoCo,
+    startup,
+)
 from torchtitan_diloco.diloco.config import CodecName
 from torchtitan_diloco.diloco.fragments import build_fragments
+from torchtitan_diloco.distributed.world import WORKER
+from torchtitan_diloco.utils import logger
 
 GPU = torch.device("cuda", 0)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong", "hint"),
+    [
+        (DiLoCoConfig, "sync_evry", "; did you mean sync_every?"),
+        (DiLoCoConfig, "delay", "; did you mean overlap.delay?"),
+        (partial(replace, Overlap()), "mixin", "; did you mean mixing?"),
+        (Overlap, "temperature", ""),
+    ],
+)
+def test_a_misspelled_setting_names_the_right_one(
+    section: Callable[..., object], wrong: str, hint: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"has no setting {wrong}{re.escape(hint)}$"):
+        section(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"method": "none"}, "diloco.method"),
+        ({"workers": 3}, "diloco.workers"),
+        ({"sync_every": 2.5}, "diloco.sync_every"),
+        ({"overlap": Overlap(delay=100)}, "diloco.overlap.delay"),
+        ({"overlap": Overlap(mixing=50.0)}, "diloco.overlap.mixing"),
+        ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end: needs the length of the run"),
+        ({"average_at_end": True}, "average_at_end: needs the length of the run"),
+        ({"fragments": Fragments(pattern="stride")}, "pattern: is 'stride': must be .*strided"),  # type: ignore[arg-type]
+        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
+    ],
+)
+def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        StreamingDiLoCo(Net(), None, replace(DiLoCoConfig(), **changes))
+
+
+OTHERS: dict[str, str] = {
+    "diloco.overlap.mixing": "0.5 on worker 0, 0.25 on worker 1",
+    "model": "",
+    "run id": "",
+    "total_steps": "0 on worker 0, 7 on worker 1",
+    "memory of the outer state (diloco.link.outer_state)": "cuda on worker 1",
+}
+
+
+def _other_settings() -> dict[str, str]:
+    """Return the error for each setting in which worker 1 differs."""
+    group, found = join(2).group(WORKER), {}
+    for kind in OTHERS:
+        model, differs = Net(), kind if dist.get_rank() == 1 else ""
+        if differs == "model":
+            model.gain = nn.Parameter(torch.ones(2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(startup, "kernels_name", lambda: "torch")
+            if differs.startswith("memory"):
+                patch.setattr(startup, "pick_state_device", lambda *_: GPU)
+            found[kind] = refusal(
+                model,
+                group,
+                config(2, mixing=0.25 if differs == "diloco.overlap.mixing" else 0.5),
+                run_id="another" if differs == "run id" else "",
+                total_steps=7 if differs == "total_steps" else 0,
+            )
+    return found
+
+
+def test_workers_that_were_started_differently_are_refused(processes: ProcessPool) -> None:
+    for found in processes.run(_other_settings, 2):
+        for kind, message in found.items():
+            assert "workers were started differently" in message
+            assert kind in message
+            assert OTHERS[kind] in message
+
+
+def _run_numbers() -> list[int]:
+    group = join(2).group(WORKER)
+    return [StreamingDiLoCo(Net(), group, config(2))._run for _ in range(2)]
+
+
+def test_two_runs_of_one_configuration_are_kept_apart(processes: ProcessPool) -> None:
+    (first, second), others = processes.run(_run_numbers, 2)
+    assert others == [first, second]
+    assert first != second
+
+
+# --- groups and models ----------------------------------------------------------------------------
+
+
+def refusal(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    chosen: DiLoCoConfig = AVERAGE_EVERY_STEP,
+    **options: Any,
+) -> str:
+    try:
+        StreamingDiLoCo(model, group, chosen, **options).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refusals() -> tuple[dict[str, str], list[str]]:
+    """Return what is refused, over a group whose backend nobody has named, and warnings."""
+    dist.init_process_group()
+    rank, workers = dist.get_rank(), dist.group.WORLD
+    alone = [dist.new_group([one], backend="gloo") for one in range(2)]
+    sharded, a_minute = Net(), timedelta(minutes=1)
+    fully_shard(sharded)
+    by_hand: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, a_minute)  # type: ignore[attr-defined]
+    statistics, warnings = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), list[str]()
+    found = {
+        "DDP over workers": refusal(DistributedDataParallel(Net()), workers),
+        "DDP in a worker": refusal(
+            DistributedDataParallel(Net(), process_group=alone[rank]), workers
+        ),
+        "FSDP over workers": refusal(sharded, workers),
+        "another world": refusal(Net(), by_hand),
+        "not in the group": refusal(Net(), alone[1 - rank]),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "warning", warnings.append)
+        found["statistics"] = refusal(statistics, workers)
+        patch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+        found["no gloo"] = refusal(Net(), workers)
+    return found, warnings
+
+
+def test_groups_and_models_that_cannot_work_are_refused(processes: ProcessPool) -> None:
+    results = processes.run(_refusals, 2)
+    for found, _ in results:
+        assert found["DDP in a worker"] == found["statistics"] == ""
+        assert 'DistributedDataParallel "" joins the ranks [0, 1]' in found["DDP over workers"]
+        assert "the mesh of gain joins the ranks [0, 1]" in found["FSDP over workers"]
+        for case in ("another world", "not in the group"):
+            assert "hand in dist.new_group(ranks), which all ranks call" in found[case]
+        assert 'hand in dist.new_group(ranks, backend="gloo")' in found["no gloo"]
+    (_, (warning,)), (_, on_second) = results
+    assert "such as 1.running_mean are not exchanged: every worker keeps its own" in warning
+    assert on_second == []
+
+
+# --- the device of the outer state ----------------------------------------------------------------
 
 
 class OnGpu:
@@ -46,29 +209,3 @@ def test_the_outer_state_is_on_a_gpu_that_has_room_for_it(
     assert startup.pick_state_device(fragments, chosen).type == expected
     on_cpu = build_fragments(Net(), chosen.fragments)
     assert startup.pick_state_device(on_cpu, chosen).type == "cpu"
-
-
-def _refusal(function: str, found: list[Any]) -> str:
-    """Return the error if this function returns something else on every worker."""
-    dist.init_process_group("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function, lambda *_: found[dist.get_rank()])
-        patch.setattr(startup, "kernels_name", lambda: "torch")
-        try:
-            StreamingDiLoCo(Net(), dist.group.WORLD, AVERAGE_EVERY_STEP)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_workers_whose_messages_would_differ_in_size_are_refused(processes: ProcessPool) -> None:
-    places = [GPU, torch.device("cpu")]
-    function = "torchtitan_diloco.diloco.startup.pick_state_device"
-    for message in processes.run(_refusal, 2, function, places):
-        assert "(diloco.link.outer_state): cuda on worker 0, cpu on worker 1" in message
-
-
-def test_a_group_without_gloo_is_refused(processes: ProcessPool) -> None:
-    function = "torch.distributed.get_backend_config"
-    for message in processes.run(_refusal, 2, function, ["cuda:nccl"] * 2):
-        assert 'hand in dist.new_group(ranks, backend="gloo")' in message

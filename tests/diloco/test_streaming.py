@@ -5,7 +5,6 @@ import math
 import resource
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from tests.diloco.toy import (
     AVERAGE_EVERY_STEP,
     Net,
+    alone,
     config,
     full,
     inner_step,
@@ -22,26 +22,16 @@ from tests.diloco.toy import (
     loss,
     parameters,
     sgd,
-    sharded,
+    start,
     train,
 )
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import (
-    DiLoCoConfig,
-    Fragments,
-    OuterOptimizer,
-    Overlap,
-    Quantization,
-    StreamingDiLoCo,
-)
-from torchtitan_diloco.diloco.fragments import build_fragments
-from torchtitan_diloco.diloco.transport import HEADER_BYTES
+from torchtitan_diloco.diloco import OuterOptimizer, Quantization, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import WORKER
 
 
 def _average_every_step() -> dict[str, Tensor]:
-    world, model = join(2), Net()
-    outer, optimizer = StreamingDiLoCo(model, world.group(WORKER), AVERAGE_EVERY_STEP), sgd(model)
+    outer, model, optimizer = start(AVERAGE_EVERY_STEP)
     train(outer, model, optimizer, range(1, 9))
     return parameters(model)
 
@@ -59,14 +49,19 @@ def test_averaging_every_step_is_data_parallelism(processes: ProcessPool) -> Non
 
 
 def test_one_worker_needs_no_process_group() -> None:
-    outer = StreamingDiLoCo(nn.Linear(2, 2), None, AVERAGE_EVERY_STEP)
+    outer, _, _ = alone(AVERAGE_EVERY_STEP)
     outer.step()
-    assert outer.metrics()["diloco/fragments_applied"] == 1
+    assert [outer.metrics()["diloco/fragments_applied"] for _ in range(2)] == [1, 0]
     assert outer.load_state_dict(outer.state_dict()) == []
     described = "\n".join(outer.describe())
     assert "each fragment every 1 steps, applied 0 steps later" in described
     assert "fp32, 32 bits a parameter; summed in fp32" in described
     assert "whole model" in described
+    with pytest.raises(ValueError, match="weight of a step"):
+        outer.step(math.inf)
+    outer.close()
+    with pytest.raises(RuntimeError, match="diloco-exchange has been closed"):
+        outer.step()
 
 
 class Odd(nn.Module):
@@ -90,10 +85,10 @@ class Odd(nn.Module):
 
 
 def _odd_model() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    world = join(2)
-    torch.manual_seed(world.worker)  # different weights, which the start makes equal
+    group = join(2).group(WORKER)
+    torch.manual_seed(dist.get_rank(group))  # different weights, which the start makes equal
     model, fresh = Odd(), Odd()
-    outer = StreamingDiLoCo(model, world.group(WORKER), replace(config(1, delay=2), sync_every=4))
+    outer = StreamingDiLoCo(model, group, replace(config(1, delay=2), sync_every=4))
     started = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     train(outer, model, optimizer, range(1, 15))
@@ -131,9 +126,8 @@ def test_rounds_without_a_change_leave_bf16_models_alone() -> None:
     assert torch.equal(outer.global_state_dict()["0.weight"], moved)
 
 
-def test_parameters_that_moved_to_other_memory_are_still_exchanged() -> None:
-    model = Net()
-    outer = StreamingDiLoCo(model, None, AVERAGE_EVERY_STEP)
+def test_moved_parameters_are_exchanged_and_replaced_ones_refused() -> None:
+    outer, model, _ = alone(AVERAGE_EVERY_STEP)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone() + 1.0
     before = outer.global_state_dict()
@@ -141,11 +135,6 @@ def test_parameters_that_moved_to_other_memory_are_still_exchanged() -> None:
     for name, value in outer.global_state_dict().items():
         torch.testing.assert_close(value, before[name] + 1.0)
         assert torch.equal(model.state_dict()[name], value)
-
-
-def test_a_new_parameter_in_the_place_of_an_exchanged_one_is_refused() -> None:
-    model = Net()
-    outer = StreamingDiLoCo(model, None, AVERAGE_EVERY_STEP)
     model.load_state_dict(Net().state_dict(), assign=True)
     for call in (outer.step, outer.global_state_dict):
         with pytest.raises(ValueError, match=r"was replaced after .*assign=False"):
@@ -153,9 +142,7 @@ def test_a_new_parameter_in_the_place_of_an_exchanged_one_is_refused() -> None:
 
 
 def _shared_parameters_under_fsdp() -> tuple[float, float, float, float]:
-    world = join(1, ranks=2)
-    model = sharded(world)
-    outer, optimizer = StreamingDiLoCo(model, None, config(2, delay=1)), sgd(model)
+    outer, model, optimizer = start(config(2, delay=1), 1, ranks=2)
     train(outer, model, optimizer, range(1, 20))
     with torch.no_grad():
         before = loss(model, 0, 99).item()
@@ -177,15 +164,12 @@ def test_the_model_holds_the_shared_parameters_for_a_while(processes: ProcessPoo
 
 def _sharded_workers(spoil: bool) -> tuple[float, float, float]:
     """Run a forward pass without gradient between the optimizer's step and the outer one."""
-    world = join(2, ranks=2)
-    model, chosen = sharded(world), replace(AVERAGE_EVERY_STEP, sync_every=2)
-    outer = StreamingDiLoCo(model, world.group(WORKER), chosen, shard_group=world.shards)
-    optimizer = sgd(model)
+    outer, model, optimizer = start(replace(AVERAGE_EVERY_STEP, sync_every=2), ranks=2)
     for step in range(1, 3):
-        inner_step(model, optimizer, world.worker, step)
+        inner_step(model, optimizer, outer.worker, step)
         with torch.no_grad():
             loss(model, 0, 99)
-        if spoil and step == 2 and world.rank == 2:  # one shard of worker 1
+        if spoil and step == 2 and dist.get_rank() == 2:  # one shard of worker 1
             model.get_parameter("blocks.0.weight").data.to_local()[0, 0] = math.nan  # type: ignore[attr-defined]
         outer.step()
     with torch.no_grad():
@@ -202,74 +186,6 @@ def test_shards_see_what_was_applied_and_agree_on_what_is_finite(
         assert seen == fresh
         assert math.isfinite(seen)
         assert participants == (1 if spoil else 2), "all shards of a worker are left out"
-
-
-def _traffic() -> dict[str, float]:
-    world, model = join(3), Net()
-    outer = StreamingDiLoCo(model, world.group(WORKER), config(2, delay=5))
-    for _ in range(16):
-        outer.step()
-    outer.drain()
-    first = outer.metrics()
-    assert outer.metrics()["diloco/sent_bytes"] == 0.0, "counted since the last call"
-    return first
-
-
-def test_bytes_are_those_of_both_hops(processes: ProcessPool) -> None:
-    """Steps 8 to 16 send fragments 0, 1, 2, 3, 4, 0; each hop sends a fragment twice in all."""
-    fragments = build_fragments(Net(), Fragments(layers_per_fragment=2))
-    values = sum(one.parameters for one in fragments) + fragments[0].parameters
-    found = processes.run(_traffic, 3)
-    assert {metrics["diloco/fragments_applied"] for metrics in found} == {6}
-    assert {metrics["diloco/participants"] for metrics in found} == {18}
-    sent = sum(metrics["diloco/sent_bytes"] for metrics in found)
-    assert sent == 6 * 3 * 2 * HEADER_BYTES + 4 * 2 * 2 * values
-
-
-def _over_the_groups_own_backend() -> list[Tensor]:
-    dist.init_process_group()
-    model = Net()
-    outer = StreamingDiLoCo(model, dist.group.WORLD, AVERAGE_EVERY_STEP)
-    inner_step(model, sgd(model), outer.worker, 1)
-    outer.step()
-    return list(outer.global_state_dict().values())
-
-
-def test_a_group_without_a_named_backend_is_gloo_on_the_cpu(processes: ProcessPool) -> None:
-    one, other = processes.run(_over_the_groups_own_backend, 2)
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("weight", [math.inf, math.nan, -1.0])
-def test_a_weight_that_is_no_weight(weight: float) -> None:
-    with pytest.raises(ValueError, match="weight of a step"):
-        StreamingDiLoCo(Net(), None, AVERAGE_EVERY_STEP).step(weight)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"method": "none"}, "diloco.method"),
-        ({"workers": 3}, "diloco.workers"),
-        ({"sync_every": 2.5}, "diloco.sync_every"),
-        ({"overlap": Overlap(delay=100)}, "diloco.overlap.delay"),
-        ({"overlap": Overlap(mixing=50.0)}, "diloco.overlap.mixing"),
-        ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end: needs the length of the run"),
-        ({"average_at_end": True}, "average_at_end: needs the length of the run"),
-        ({"fragments": Fragments(pattern="stride")}, "pattern: is 'stride': must be .*strided"),  # type: ignore[arg-type]
-        ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
-    ],
-)
-def test_a_config_made_in_python_is_checked(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=key):
-        StreamingDiLoCo(Net(), None, replace(DiLoCoConfig(), **changes))
-
-
-def test_after_close_a_step_raises_instead_of_waiting() -> None:
-    outer = StreamingDiLoCo(Net(), None, AVERAGE_EVERY_STEP)
-    outer.close()
-    with pytest.raises(RuntimeError, match="diloco-exchange has been closed"):
-        outer.step()
 
 
 def _threads_after_work() -> int:
@@ -312,4 +228,4 @@ def _many_syncs() -> tuple[int, int]:
 
 def test_hundreds_of_syncs_leave_memory_where_it_was(processes: ProcessPool) -> None:
     for warm, later in processes.run(_many_syncs, 2):
-        assert later - warm < 1024, "peak memory in KiB grew by more than two fragments"
+        assert later - warm < 4096, "KiB; 160 for each sync would be 48,000"

@@ -24,12 +24,10 @@ from torchtitan_diloco.diloco.codecs.blocks import BlockCodec
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 
-BLOCK_CODECS = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
+BLOCK_CODECS: list[str] = [name for name in CODECS if name not in ("fp32", "bf16", "topk")]
 WEIGHTS = [3.0, 1.0, 9.0, 0.25]
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-every_format = pytest.mark.parametrize("name", BLOCK_CODECS)
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -132,48 +130,54 @@ def compare_any_bytes(codec: BlockCodec, device: str) -> None:
     compare_decoded(codec, payload.to(torch.uint8), length, device)
 
 
-def compare_largest(length: int, top: int, device: str) -> None:
-    compare(TopKCodec("topk", top), inputs(length, 64, 0), device)
+# --- in Triton's interpreter, and on a GPU --------------------------------------------------------
+
+Run = Callable[..., None]
+"""Calls a function of this file with arguments and a device, where the device has kernels."""
 
 
-# --- in Triton's interpreter ----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Callable[..., Any]]:
-    """Run a function of this file in a process where kernels are interpreted."""
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Run on a CPU in a process where kernels are interpreted, which is slow, or on a GPU."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
+        yield lambda function, *arguments: function(*arguments, "cuda")
+        return
     with ProcessPoolExecutor(1, mp.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         with patch.dict(os.environ, TRITON_INTERPRET="1"):
             pool.submit(os.getpid).result()
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+        submit: Any = pool.submit
+        yield lambda *call: submit(*call, "cpu").result()
 
 
-def _compare_all(name: str) -> None:
-    # The interpreter is slow: a block size for each length.
-    number = BLOCK_CODECS.index(name)
-    for kind, length in enumerate([0, 1, 15, 1023, 1025, UNIT + BLOCK_SIZES[0] + 1]):
-        block = BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]
-        compare(build(name, block), inputs(length, block, kind), "cpu")
-    compare(build(name, UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), "cpu")
-    for block in (16, 1024):
-        compare_means(build(name, block), UNIT + 1, "cpu")
-        compare_any_bytes(build(name, block), "cpu")
+def _compare_format(name: str, device: str) -> None:
+    number, fast = BLOCK_CODECS.index(name), device == "cuda"
+    lengths = [0, 1, 15, 1023, 1025, UNIT + 17] + fast * [512 * UNIT, 700 * UNIT + 333]
+    for kind, length in enumerate(lengths):
+        one_of_all = [BLOCK_SIZES[(number + 2 * kind) % len(BLOCK_SIZES)]]
+        for block in BLOCK_SIZES if fast else one_of_all:
+            compare(build(name, block), inputs(length, block, kind), device)
+    compare(build(name, UNIT), inputs(len(KINDS) * UNIT, UNIT, 0), device)
+    for block in BLOCK_SIZES if fast else (16, 1024):
+        compare_means(build(name, block), (300 if fast else 1) * UNIT + 1, device)
+        compare_any_bytes(build(name, block), device)
 
 
 @needs_triton
-@every_format
-def test_interpreted_kernels_make_the_bits_of_torch(
-    interpreter: Callable[..., Any], name: str
-) -> None:
-    interpreter(_compare_all, name)
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_kernels_make_the_bits_of_torch(run: Run, name: str) -> None:
+    run(_compare_format, name)
+
+
+def _compare_largest(length: int, top: int, device: str) -> None:
+    compare(TopKCodec("topk", top), inputs(length, 64, 0), device)
 
 
 @needs_triton
 @pytest.mark.parametrize(("length", "top"), [(0, 16), (15, 16), (UNIT, 256), (UNIT + 700, 10)])
-def test_the_interpreted_kernel_finds_the_largest_values(
-    interpreter: Callable[..., Any], length: int, top: int
-) -> None:
-    interpreter(compare_largest, length, top, "cpu")
+def test_the_kernel_finds_the_largest_values(run: Run, length: int, top: int) -> None:
+    run(_compare_largest, length, top)
 
 
 # --- compiled for a GPU that is not there ---------------------------------------------------------
@@ -240,29 +244,6 @@ def _compile_all(cache: Path) -> None:
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
         pool.submit(_compile_all, tmp_path).result()
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
-@needs_triton
-@needs_gpu
-@every_format
-def test_kernels_on_a_gpu_make_the_bits_of_torch_on_a_cpu(name: str) -> None:
-    for block in BLOCK_SIZES:
-        lengths = [0, 1, 15, 1023, 1025, 2 * UNIT + block + 1, 512 * UNIT, 700 * UNIT + 333]
-        for kind, length in enumerate(lengths):
-            compare(build(name, block), inputs(length, block, kind), "cuda")
-        compare_any_bytes(build(name, block), "cuda")
-        compare_means(build(name, block), 300 * UNIT + 1, "cuda")
-
-
-@needs_triton
-@needs_gpu
-@pytest.mark.parametrize("top", [2, 10, 32, 256])
-def test_the_kernel_on_a_gpu_finds_the_largest_values(top: int) -> None:
-    for length in (0, 1, 15, 1023, 1025, 512 * UNIT, 700 * UNIT + 333):
-        compare_largest(length, top, "cuda")
 
 
 # --- which kernels there are ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torchtitan_diloco.diloco import (
     Overlap,
     StreamingDiLoCo,
 )
-from torchtitan_diloco.distributed.world import FSDP, World, join_world
+from torchtitan_diloco.distributed.world import FSDP, WORKER, World, join_world
 
 
 class Net(nn.Module):
@@ -83,6 +84,35 @@ def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
 def loss(model: nn.Module, worker: int, step: int) -> Tensor:
     tokens, targets = batch(worker, step)
     return nn.functional.cross_entropy(model(tokens), targets)
+
+
+Started = tuple[StreamingDiLoCo, Net, torch.optim.Optimizer]
+
+
+def start(
+    chosen: DiLoCoConfig,
+    workers: int = 2,
+    ranks: int = 1,
+    *,
+    world: World | None = None,
+    adam: bool = False,
+    **options: Any,
+) -> Started:
+    """Return the outer loop of this rank, Net under FSDP2, and its optimizer.
+
+    Join the other ranks, if `world` does not say that this has been done.
+    """
+    world = world or join(workers, ranks)
+    model = sharded(world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02) if adam else sgd(model)
+    options = {"shard_group": world.shards, **options}
+    return StreamingDiLoCo(model, world.group(WORKER), chosen, **options), model, optimizer
+
+
+def alone(chosen: DiLoCoConfig, **options: Any) -> Started:
+    """Return the outer loop of a single worker in this process, Net and its optimizer."""
+    model = Net()
+    return StreamingDiLoCo(model, None, chosen, **options), model, sgd(model)
 
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> None:

@@ -207,6 +207,8 @@ class OuterState:
         config = AVERAGE if average else self._config
         rows, mean_square, change_square = list[Tensor](), 0.0, 0.0
         buffers = (self.outer, self.delta, *self.slots)
+        # One for all blocks: what is allocated between them would keep the memory of each in use.
+        room = self.delta.new_empty(min(PIECE, self._block) if measured else 0)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
                 mean_square += square(delta)
@@ -214,7 +216,7 @@ class OuterState:
             rows.append(row_sums(delta))
             if measured:  # in pieces, as a GPU steps through all values at once
                 for now, before in zip(delta.split(PIECE), theta.split(PIECE), strict=True):
-                    change_square += square(now - before)
+                    change_square += square(torch.sub(now, before, out=room[: now.numel()]))
         self.checksum = checksum_of(rows)
         self._stage()
         return (mean_square, change_square) if measured else (math.nan, math.nan)

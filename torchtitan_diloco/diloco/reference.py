@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 
 Values = dict[str, Tensor]
-
-
 Transmit = Callable[[Values], Values]
 """Returns values as they are after being encoded, sent and decoded."""
 
@@ -39,6 +38,7 @@ class ReferenceDiLoCo:
         """`fragments`: names of parameters; `gather`: transmits the mean that goes back to all."""
         self.config, self.T = config, total_steps
         self.fragments, self.transmit, self.gather = fragments, transmit, gather
+        self.is_sparse = build_codec(config.quantization).is_sparse
         self.residuals = [dict[str, Tensor]() for _ in workers]
         self.theta = [dict(worker.named_parameters()) for worker in workers]
         self.Theta = {name: value.detach().float().clone() for name, value in self.theta[0].items()}
@@ -55,12 +55,8 @@ class ReferenceDiLoCo:
     def step(self, weights: Sequence[float] | None = None) -> None:
         """Follow inner step t of all workers. A worker of weight 0 is left out of the means."""
         self.t += 1
-        t, P, H, tau = (
-            self.t,
-            len(self.fragments),
-            self.config.sync_every,
-            self.config.overlap.delay,
-        )
+        t, P = self.t, len(self.fragments)
+        H, tau = self.config.sync_every, self.config.overlap.delay
         is_beginning = t <= self.config.beginning.steps
         is_end = self.config.average_at_end and t == self.T
         if is_beginning:
@@ -113,7 +109,7 @@ class ReferenceDiLoCo:
             delta[name] = rounded - theta[name].float()
             delta[name] += residual.get(name, 0.0)
         arrived = self.transmit(delta)
-        if self.config.quantization.codec == "topk":
+        if self.is_sparse:
             residual.update({name: delta[name] - arrived[name] for name in delta})
         return arrived
 

@@ -12,6 +12,10 @@ class Schedule:
 
     Steps are counted from 1. Everything follows from the step alone, so a run can be resumed at any
     step, and all workers do the same things in the same order.
+
+    A new setting that changes the turns of fragments also belongs into
+    `state_dict.resume_settings`, which tells a restart that what is in flight fits no more, and
+    into `reference.py`, with which tests compare. Islands and the planner use this class.
     """
 
     sync_every: int

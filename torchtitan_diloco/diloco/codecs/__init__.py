@@ -3,6 +3,7 @@ one."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 from torchtitan_diloco.diloco.codecs.base import UNIT, Bf16Codec, Codec, Fp32Codec
 from torchtitan_diloco.diloco.codecs.blocks import (
@@ -12,7 +13,7 @@ from torchtitan_diloco.diloco.codecs.blocks import (
     kernels_name,
 )
 from torchtitan_diloco.diloco.codecs.topk import TopKCodec
-from torchtitan_diloco.diloco.config import Quantization
+from torchtitan_diloco.diloco.config import CodecName, Quantization
 
 __all__ = [
     "CODECS",
@@ -34,7 +35,7 @@ _BLOCKS: dict[str, Callable[[str, int], Codec]] = {
 }
 """Each is called with (name, block size)."""
 
-CODECS = ("fp32", "bf16", *_BLOCKS, "topk")
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
 
 
 def build_codec(config: Quantization) -> Codec:

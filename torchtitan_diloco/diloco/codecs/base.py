@@ -39,6 +39,10 @@ class Codec(ABC):
     wire_bytes(UNIT) + wire_bytes(n)`, and the payload of values that are cut at multiples of UNIT
     is the payloads of the pieces, one after the other. Callers can thus go through large buffers
     in pieces that stay in cache. Scratch buffers are kept, so one codec serves one thread.
+
+    All workers must get the same bits: encode and decode without reductions whose order depends on
+    the number of threads, and overwrite the whole payload, whose old contents are arbitrary.
+    `docs/wire-formats.md` lists the places that know a format by name.
     """
 
     is_fp32 = False
