@@ -77,6 +77,7 @@ TERMS: dict[str, Settings] = {
         "diloco.outer_optimizer.lr": "1",
     },
     "alpha falls": {"diloco.overlap.mixing_end": "0"},
+    "average at end": {"diloco.average_at_end": "true"},
     "Muon": {"optimizer.name": "muon", "optimizer.matrix_lr": "6e-3"},
     **{codec: {"diloco.quantization.codec": codec} for codec in CODECS},
     **{name: {"diloco.outer_optimizer.name": name} for name in ("nesterov", "momentum", "sgd")},
@@ -88,6 +89,7 @@ NUMBERS = {
     "alpha ": "diloco.overlap.mixing",
     "beginning H=": "diloco.beginning.sync_every",
     "beginning ": "diloco.beginning.steps",
+    "matrix lr ": "optimizer.matrix_lr",
     "lr ": "diloco.outer_optimizer.lr",
     "momentum ": "diloco.outer_optimizer.momentum",
     "inner lr ": "optimizer.lr",
@@ -134,16 +136,15 @@ MANY_STEPS: Settings = {
     "training.sequence_length": "64",
 }
 """0.12M parameters, 512 tokens a step: a run of some minutes has hundreds of outer rounds."""
-DEFAULT_RUN: Settings = {
+LARGER_BATCH: Settings = MANY_STEPS | {"training.global_batch_size": "32"}
+"""2,048 tokens a step, which leave each of eight workers 256."""
+LARGER_MODEL: Settings = MANY_STEPS | {
     "model.layers": "4",
-    "model.width": "96",
-    "model.heads": "3",
-    "model.feed_forward": "384",
-    "validation.sequences": "512",
-    "training.global_batch_size": "16",
-    "training.sequence_length": "128",
+    "model.width": "128",
+    "model.heads": "4",
+    "model.feed_forward": "512",
 }
-"""0.45M parameters, 2,048 tokens a step: that of ./run_train.sh."""
+"""0.82M parameters."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,12 @@ def _parity() -> Table:
     return Table(MANY_STEPS, 9000, runs, "warm-up 1000", keep_every=1000, paper=paper)
 
 
+def _with_muon(shape: Settings, runs: Sequence[str]) -> Table:
+    """Runs with either optimizer, each beside its own data parallelism."""
+    controls = {name: MUON for name in runs if "Muon" in name}
+    return Table(shape, 3000, [CONTROL, MUON, *runs], "warm-up 300", controls=controls)
+
+
 SETTINGS = [
     CONTROL,
     "DiLoCo, M=1, H=30, lr 0.4, momentum 0.9",
@@ -245,47 +252,65 @@ OUTER_OPTIMIZERS = [
     "sgd, lr 1",
     "sgd, lr 0.5",
 ]
-BEGINNING = "beginning 300"
+BEGUN = "beginning 300, alpha falls"
+LONG_BEGUN = "beginning 600, alpha falls"
+MUON = f"{CONTROL}, Muon"
 FRONTIER = [
-    *(f"streaming, M=2, H={H}, {BEGINNING}, alpha falls" for H in (10, 30, 100)),
+    *(f"streaming, M=2, H={H}, {BEGUN}" for H in (10, 30)),
+    *(f"streaming, M=2, H={H}, {LONG_BEGUN}" for H in (30, 100)),
     *(f"streaming, Muon, M=2, H={H}" for H in (10, 30, 100)),
-    f"streaming, M=4, H=10, {BEGINNING}, alpha falls",
-    *(f"streaming, Muon, M=4, H={H}" for H in (10, 100)),
+    *(f"streaming, M=4, H=10, {terms}" for terms in (BEGUN, LONG_BEGUN)),
+    *(f"streaming, Muon, M=4, H={H}" for H in (10, 30, 100)),
     *(f"streaming, M=2, H={H}" for H in (10, 30, 100)),
     *(f"SparseLoCo, M=2, H={H}, top {n}" for H, n in ((30, 10), (30, 32), (10, 32), (30, 128))),
-    *(f"streaming, M=2, H={H}, alpha falls" for H in (10, 30, 100)),
-    "streaming, Muon, M=8, H=10",
-    f"streaming, M=8, H=10, {BEGINNING}, alpha falls",
-    *(f"SparseLoCo, M=2, H={H}, top 32, alpha 0.5" for H in (10, 30)),
-    "SparseLoCo, Muon, M=2, H=10, top 32",
-    "SparseLoCo, M=4, H=10, top 32",
-    "streaming, M=1, H=10",
+    "streaming, M=2, H=10, alpha falls",
+    f"streaming, M=2, H=100, {BEGUN}",
+    "streaming, M=2, H=100, beginning 600, beginning H=5, alpha falls",
+    "streaming, M=2, H=100, beginning 900, alpha falls",
+    f"streaming, M=2, H=100, {LONG_BEGUN}, sgd, lr 1",
+    f"streaming, M=2, H=30, {LONG_BEGUN}, average at end",
+    "streaming, Muon, M=2, H=100, beginning 300",
+    *(f"streaming, Muon, M=4, H=100, beginning {steps}" for steps in (300, 600)),
+    "SparseLoCo, M=2, H=10, top 32, alpha 0.5",
 ]
 """Loss over bytes, the most important runs first."""
-WAYS = [
+RATES = [
     CONTROL,
-    "streaming",
-    "streaming, beginning 150, alpha falls",
-    "streaming, beginning 300, alpha falls",
-    "streaming, alpha falls",
-    f"{CONTROL}, Muon",
-    "streaming, Muon",
+    *(f"{CONTROL}, inner lr {lr}" for lr in ("1e-3", "2e-3", "8e-3")),
+    MUON,
+    *(f"{MUON}, matrix lr {lr}" for lr in ("3e-3", "1.2e-2")),
+    *(f"{MUON}, inner lr {lr}" for lr in ("1e-3", "2e-3", "8e-3", "1.6e-2")),
+    *(f"{control}, warm-up 900" for control in (CONTROL, MUON)),
+]
+LONG_WARM_UPS = [
+    "streaming, M=2, H=10, beginning 900, alpha falls, warm-up 900",
+    f"streaming, M=2, H=100, {LONG_BEGUN}, warm-up 900",
+]
+EIGHT_WORKERS = [
+    *(f"streaming, Muon, M={M}, H=10" for M in (8, 4, 2)),
+    "streaming, Muon, M=8, H=100",
+    *(f"streaming, Muon, M=8, H=10, {terms}" for terms in (BEGUN, LONG_BEGUN)),
+    *(f"streaming, M={M}, H=10, {BEGUN}" for M in (8, 4, 2)),
+]
+LARGER = [
+    f"streaming, M=2, H=10, {BEGUN}",
+    f"streaming, M=2, H=30, {LONG_BEGUN}",
+    *(f"streaming, Muon, M=2, H={H}" for H in (10, 100)),
 ]
 DROPS = [f"drop probability {share}" for share in ("0", "0.1", "0.3", "0.5")]
 BLOCKS = [f"{codec}, blocks of {n}" for codec in CODECS[4:2:-1] for n in (64, 256, 1024)]
 WARM_UPS = (100, 300, 600, 1000)
-BEGINS = [f"streaming, {AFTER.format(steps)}" for steps in (125, 250, 500, 1000)]
 
 TABLES = {
-    "bytes": Table(
+    "bytes": _with_muon(MANY_STEPS, FRONTIER),
+    "eight-workers": _with_muon(LARGER_BATCH, EIGHT_WORKERS),
+    "larger": _with_muon(LARGER_MODEL, LARGER),
+    "rates": Table(
         MANY_STEPS,
         3000,
-        [CONTROL, f"{CONTROL}, Muon", *FRONTIER],
+        [*RATES, *LONG_WARM_UPS],
         "warm-up 300",
-        controls={name: f"{CONTROL}, Muon" for name in FRONTIER if "Muon" in name},
-    ),
-    "default": Table(
-        DEFAULT_RUN, 1500, WAYS, "warm-up 300", controls={WAYS[-1]: f"{CONTROL}, Muon"}
+        controls=dict.fromkeys(LONG_WARM_UPS, f"{CONTROL}, warm-up 900"),
     ),
     "parity": _parity(),
     # Each run is compared with data parallelism of as many steps of warm-up.
@@ -299,7 +324,6 @@ TABLES = {
             for method in (CONTROL, "streaming")
         },
     ),
-    "first-steps": Table(MANY_STEPS, 2000, [CONTROL, "streaming", *BEGINS], keep_every=125),
     "robustness-drops": Table(MANY_STEPS, 2000, DROPS, paper={DROPS[3]: "+2.1 % perplexity"}),
     "sync-every": Table(
         MANY_STEPS, 2000, [CONTROL, *(f"streaming, H={H}" for H in (5, 10, 30, 100, 300))]

@@ -230,9 +230,9 @@ def draw_losses() -> None:
 
 
 def draw_bytes() -> None:
-    """The table "What to set, and what it costs" of docs/algorithm.md: a curve for each method."""
-    page = (HERE.parent / "algorithm.md").read_text(encoding="utf-8")
-    table = page[page.index("| run | bytes | n | loss |") :]
+    """The rows of table `bytes` in docs/algorithm.md and docs/measurements.md, by method."""
+    pages = [HERE.parent / name for name in ("algorithm.md", "measurements.md")]
+    table = "".join(page.read_text(encoding="utf-8") for page in pages)
     rows = re.findall(r"^\| ([^|]+?) \| 1/([\d,]+) \| \d \| ([\d.]+)", table, re.M)
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, share, loss in rows:

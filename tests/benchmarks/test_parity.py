@@ -53,7 +53,7 @@ def test_names_are_settings() -> None:
 def test_controls_keep_the_checkpoints_that_runs_begin_from(share: int) -> None:
     begun = [(table, name) for table in TABLES.values() for name in table.runs]
     begun = [(table, name) for table, name in begun if table.begin(name, table.steps)]
-    assert len(begun) > 5
+    assert begun
     for table, name in begun:
         steps = table.steps // share
         control = table.settings(table.control_of(name), steps)
