@@ -4,6 +4,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "torchtitan_diloco"
@@ -80,6 +82,18 @@ def test_exported_code_imports_only_torch_and_transformers() -> None:
     for path in REMOTE_CODE:
         roots = {module.strip(".").split(".")[0] for module in imported_modules(tree(path))}
         assert roots <= allowed, relative(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "wrong"),
+    [
+        ("models", "from torchtitan_diloco.components.loss import chunked_loss", True),
+        ("config", "import torchtitan_diloco.diloco.streaming", True),
+        ("config", "from torchtitan_diloco.diloco.config import Link", False),
+    ],
+)
+def test_the_check_sees_a_violation(part: str, source: str, wrong: bool) -> None:
+    assert bool(violations(part, ast.parse(source))) == wrong
 
 
 SCHEDULE = "torchtitan_diloco.diloco.schedule."

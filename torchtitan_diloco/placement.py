@@ -86,6 +86,9 @@ def read_node(environment: Mapping[str, str]) -> Node:
         )
     if ":" not in endpoint or endpoint.endswith("]"):
         endpoint = f"{endpoint}:{DEFAULT_PORT}"
+    port = endpoint.rpartition(":")[2]
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise LaunchError(f"RDZV_ENDPOINT={endpoint}: {port!r} is no port; give host:port")
     return Node(nodes, rank, endpoint, run_id)
 
 

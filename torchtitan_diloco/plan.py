@@ -263,8 +263,11 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
             raise ValueError(f"{key} = none cannot be written: remove it from {config_name}")
         if value != before[key] and key != "run.name":
             lines.append(f"{key} = {format_value(value)}")
-    with path.open("x", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    except OSError as error:
+        raise ValueError(f"--write {path}: {error.strerror}: give another path") from error
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
+from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import (
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
     start_logging()
     set_determinism(config.run)
     try:
+        if config.islands.join:
+            Join.parse(config.islands.join)  # a missing file is found before a model is built
         world = join(config)
         Trainer(config, world).run()
     except ValueError as error:

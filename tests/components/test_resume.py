@@ -156,6 +156,14 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
     assert_same_records(whole, tmp_path)
 
 
+def test_a_run_that_is_paused_at_a_validation_validates_once(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    for _ in range(2):  # the second start has nothing left to do
+        processes.run(run, 2, chosen(text, tmp_path, **FP32, **{"training.stop_after": 8}))
+        assert [one["step"] for one in records(tmp_path) if VALIDATION in one] == [8]
+
+
 def test_so_does_one_with_fsdp_muon_topk_and_fragments_in_flight(train: Train) -> None:
     """A save follows a validation, which leaves FSDP2's full parameters if they are not freed."""
     wanted = TOPK | {"parallel.reshard_after_forward": "never", "validation.local": "true"}

@@ -71,6 +71,14 @@ class Outer:
         return applied
 
 
+class DataParallel(Outer):
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def rounds(self) -> list[Round]:
+        return []
+
+
 def telemetry(
     folder: Path | None,
     outer: Any = None,
@@ -162,6 +170,17 @@ def test_pauses_are_left_out_and_earlier_sessions_count(
     assert own.totals["diloco/sent_bytes"] == 5 + record[SENT]
     starts = [found["workers"][0]["at_seconds"]["due"] for found in records(tmp_path, "round")]
     assert starts == [1001, 1002], "on the clock of the whole run"
+
+
+def test_data_parallelism_does_not_know_its_communication(tmp_path: Path) -> None:
+    with telemetry(tmp_path, DataParallel(), workers=2) as own:
+        train(own, [1, 2])
+        own.publish(all=True)
+        own.write_trace()
+    (record,) = records(tmp_path)
+    assert record["time/share_exposed_communication_percent_mean_over_ranks"] is None
+    assert not [key for key in record if key.startswith("diloco/")]
+    assert not (tmp_path / "traces").exists(), "no round, no timeline"
 
 
 @given(*[st.floats(0, 100)] * 5)

@@ -105,7 +105,7 @@ def test_beats_and_questions_reach_the_others(
     with pytest.raises(ValueError, match="larger than 1000000"):
         first.connection.append(bytes(1_000_001))
     with pytest.raises(AssertionError, match="only the connection's thread writes"):
-        first.connection.message_heard(hint)
+        first.connection.note_message(hint)
 
 
 # --- chunks ---------------------------------------------------------------------------------------

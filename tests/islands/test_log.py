@@ -110,7 +110,8 @@ def test_a_close_that_is_wrong_anywhere_is_void_as_a_whole() -> None:
     assert {*wrong, "lr"} == set(Close.__struct_fields__)
     for name, value in wrong.items():
         assert log.write(changed(right, **{name: value})).void, name
-    for parts in ((), (5, 5), (5, 9)):
+    assert log.write(log.build()).void == "takes nothing"
+    for parts in ((5, 5), (5, 9)):
         assert log.write(changed(right, parts=parts, weights=(10,) * len(parts))).void
     assert log.write(changed(right, clock=31)).void == "clock is 31, not 30"
     assert log.state.fragments[0].version == 0

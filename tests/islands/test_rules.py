@@ -7,7 +7,7 @@ import pytest
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
-from torchtitan_diloco.islands.records import Facts, Open, Part, Record, Take, encode
+from torchtitan_diloco.islands.records import Done, Facts, Open, Part, Record, Take, encode
 from torchtitan_diloco.islands.rules import Island, Timing
 
 EXPIRY = 4.0
@@ -158,3 +158,17 @@ def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool)
         assert list(one.island.settle_disputes(EXPIRY)) == []
         with pytest.raises(IslandFailedError, match="no island has confirmed"):
             list(one.island.settle_disputes(EXPIRY + 0.1))
+
+
+def test_an_island_that_is_done_closes_the_last_round_of_one_that_is_gone() -> None:
+    """No slot is ready then."""
+    one = Alone()
+    one.read(Done(run="r", slot=0, incarnation="i0"))
+    who: dict[str, Any] = {"run": "r", "slot": 1, "incarnation": "i1", "fragment": 0}
+    one.read(Open(**who, version=1, grace=1.0))
+    number = one.part(1, 1)
+    members(40.0, 60.0, of=one.island.members)
+    assert not one.island.ready_slots(60.0)
+    closed = one.rounds.close({number: ""}, lr=1.0, now=60.0)
+    assert closed is not None
+    assert closed.parts == (number,)

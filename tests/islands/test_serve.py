@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -92,6 +93,11 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     for path in (used / "file", broken / "run.json"):
         path.parent.mkdir()
         path.touch()
+    bad: list[tuple[str, str | float]] = [("port", 99999), ("keep_gb", math.nan), ("address", "")]
+    for key, value in bad:
+        with pytest.raises(ValueError, match=f"^--{key.replace('_', '-')} "):
+            open_folder(tmp_path / "new", **{key: value})
+    assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"--run 'a\.b': use at most 64 letters"):
         open_folder(tmp_path / "new", run="a.b")
     with pytest.raises(ValueError, match="has files, but no run"):

@@ -73,6 +73,7 @@ SECOND = {"NNODES": "2", "NODE_RANK": "1", "RDZV_ID": "job"}
         ({"RDZV_ENDPOINT": "host:1"}, "RDZV_ENDPOINT=host:1 .* but NNODES is not set"),
         ({"NODE_RANK": "1"}, "NODE_RANK=1, but NNODES is not set"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs RDZV_ENDPOINT"),
+        (SECOND | {"RDZV_ENDPOINT": "a:b"}, "RDZV_ENDPOINT=a:b: 'b' is no port"),
         ({"NNODES": "2", "RDZV_ENDPOINT": "h"}, r"NODE_RANK \(now None\).* 0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "h"}, "numbered 0 to 1"),
         ({"NNODES": "2", "RDZV_BACKEND": "c10d"}, "RDZV_BACKEND=c10d: nodes are numbered by"),

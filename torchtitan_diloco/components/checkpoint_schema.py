@@ -35,7 +35,7 @@ from torchtitan_diloco.components.checkpoint_folders import MANIFEST
 from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
-VERSION = 4
+VERSION = 5
 SHARED = "shared"
 RETRY_AFTER_SECONDS = (0.2, 1.0, 3.0)
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"

@@ -45,7 +45,6 @@ class RunFolder:
     """Held by one rank for each disk until it is closed."""
 
 
-@_explaining_errors()
 def claim_run_folder(
     world: World, run: Run, checkpoint: Checkpoint, start: Start, toml: str, *, stops_early: bool
 ) -> RunFolder:
@@ -59,6 +58,7 @@ def claim_run_folder(
     named = broadcast_object(str(start.folder or run.folder or new), str, world.control)
     path = Path(start.folder or run.folder or named).expanduser()
 
+    @_explaining_errors()
     def create() -> None:
         begun = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
         if begun and not start.folder:
@@ -77,6 +77,7 @@ def claim_run_folder(
     return RunFolder(path, workers, lock)
 
 
+@_explaining_errors()
 def _claim(path: Path, start: Start, toml: str) -> TextIO:
     lock = lock_run_folder(path)
     try:
@@ -139,7 +140,7 @@ def _workers_on_disk(world: World, path: Path) -> list[int]:
 
     def create() -> None:
         if world.rank_in_worker == 0:
-            with suppress(FileExistsError), mark.open("x") as file:
+            with _explaining_errors(), suppress(FileExistsError), mark.open("x") as file:
                 file.write(str(world.worker))
 
     on_all_ranks(world.control, create)

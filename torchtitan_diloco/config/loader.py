@@ -156,7 +156,7 @@ def _read_file(
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+        raise ConfigError([f"{path}: cannot be read as a TOML file: {error}"]) from None
     table = _parse_toml(text, str(path))
     parent = table.pop("extends", None)
     settings = _valid_settings(table, str(path), mistakes)

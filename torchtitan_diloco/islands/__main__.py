@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     leave = commands.add_parser("leave", help="ask an island to send its work and to leave")
     leave.add_argument("name", help="islands.name of the island")
     make = commands.add_parser("make", help="make the streams of a run on servers of your own")
-    make.add_argument("--replicas", type=int, default=1, help="servers that have each stream")
+    replicas = "servers that have each stream"
+    make.add_argument("--replicas", type=int, choices=range(1, 6), default=1, help=replicas)
     make.add_argument("--keep-gb", type=float, default=20.0, help=f"{keep} (default: 20)")
     for command in (status, leave, make):
         command.add_argument(

@@ -43,7 +43,7 @@ NAME = r"[\w.-]{1,60}"
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check settings of an island. `begin`: how many really begin together."""
-    if islands.join:
+    if islands.join and not _FILE.fullmatch(islands.join):  # a file need not be here to plan
         try:
             Join.parse(islands.join)
         except ValueError as error:
@@ -68,7 +68,8 @@ _JOIN = re.compile(
 )
 _FILE = re.compile(r"[^:@#]+")
 """A path. Join strings have all these characters, and what is left of one may be a password."""
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
+_ADDRESS = re.compile(rf"(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python has no name for."""
 
@@ -92,12 +93,16 @@ class Join:
         """Read a join string, or a file that holds one."""
         if _FILE.fullmatch(text):
             try:
-                text = Path(text).read_text()
-            except OSError as error:
+                content = Path(text).read_text()
+                problem = "" if "#" in content else "it holds no join string"
+            except (OSError, ValueError) as error:
+                problem = error.strerror or "" if isinstance(error, OSError) else "it is no text"
+            if problem:
                 raise ValueError(
-                    f"islands.join = {text!r}: {error.strerror}; give the join string that "
+                    f"islands.join = {text!r}: {problem}; give the join string that "
                     "`python -m torchtitan_diloco.islands serve` prints, or a file that holds it"
-                ) from error
+                )
+            text = content
         found = _JOIN.fullmatch(text.strip())
         if found is None:
             raise _error(text, f"is not of the form {FORM}")

@@ -48,9 +48,10 @@ FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
 LOG_PATIENCE, BULK_PATIENCE = 3.0, 120.0
 """Seconds that the server may leave pings without an answer. Those about chunks come behind chunks,
 which may go over a slow link. When one session is lost, both are made anew."""
-UNCONFIRMED_SECONDS = 10.0
+UNCONFIRMED_SECONDS = 30.0
 """Seconds in which the other end of a socket must confirm some bytes of those that it was sent. A
-slow link does, and one that has dropped a connection without a word does not."""
+slow link does. One that has dropped a connection without a word does not, nor does a server that
+reads nothing for so long, such as one whose disk stands still."""
 ANSWER_SECONDS = 10.0
 """Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
 NO_MESSAGE = 10037
@@ -232,7 +233,7 @@ class Connection(Inbox):
                 if first:
                     logger.warning(f"waiting for the server of the islands: {reason}")
                 else:
-                    self.loss_heard(reason)
+                    self.note_loss(reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -328,7 +328,7 @@ class Rounds:
         # next round, so a slot that takes longer is not waited for.
         longest = self._every * island.step_seconds / 2
         usual = (island.habits[slot].patience(longest) for slot in ready)
-        waited = now >= self._opened_at + max(self.shared.open.grace, *usual)
+        waited = now >= self._opened_at + max((self.shared.open.grace, *usual))
         # Right after an outage the others may still be on their way back: do not close alone.
         enough = waited and len(good) >= island.timing.quorum and not island.members.is_new(now)
         if not (good or bad) or not (complete or enough):

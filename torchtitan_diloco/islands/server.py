@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from torchtitan_diloco.islands.config import RUN_PATTERN, Join
+from torchtitan_diloco.diloco.fields import convert, setting_types
+from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
 from torchtitan_diloco.utils import STOP_SIGNALS, end_with_parent, install_command, logger
@@ -48,8 +50,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     admin_password: str
     address: str
     host: str = "0.0.0.0"
-    port: int = 4222
-    keep_gb: float = 20.0
+    port: Annotated[int, Meta(ge=1, le=65535)] = 4222
+    keep_gb: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
     made: bool = False
     """Whether the streams have been made."""
 
@@ -161,8 +163,8 @@ class Server:
             socket.create_server((self.settings.host, self.settings.port)).close()
         except OSError as error:
             raise ValueError(
-                f"--port {self.settings.port}: {error.strerror}; is the server of this folder "
-                "still running? Stop it, or give another port"
+                f"--host {self.settings.host} --port {self.settings.port}: {error.strerror}; is "
+                "the server of this folder still running? Stop it, or give another port or host"
             ) from error
 
     def _check_disk(self) -> None:
@@ -234,7 +236,10 @@ def open_folder(
     """
     folder = folder.absolute()
     changes = {key: value for key, value in chosen.items() if value is not None}
+    _check_options(changes)
     path = folder / "run.json"
+    if folder.is_file():
+        raise ValueError(f"--folder {folder}: it is a file; give a new folder")
     if not path.exists():
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--folder {folder}: it has files, but no run; give a new folder")
@@ -249,6 +254,20 @@ def open_folder(
             flag = f"--{key.replace('_', '-')} {new}"
             raise ValueError(f"{flag}: {folder} was made with {old}; give a new folder")
     return Server(folder, msgspec.structs.replace(settings, **changes), say)
+
+
+def _check_options(chosen: Mapping[str, Any]) -> None:
+    kinds = setting_types(Settings)
+    for key, value in chosen.items():
+        try:
+            convert(value, kinds[key])
+        except ValueError as error:
+            raise ValueError(f"--{key.replace('_', '-')} {value}: {error}") from error
+    if not re.fullmatch(HOST_PATTERN, address := chosen.get("address", "localhost")):
+        raise ValueError(
+            f"--address {address!r}: give a name or an address that islands can reach, without a "
+            "port, IPv6 in brackets"
+        )
 
 
 def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:

@@ -69,8 +69,8 @@ AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
 class Inbox:
     """What has come in over a connection.
 
-    The connection's thread writes it, by the methods that end in `_heard`, and other threads read
-    it. One thread at a time takes `records` and `messages` and calls `receive`: the one that calls
+    The connection's thread writes it, by the methods that begin with `note_`; other threads read.
+    One thread at a time takes `records` and `messages` and calls `receive`: the one that calls
     `Leader.join`, and then the leader's own. No lock is needed, because each attribute has one
     writer, which appends to it or replaces it as a whole.
     """
@@ -79,7 +79,7 @@ class Inbox:
         self.members = Members(expiry)
         """The other islands, as far as one has heard of them."""
         self.records: deque[LogRecord] = deque()
-        """Records that wait to be read. Copy it before a loop, as another may be appended."""
+        """Records that wait to be read."""
         self.messages: deque[SnapshotWanted | Snapshot] = deque()
         """Messages for this island that wait to be read."""
         self.leaving = False
@@ -93,7 +93,7 @@ class Inbox:
         self._news = threading.Event()
         self._writer: threading.Thread | None = None
 
-    def connection_heard(self, last: int) -> None:
+    def note_connection(self, last: int) -> None:
         """`last`: sequence number of the last record in the log."""
         self._check_writer()
         if self.problem:
@@ -102,7 +102,7 @@ class Inbox:
         self.members.connect(time.monotonic())
         self.last = last  # after this, `receive_log` may return
 
-    def loss_heard(self, reason: str) -> None:
+    def note_loss(self, reason: str) -> None:
         self._check_writer()
         self._away_since = min(self._away_since, time.monotonic())
         self.members.disconnect()
@@ -110,13 +110,13 @@ class Inbox:
         logger.warning(f"no connection to the server of the islands: {reason}")
         self.wake()
 
-    def record_heard(self, record: LogRecord) -> None:
+    def note_record(self, record: LogRecord) -> None:
         self._check_writer()
         self.records.append(record)
         self.received = record.sequence
         self.wake()
 
-    def message_heard(self, message: "Hint | AnyMessage") -> None:
+    def note_message(self, message: "Hint | AnyMessage") -> None:
         self._check_writer()
         if isinstance(message, Hint):
             self.members.hear(message, time.monotonic())
@@ -308,7 +308,7 @@ class LogSession(Session):
 
         client, stream = self.client, stream_of(run, "log")
         info = await self.jetstream.stream_info(stream)
-        self._inbox.connection_heard(info.state.last_seq)
+        self._inbox.note_connection(info.state.last_seq)
         self._polls_left = SILENT_POLLS
         await client.subscribe(subject_of(run, "beat"), cb=partial(self._on_message, Hint))
         await client.subscribe(ask_subject(run, name), cb=partial(self._on_message, AnyMessage))
@@ -340,7 +340,7 @@ class LogSession(Session):
             if sequence.consumer != self._consumed:
                 self.fail("a record was lost on the way")
                 return
-            self._inbox.record_heard(LogRecord(sequence.stream, message.data))
+            self._inbox.note_record(LogRecord(sequence.stream, message.data))
         elif go_on := message.reply or headers.get("Nats-Consumer-Stalled"):  # flow control
             await self.client.publish(go_on)
         elif headers.get("Status") != "100":
@@ -348,7 +348,7 @@ class LogSession(Session):
 
     async def _on_message(self, kind: Any, message: "Msg") -> None:
         with suppress(msgspec.DecodeError):  # garbage
-            self._inbox.message_heard(msgspec.msgpack.decode(message.data, type=kind))
+            self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
 
 
 def _explain(error: Exception, address: str) -> Exception:
