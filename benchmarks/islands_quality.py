@@ -81,6 +81,9 @@ CASES = {
     "one dies, optimizer fresh": Case(dies=True),
     "one always late": Case(late=True),
     "doubling, 1 2 4": Case((1, 2, 4), (1 / 7, 3 / 7, 1.0)),
+    "halving, 4 2 1": Case((4, 2, 1), (4 / 7, 6 / 7, 1.0)),
+    "ramp up, 1 2 3 4": Case((1, 2, 3, 4), (0.1, 0.3, 0.6, 1.0)),
+    "ramp down, 4 3 2 1": Case((4, 3, 2, 1), (0.4, 0.7, 0.9, 1.0)),
 }
 """Phases of a schedule are equally long if all islands are equally fast."""
 
