@@ -133,7 +133,7 @@ def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -
     def parse(text: str) -> float:
         value = kind(text)
         if not low <= value <= high:
-            wanted = f"a number from {low:g} to {high:g}"
+            wanted = f"a number from {low:g} {'up' if high == math.inf else f'to {high:g}'}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: give {wanted}")
         return value
 
