@@ -46,6 +46,16 @@ def positive_number(text: str) -> float:
     return value
 
 
+def folder(text: str) -> Path:
+    """Return a folder, made if it is new: for an option, so that a bad one is refused at once."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}: give a folder") from error
+    return path
+
+
 def list_of(kind: Callable[[str], Item]) -> Callable[[str], list[Item]]:
     """Return an argparse type for comma-separated values."""
 

@@ -286,7 +286,7 @@ def main() -> None:
     parser = core.build_parser(__doc__)
     parser.add_argument("--only", type=core.list_of(str), default=[], help="parts of names")
     parser.add_argument("--repeats", type=core.positive, default=1)
-    parser.add_argument("--out", type=Path, default=Path("outputs/faults"))
+    parser.add_argument("--out", type=core.folder, default=Path("outputs/faults"))
     options = parser.parse_args()
     names = [one for one in CASES if not options.only or any(part in one for part in options.only)]
     if not names:

@@ -84,7 +84,7 @@ def report(out: Path, found: Mapping[str, str], results: Mapping[str, list[Check
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=core.folder, required=True, metavar="DIR")
     parser.add_argument("--only", default="", help="parts: " + ", ".join(PARTS))
     parser.add_argument("--miniature", action="store_true", help="on the CPU, small sizes")
     parser.add_argument("--part", choices=PARTS, help="run this part in this process")

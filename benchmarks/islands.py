@@ -29,7 +29,7 @@ from benchmarks.islands_run import STEP, Found, Run, running
 from benchmarks.network import wait_until
 
 COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
-"""Of the first table, with their digits."""
+"""Columns of the first table, and the digits after the point."""
 HEADER = "case | measured | goal | found | torchft | n"
 STORM_EVERY = 40.0
 MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=core.positive, default=3)
     storm_help = "seconds of a run with many faults, instead of the cases or after those given"
     parser.add_argument("--storm", type=core.positive_number, default=0.0, help=storm_help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/islands"))
+    parser.add_argument("--out", type=core.folder, default=Path("outputs/islands"))
     options = parser.parse_args()
     names = core.parse_names(parser, "--cases", options.cases, CASES, ",")
     cases = {name: CASES[name] for name in names if options.cases or not options.storm}

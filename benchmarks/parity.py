@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--runs", default="", help="names, separated by ';' (default: all)")
     jobs_help = "training processes at once; a run has as many as workers"
     parser.add_argument("--jobs", type=core.positive, default=1, help=jobs_help)
-    parser.add_argument("--out", type=Path, default=Path("outputs/parity"))
+    parser.add_argument("--out", type=core.folder, default=Path("outputs/parity"))
     options, words = parser.parse_known_args()
     extra, table = core.parse_settings(parser, words, RESERVED), TABLES[options.table]
     names = core.parse_names(parser, "--runs", options.runs, table.runs)

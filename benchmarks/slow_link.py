@@ -205,7 +205,7 @@ def main() -> None:
     methods_help = f"separated by ';' (default: all): {'; '.join(METHODS)}"
     parser.add_argument("--methods", default="", help=methods_help)
     parser.add_argument("--repeats", type=core.positive, default=1)
-    parser.add_argument("--out", type=Path, default=Path("outputs/slow-link"))
+    parser.add_argument("--out", type=core.folder, default=Path("outputs/slow-link"))
     parser.add_argument("--plot", type=Path, help="PNG or SVG of utilisation over rate")
     options, words = parser.parse_known_args()
     if options.workers == 1:

@@ -39,6 +39,7 @@ def test_wrong_words_are_rejected() -> None:
         (slow_link.main, "--run.seed", "look like --section.key"),
         (slow_link.main, "--optimizer.lr fast", "optimizer.lr"),
         (slow_link.main, "--repeets 3", "--repeets is unknown: did you mean --repeats?"),
+        (slow_link.main, "--out pyproject.toml", "pyproject.toml: File exists: give a folder"),
         (slow_link.main, "--rates fast", "a rate is a number of Mbit/s"),
         (slow_link.main, "--rates 0", "a rate is a number of Mbit/s"),
         (sync.main, "--roundz=3", "--roundz is unknown: did you mean --rounds?"),

@@ -115,7 +115,7 @@ class Process:
         """For each fragment: version -> hash of the entry that made it."""
         self.training = self.blocked = False
         self.expected: list[toy.Expected] = []
-        """Of the next delta, by fragment."""
+        """Accounts of the next delta of each fragment."""
         self.poisoned = set[int]()
         """Fragments whose parameters are not finite."""
         self.idle = self.blocked_since = 0.0

@@ -96,7 +96,7 @@ def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
 
 
 def test_the_slot_to_take() -> None:
-    """That of an earlier start of the island, or a free one, or that of a dead one."""
+    """An island takes that of its earlier start, else a free one, else that of a dead island."""
     found = members(0.0, 5.0, "i0", "i2")
     assert found.slot_to_take(owned(0, 1), "new/1", 5.0) == (2, None)
     assert found.slot_to_take(owned(0, 1, 2), "new/1", 5.0) == (1, "i1")

@@ -93,7 +93,7 @@ def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, alpha: float) -> 
 
 @dataclass
 class Expected:
-    """What the next delta of a fragment must contain, sample by sample, by an account of its own.
+    """Account of what the next delta of a fragment must contain, sample by sample.
 
     After an entry with the own part, it is the share of the local parameters that stays, times
     what the entry has left of the part (part - change of the shared copy) and the work since the
@@ -107,7 +107,7 @@ class Expected:
     sent: Vector = field(default_factory=dict)
     """The latest part, of which `left` is what remains at last."""
     end: int = 0
-    """Where that part ends."""
+    """First sample behind that part."""
 
     def send(self, slot: int, end: int, delta: Vector) -> None:
         """Assert that a delta is as expected. Component 0, which is not linear, is not compared."""

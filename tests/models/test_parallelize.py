@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
     norm: float
     hidden: torch.dtype
-    """Of what enters the first block."""
+    """Type of what enters the first block."""
 
 
 def build(

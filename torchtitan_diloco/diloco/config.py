@@ -153,7 +153,10 @@ Mistakes = Iterator[tuple[str, str]]
 
 
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
-    """Check settings of the outer loop that depend on each other. `islands`: workers are some."""
+    """Check settings of the outer loop that depend on each other.
+
+    `islands`: whether workers are islands.
+    """
     every, first = diloco.sync_every, diloco.beginning
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
