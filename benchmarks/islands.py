@@ -159,7 +159,7 @@ def clocks(folder: Path) -> Found:
 
 def storm(folder: Path, seconds: float) -> Found:
     """Let a fault happen every 40 s, at a random one of four islands, in a random order."""
-    generator = random.Random(str(folder))
+    generator = random.Random(folder.name)  # the number of the run: a storm can be repeated
     faults = ["killed", *(one for one in FAULTS if one.endswith(" s")), "link at 1/10"]
     with running(folder, islands=4, seconds=seconds, **MEDIUM) as run:
         run.start_all(4, 20)
