@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
-from torchtitan_diloco.plan import OptionParser
+from torchtitan_diloco.config.loader import OptionParser
 from torchtitan_diloco.utils import markdown_table
 
 Settings = dict[str, str]

@@ -303,8 +303,8 @@ def main() -> None:
     results = read_results(options.out, options.tokens)
     for seed, name in product(options.seeds, names):
         if (name, seed) not in results:
-            with tempfile.TemporaryDirectory() as folder, local_server(Path(folder)) as join:
-                found = Run(CASES[name], options.tokens, seed, join).train()
+            with tempfile.TemporaryDirectory() as folder, local_server(Path(folder)) as server:
+                found = Run(CASES[name], options.tokens, seed, server.join).train()
             with options.out.open("a") as file:
                 run = {"case": name, "seed": seed, "tokens": options.tokens}
                 file.write(json.dumps(run | found) + "\n")

@@ -54,6 +54,7 @@ RESERVED = {
 """Settings that the tables set themselves."""
 
 CONTROL = "data parallel"
+MUON = f"{CONTROL}, Muon"
 AFTER = "after {} steps of data parallelism"
 """Term of a run that continues from a checkpoint of its control."""
 CODECS = ("fp32", "bf16", "int8", "fp4_e2m1", "fp4_e3m0", "ternary")
@@ -204,7 +205,7 @@ def _codecs() -> Table:
 
 
 def _parity() -> Table:
-    after = AFTER.format(1000)
+    after, begun = AFTER.format(1000), "beginning 1000, alpha falls"
     runs = [
         CONTROL,
         "DiLoCo, M=1, H=30",
@@ -215,16 +216,26 @@ def _parity() -> Table:
         f"streaming, M=4, H=30, {after}",
         "streaming, M=2, H=100",
         f"streaming, M=2, H=100, {after}",
+        "streaming, M=2, H=30, alpha falls",
+        *(f"streaming, M={M}, H={H}, {begun}" for M, H in ((2, 30), (2, 100), (4, 30))),
+        "streaming, M=4, H=30, beginning 2000, alpha falls",
+        MUON,
+        *(f"streaming, Muon, M=2, H={H}" for H in (30, 100)),
+        *(f"streaming, Muon, M=4, H={H}" for H in (30, 100)),
     ]
     paper = dict(zip([runs[2], runs[3], runs[7]], ["+0.9 %", "+0.6 %", "+1.4 %"], strict=True))
     # The papers' warm-up: at this length better for all runs, and most for DiLoCo.
-    return Table(MANY_STEPS, 9000, runs, "warm-up 1000", keep_every=1000, paper=paper)
+    common, controls = "warm-up 1000", _muon_controls(runs)
+    return Table(MANY_STEPS, 9000, runs, common, controls, keep_every=1000, paper=paper)
+
+
+def _muon_controls(runs: Sequence[str]) -> dict[str, str]:
+    return {name: MUON for name in runs if "Muon" in name}
 
 
 def _with_muon(shape: Settings, runs: Sequence[str]) -> Table:
     """Runs with either optimizer, each beside its own data parallelism."""
-    controls = {name: MUON for name in runs if "Muon" in name}
-    return Table(shape, 3000, [CONTROL, MUON, *runs], "warm-up 300", controls=controls)
+    return Table(shape, 3000, [CONTROL, MUON, *runs], "warm-up 300", _muon_controls(runs))
 
 
 SETTINGS = [
@@ -254,7 +265,6 @@ OUTER_OPTIMIZERS = [
 ]
 BEGUN = "beginning 300, alpha falls"
 LONG_BEGUN = "beginning 600, alpha falls"
-MUON = f"{CONTROL}, Muon"
 FRONTIER = [
     *(f"streaming, M=2, H={H}, {BEGUN}" for H in (10, 30)),
     *(f"streaming, M=2, H={H}, {LONG_BEGUN}" for H in (30, 100)),
@@ -268,6 +278,7 @@ FRONTIER = [
     "streaming, M=2, H=100, beginning 600, beginning H=5, alpha falls",
     "streaming, M=2, H=100, beginning 900, alpha falls",
     f"streaming, M=2, H=100, {LONG_BEGUN}, sgd, lr 1",
+    f"streaming, M=2, H=100, {LONG_BEGUN}, lr 0.7, momentum 0.5",
     f"streaming, M=2, H=30, {LONG_BEGUN}, average at end",
     "streaming, Muon, M=2, H=100, beginning 300",
     *(f"streaming, Muon, M=4, H=100, beginning {steps}" for steps in (300, 600)),

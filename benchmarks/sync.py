@@ -8,18 +8,22 @@ taken for each sync. Rows are without norms, cosines and drift, as most rounds o
 `diloco.measure_every`), but for "fp32, measured".
 
 If torchft is installed (`pip install -e .[bench]`), its DiLoCo syncs the same model in a row of its
-own. If the system allows it, everything runs in a network namespace: its interface counter then
-counts nothing else, and `--rate` limits it.
+own; if the extra `islands` is, so do two islands through a server with TLS. If the system allows
+it, everything runs in a network namespace: its interface counter then counts nothing else, and
+`--rate` limits it.
 """
 
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +45,9 @@ from torchtitan_diloco.diloco import (
     StreamingDiLoCo,
 )
 from torchtitan_diloco.diloco.codecs import CODECS
-from torchtitan_diloco.distributed.world import WORKER, join_world
+from torchtitan_diloco.distributed.world import WORKER, World, join_world
+from torchtitan_diloco.islands import IslandDiLoCo, Islands
+from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.models.chinchilla import Decoder
 
 WORKERS = 2
@@ -53,12 +59,13 @@ INNER_SECONDS = 0.4
 """With a delay: the training thread sleeps as if it waited for an accelerator."""
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
-    "sent MB, one worker | on lo MB, both | memory MB | n"
+    "server CPU ms | sent MB, one worker | on lo MB, both | memory MB | n"
 )
 LEGEND = """\
 exposed: of the training thread; all-reduce: one flat fp32 all-reduce of as many values; ratio:
-exposed / all-reduce; CPU: all threads of one process; memory: peak above that of the same loop
-without syncs, library files aside. Numbers are worker 0's: median (min ... max) of n syncs."""
+exposed / all-reduce; CPU: all threads of one process; server: of islands, mean; memory: peak above
+that of the same loop without syncs, library files aside. Numbers are worker 0's: median (min ...
+max) of n syncs."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class Sync:
     all_reduce: core.Seconds
     exposed: float
     cpu: float
+    server: float
+    """CPU of the server of islands, in ticks of 10 ms."""
     wire: int
     """Bytes of both workers; 0 if other programs share the interface."""
     sent: int
@@ -99,6 +108,16 @@ class Sync:
 
 Measured = tuple[list[Sync], float]
 """The syncs, and the MB by which the peak memory exceeds that of the same loop without syncs."""
+
+
+class Through(NamedTuple):
+    """What workers exchange through, if not by gloo."""
+
+    kind: Literal["torchft", "islands"]
+    place: str
+    """Address of the lighthouse, or join string."""
+    server: int = 0
+    """Process of the islands' server."""
 
 
 # --- in the processes -----------------------------------------------------------------------------
@@ -111,8 +130,8 @@ def inner_step(model: nn.Module, worker: int) -> None:
         parameter.mul_(0.999 - 0.0001 * worker)
 
 
-def measure(case: Case, lighthouse: str = "") -> Measured:
-    """Measure StreamingDiLoCo on this rank, or torchft's DiLoCo if it has a lighthouse."""
+def measure(case: Case, through: Through | None = None) -> Measured:
+    """Measure StreamingDiLoCo on this rank, an island, or torchft's DiLoCo."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
     # Half of the values are in blocks, the rest in an embedding and a head.
@@ -128,27 +147,49 @@ def measure(case: Case, lighthouse: str = "") -> Measured:
     plain = peak_megabytes()
     outer: StreamingDiLoCo | TorchftLoop
     step: Callable[[], object]
-    if lighthouse:
+    if through is not None and through.kind == "torchft":
         inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
-        place = {"lighthouse": lighthouse, "address": "localhost"}
+        place = {"lighthouse": through.place, "address": "localhost"}
         outer = TorchftLoop(model, inner, case.config, world, timeout_seconds=TIMEOUT, **place)
         sizes, step = outer.sizes, inner.step
     else:
-        outer = StreamingDiLoCo(model, world.group(WORKER), case.config)
+        outer = build_loop(model, world, case.config, through)
         sizes, step = [one.parameters for one in outer.fragments], outer.step
         for _ in range(case.config.sync_every - 1):  # nothing is sent in the first cycle
             outer.step()
-    syncs = []
+    syncs, server = [], 0 if through is None else through.server
     for number in range((case.rounds + 1) * case.fragments):
         inner_step(model, world.worker)
         floor = time_all_reduce(values[: sizes[number % case.fragments]])
+        at_server = cpu_seconds(server)
         exposed, cpu, wire = time_window(step, case.delay)
+        at_server = cpu_seconds(server) - at_server
         sent = int(outer.metrics().get("diloco/sent_bytes", 0))
         if number >= case.fragments:  # the first round touches all buffers for the first time
-            syncs.append(Sync(floor, exposed, cpu, wire, sent))
+            syncs.append(Sync(floor, exposed, cpu, at_server, wire, sent))
     memory = peak_megabytes() - plain
     outer.close()
     return syncs, memory
+
+
+def build_loop(
+    model: nn.Module, world: World, config: DiLoCoConfig, through: Through | None
+) -> StreamingDiLoCo:
+    if through is None:
+        return StreamingDiLoCo(model, world.group(WORKER), config)
+    name = f"island-{world.worker}"
+    settings = Islands(through.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
+    island = IslandDiLoCo(model, settings, config, total_tokens=10**9)
+    island.join()
+    return island
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU time of another process so far, or 0 without one."""
+    if not process:
+        return 0.0
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def time_all_reduce(values: Tensor) -> core.Seconds:
@@ -185,10 +226,10 @@ def peak_megabytes() -> float:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def run(case: Case, lighthouse: str = "") -> Measured:
+def run(case: Case, through: Through | None = None) -> Measured:
     """Measure in new processes: memory that others have freed would hide what this needs."""
     pool = ProcessPool(TIMEOUT)
-    measured: Measured = pool.run(measure, WORKERS, case, lighthouse)[0]
+    measured: Measured = pool.run(measure, WORKERS, case, through)[0]
     pool.close()
     return measured
 
@@ -196,9 +237,16 @@ def run(case: Case, lighthouse: str = "") -> Measured:
 def run_torchft(case: Case) -> Measured:
     os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every quorum
     lighthouse = torchft_loop.serve_lighthouse("127.0.0.1:0", WORKERS)
-    measured = run(case, f"http://localhost:{lighthouse.address().rpartition(':')[2]}")
+    address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
+    measured = run(case, Through("torchft", address))
     lighthouse.shutdown()
     return measured
+
+
+def run_islands(case: Case) -> Measured:
+    with tempfile.TemporaryDirectory() as folder, local_server(Path(folder) / "server") as server:
+        assert server.process is not None
+        return run(case, Through("islands", str(server.join), server.process.pid))
 
 
 def build_row(name: str, case: Case, measured: Measured) -> list[str]:
@@ -214,6 +262,7 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
         core.summary([sync.exposed / sync.all_reduce.wall for sync in syncs], 2),
         core.summary([sync.cpu for sync in syncs], 0, 1e3),
         core.summary([sync.all_reduce.cpu for sync in syncs], 0, 1e3),
+        f"{1e3 * statistics.mean(sync.server for sync in syncs):.0f}",
         f"{sent / 1e6:.3f}" if sent else "-",
         f"{wire / 1e6:.3f}" if wire else "-",
         f"{memory:+.0f}",
@@ -229,6 +278,10 @@ def build_rows(options: argparse.Namespace, codecs: list[str]) -> list[list[str]
         if "fp32" in codecs:
             cases["fp32, measured"] = replace(plain, measured=True)
         rows += [build_row(name, case, run(case)) for name, case in cases.items()]
+        if find_spec("nats"):
+            for codec in codecs:
+                case = replace(plain, codec=codec)
+                rows.append(build_row(f"islands, {codec}", case, run_islands(case)))
         if torchft_loop.is_installed():
             rows.append(build_row("torchft, fp32", plain, run_torchft(plain)))
     return rows

@@ -4,16 +4,15 @@ python -m torchtitan_diloco.plan --config 1b --bandwidth 2Gbit --latency 30ms --
 """
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_diloco.config import Config, from_command_line, load_config
-from torchtitan_diloco.config.loader import CONFIGS_FOLDER, find_config
+from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.planner.paper import PAPER_MODELS, PaperModel, paper_table
 from torchtitan_diloco.planner.units import (
@@ -34,7 +33,6 @@ REMEDY = (
     "give --step-time (seconds of compute of one inner step), or --mfu with --device or "
     "--peak-tflops, or --probe to measure it"
 )
-CONFIG_OPTIONS = ("--config", "--print-config")
 """Options of a run beside its settings."""
 EPILOG = f"""\
 Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.
@@ -61,29 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # --- command line ---------------------------------------------------------------------------------
-
-
-class OptionParser(argparse.ArgumentParser):
-    """Parser of options beside settings (`--section.key`). It names the nearest option."""
-
-    def __init__(self, **about: Any) -> None:
-        form = argparse.RawDescriptionHelpFormatter
-        super().__init__(**about, formatter_class=form, allow_abbrev=False)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return the options, and the words that are settings of a run."""
-        options, words = super().parse_known_args(args, namespace)
-        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
-        for word in words:
-            name = word.partition("=")[0]
-            if name.startswith("--") and "." not in name and name not in CONFIG_OPTIONS:
-                nearest = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all options"
-                self.error(f"{name} is unknown: {hint}")
-        return options, words
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

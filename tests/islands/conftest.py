@@ -13,7 +13,7 @@ from torchtitan_diloco.islands.server import local_server
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Join]:
     with local_server(tmp_path / "server") as found:
-        yield found
+        yield found.join
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,12 @@
 Precedence: command line > TOML file > the files that it extends > defaults.
 """
 
+import argparse
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import msgspec
 import tomli
@@ -124,6 +125,32 @@ def from_command_line(words: list[str]) -> Config | None:
     return config
 
 
+class OptionParser(argparse.ArgumentParser):
+    """Parser of options, beside which there may be settings (`--section.key`). Mistakes raise a
+    ValueError, which names the nearest option."""
+
+    takes_settings = True
+
+    def __init__(self, **about: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(**about, formatter_class=form, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Return the options, and the words that are settings of a run."""
+        options, words = super().parse_known_args(args, namespace)
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+            is_setting = "." in name or name in ("--config", "--print-config")
+            if not (is_setting and self.takes_settings):
+                nearest = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all options"
+                self.error(f"{name} is unknown: {hint}")
+        return options, words
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def find_config(name_or_path: str, child: Path | None = None) -> Path:
     """Return the file of a path, or of a name in train_configs/ (`1b`, `1b.toml`).
 
@@ -139,7 +166,8 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
     names = shipped_configs()
     nearest = difflib.get_close_matches(given.stem, names, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    reason = f"no such file; {hint}train_configs/ has {', '.join(names) or 'no files'}"
+    found = "a folder" if given.is_dir() else "no such file"
+    reason = f"{found}; {hint}train_configs/ has {', '.join(names) or 'no files'}"
     origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])
 

@@ -147,8 +147,10 @@ def agree_on_run(
 
 
 @torch.no_grad()
-def broadcast_from_first(group: dist.ProcessGroup, model: nn.Module) -> None:
+def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> None:
     """Set parameters (frozen ones too) and buffers to worker 0's; each rank gets its shard."""
+    if group is None or group.size() == 1:
+        return
     for tensor in [*model.parameters(), *model.buffers()]:
         whole = tensor.detach()
         local: Tensor = whole.to_local() if isinstance(whole, DTensor) else whole
@@ -175,6 +177,16 @@ def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> 
     wanted = state_bytes(config) * sum(local.numel() for local in locals_)
     total = torch.cuda.get_device_properties(device).total_memory
     return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
+
+
+def build_states(
+    config: DiLoCoConfig, fragments: Sequence[Fragment], device: torch.device
+) -> list[OuterState]:
+    is_sparse = build_codec(config.quantization).is_sparse
+    return [
+        OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
+        for fragment in fragments
+    ]
 
 
 def build_exchange(

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_diloco import islands
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
-from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import (
     build_fragments,
@@ -46,6 +46,11 @@ from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
+    def __new__(cls, _model: object, group: object, *_: Any, **__: Any) -> "StreamingDiLoCo":
+        """Return an `IslandDiLoCo` if the group is a run with islands."""
+        joins = isinstance(group, islands.Islands) and cls is StreamingDiLoCo
+        return super().__new__(islands.IslandDiLoCo if joins else cls)
+
     def __init__(
         self,
         model: nn.Module,
@@ -91,14 +96,9 @@ class StreamingDiLoCo:
         device = startup.pick_state_device(self.fragments, config)
         about = config, self.fragments, device, total_steps
         self._run = startup.agree_on_run(group, *about, seed=seed, run_id=run_id)
-        if group is not None and self.workers > 1:
-            startup.broadcast_from_first(group, model)
+        startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
-        is_sparse = build_codec(config.quantization).is_sparse
-        self._states = [
-            OuterState(fragment, config.outer_optimizer, device, is_sparse=is_sparse)
-            for fragment in self.fragments
-        ]
+        self._states = startup.build_states(config, self.fragments, device)
         self._exchanger = startup.build_exchange(group, config, self._states, device)
         self._in_flight: dict[int, InFlight] = {}
         self.in_use = threading.RLock()
@@ -314,11 +314,9 @@ class StreamingDiLoCo:
             given_up, self._in_flight = self._in_flight, {}
             return saving.save(self._take_snapshots(given_up), self._facts_now(), mesh)
 
-    def _take_snapshots(
-        self, given_up: Container[int] = (), *, shared: bool = True
-    ) -> list[Snapshot]:
+    def _take_snapshots(self, lost: Container[int] = (), *, shared: bool = True) -> list[Snapshot]:
         return [
-            Snapshot(state, weight, self._in_flight.get(index), index in given_up, shared=shared)
+            Snapshot(state, weight, self._in_flight.get(index), index in lost, shared=shared)
             for index, (state, weight) in enumerate(zip(self._states, self._weights, strict=True))
         ]
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -29,6 +29,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     worker_folder,
 )
 from torchtitan_diloco.config import Config, parse_config
+from torchtitan_diloco.config.loader import OptionParser
 from torchtitan_diloco.data.corpus import open_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
@@ -108,8 +109,10 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 # --- commands -------------------------------------------------------------------------------------
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(OptionParser):
     """Parser with the arguments that say which model to open."""
+
+    takes_settings = False
 
     def __init__(self, module: str, description: str) -> None:
         super().__init__(prog=f"python -m torchtitan_diloco.{module}", description=description)
@@ -122,9 +125,6 @@ class CommandParser(argparse.ArgumentParser):
     def add_device(self) -> None:
         devices = ("auto", "cpu", "cuda")
         self.add_argument("--device", choices=devices, default="auto", help="default auto: a GPU")
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)  # which `run_command` prints
 
 
 def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -> Any:

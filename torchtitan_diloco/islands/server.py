@@ -328,7 +328,7 @@ def _message(line: str) -> str:
 
 
 @contextmanager
-def local_server(folder: Path) -> Iterator[Join]:
+def local_server(folder: Path) -> Iterator[Server]:
     """Run a server for islands on this machine."""
     host = "127.0.0.1"
     for attempt in range(1, PORTS_TRIED + 1):
@@ -342,7 +342,7 @@ def local_server(folder: Path) -> Iterator[Join]:
             if "address already in use" not in str(error).lower() or attempt == PORTS_TRIED:
                 raise
     try:
-        yield server.join
+        yield server
     finally:
         server.stop()
 
@@ -354,7 +354,7 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
     folders. Signals are passed on to all. Return the first exit code that is not 0.
     """
     with ExitStack() as stack:
-        join = stack.enter_context(local_server(folder / "server"))
+        join = stack.enter_context(local_server(folder / "server")).join
         islands = list[subprocess.Popen[bytes]]()
         for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
             own.mkdir(parents=True, exist_ok=True)
