@@ -2,6 +2,7 @@
 
     python -m benchmarks.islands [--cases control,killed] [--repeats 3]
     python -m benchmarks.islands --storm 600 --repeats 1
+    python -m benchmarks.islands --torchft --cases killed
 
 The rows of the first table are those of docs/islands.md. Each island and the server has a network
 namespace of its own (benchmarks/network.py). The model is small, and a step is a sleep of 0.1 s, so
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmarks import core
 from benchmarks.islands_program import SAMPLES, TOKENS
-from benchmarks.islands_run import STEP, Found, Run, running
+from benchmarks.islands_run import STEP, Found, Run, TorchftRun, running
 from benchmarks.network import wait_until
 
 COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
@@ -80,10 +81,10 @@ def strike(run: Run, fault: str, worker: int) -> None:
             run.serve()
 
 
-def fault_case(folder: Path, fault: str) -> Found:
+def fault_case(folder: Path, fault: str, kind: type[Run] = Run) -> Found:
     victim = "" if fault in ("control", "server away for 6 s") else "island-2"
     dead = victim if fault.startswith("killed") else ""
-    with running(folder, seconds=30, **FAULTS[fault]) as run:
+    with running(folder, seconds=30, kind=kind, **FAULTS[fault]) as run:
         run.start_all(3, 50)
         since = time.time()
         strike(run, fault, 2)
@@ -93,9 +94,9 @@ def fault_case(folder: Path, fault: str) -> Found:
         return found | run.losses(audit, others(run, dead))
 
 
-def join(folder: Path) -> Found:
+def join(folder: Path, kind: type[Run] = Run) -> Found:
     """Let an island join two others over 200 Mbit/s."""
-    with running(folder, seconds=50, rate=200, begin=2, **LARGE) as run:
+    with running(folder, seconds=50, rate=200, begin=2, kind=kind, **LARGE) as run:
         run.start_all(2, 50)
         since = time.time()
         run.start(2)
@@ -130,13 +131,15 @@ def joined(run: Run, dead: str, since: float) -> Found:
     return found | {"first part merged after, steps": merged["step"]}
 
 
-def fast_and_slow(folder: Path) -> Found:
+def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
     """Train with an island that is four times as fast as the other."""
-    with running(folder, islands=2, seconds=25) as run:
+    with running(folder, islands=2, seconds=25, kind=kind) as run:
         run.start(0)
         run.start(1, step_seconds=4 * STEP)
         run.reach("island-1", 5)
         since, audit = time.time(), run.finish()
+        if not audit:
+            return run.seen(["island-0"], since) | run.losses(audit, run.programs)
         steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
         # What is trained after the last round can no longer be merged.
         before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
@@ -187,13 +190,14 @@ def storm(folder: Path, seconds: float) -> Found:
 
 # --- the table ------------------------------------------------------------------------------------
 
-CASES: dict[str, Callable[[Path], Found]] = {
+CASES: dict[str, Callable[..., Found]] = {
     **{fault: partial(fault_case, fault=fault) for fault in FAULTS},
     "join": join,
     "donor dies": donor_dies,
     "fast and slow": fast_and_slow,
     "clocks an hour apart": clocks,
 }
+OF_TORCHFT = [*FAULTS, "join", "fast and slow"]
 GOALS = {
     "longest stall, steps": ("at most 1", "4.1 s at a death, 7.3 s at a join"),
     "steps lost": ("0", "20 at a death"),
@@ -211,10 +215,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=core.positive, default=3)
     storm_help = "seconds of a run with many faults, instead of the cases or after those given"
     parser.add_argument("--storm", type=core.positive_number, default=0.0, help=storm_help)
+    torchft_help = "let torchft run each case that it can run, too (pip install -e .[bench])"
+    parser.add_argument("--torchft", action="store_true", help=torchft_help)
     parser.add_argument("--out", type=core.folder, default=Path("outputs/islands"))
     options = parser.parse_args()
     names = core.parse_names(parser, "--cases", options.cases, CASES, ",")
     cases = {name: CASES[name] for name in names if options.cases or not options.storm}
+    for name in [one for one in cases if options.torchft and one in OF_TORCHFT]:
+        cases[f"{name}, torchft"] = partial(cases[name], kind=TorchftRun)
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started

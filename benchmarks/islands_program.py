@@ -11,7 +11,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ TOKENS, SAMPLES = 4, 2
 """Weight of a step, and samples of the slot that it reads."""
 DELAY = 5
 """tau. The grace is as long as so many steps of 0.1 s."""
+CONFIG = DiLoCoConfig(
+    sync_every=20, fragments=Fragments(layers_per_fragment=2), overlap=Overlap(delay=DELAY)
+)
 
 
 class Net(nn.Module):
@@ -59,23 +64,14 @@ def train(
     codec: str = "fp4_e3m0",
 ) -> None:
     """Train an island. Those of a run differ only in name and speed."""
-    with Path(path).open("a", buffering=1) as file:
-
-        def note(**facts: Any) -> None:
-            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
-
+    with notes(path) as note:
         note(event="started")
         model = Net(blocks, width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         outer = IslandDiLoCo(
             model,
             Islands(join, name, slots=slots, begin=begin, grace_seconds=DELAY * 0.1),
-            DiLoCoConfig(
-                sync_every=20,
-                fragments=Fragments(layers_per_fragment=2),
-                overlap=Overlap(delay=DELAY),
-                quantization=Quantization(codec=codec),  # type: ignore[arg-type]
-            ),
+            replace(CONFIG, quantization=Quantization(codec=codec)),  # type: ignore[arg-type]
             total_tokens=total_tokens,
             optimizer=optimizer,
             samples_per_step=SAMPLES,
@@ -90,7 +86,7 @@ def train(
         while not outer.finished:
             step, started = step + 1, time.time()
             time.sleep(step_seconds)
-            _inner_step(model, optimizer, seat.slot, step)
+            inner_step(model, optimizer, seat.slot, step)
             computed = time.time()
             outer.step(weight=TOKENS)
             now = time.time()
@@ -107,7 +103,18 @@ def train(
         outer.close()
 
 
-def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, slot: int, step: int) -> None:
+@contextmanager
+def notes(path: str) -> Iterator[Callable[..., None]]:
+    """Yield what appends a line to the file."""
+    with Path(path).open("a", buffering=1) as file:
+
+        def note(**facts: Any) -> None:
+            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+        yield note
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, slot: int, step: int) -> None:
     generator = torch.Generator().manual_seed(100_000 * slot + step)
     output: Tensor = model(torch.randn(4, 8, generator=generator))
     (output - 1).square().mean().backward()

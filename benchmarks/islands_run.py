@@ -14,16 +14,20 @@ from typing import Any
 
 from benchmarks.islands_program import SAMPLES, TOKENS
 from benchmarks.network import Network, Program, wait_until
+from benchmarks.torchft_loop import LIGHTHOUSE_PORT
 
 STEP = 0.1
 """Seconds."""
 END_SECONDS = 150
 """Time without a step of any island after which a run has not ended."""
+AFTER_SECONDS = 15.0
 Found = dict[str, float]
 
 
 class Run:
     """A server and islands in a network; the last worker of the network has the server."""
+
+    program = "benchmarks.islands_program"
 
     def __init__(self, folder: Path, network: Network, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True)
@@ -58,7 +62,7 @@ class Run:
         name = f"island-{worker}"
         job = self._settings | more | {"join": self.join, "name": name}
         job["path"] = str(self._path(name))
-        command = [*inside, sys.executable, "-m", "benchmarks.islands_program", "island"]
+        command = [*inside, sys.executable, "-m", self.program, "island"]
         log = self.folder / f"{name}.txt"
         self.programs[name] = self.network.launch(worker, [*command, json.dumps(job)], log)
 
@@ -159,12 +163,48 @@ class Run:
         }
 
 
+class TorchftRun(Run):
+    """The same with torchft, whose runs are ended some seconds after the last fault."""
+
+    program = "benchmarks.islands_torchft"
+
+    def serve(self) -> None:
+        out, port = self.folder / f"server-{time.time():.1f}.txt", LIGHTHOUSE_PORT
+        command = [sys.executable, "-m", self.program, "lighthouse", f"0.0.0.0:{port}"]
+        self.server = self.network.launch(self.islands, command, out)
+        wait_until(lambda: "ready" in self.server.printed(), "the lighthouse", out)
+        self.join = f"http://{self.network.address(self.islands)}:{port}"
+
+    def kill_server(self) -> None:
+        self.server.kill()
+
+    def start(self, worker: int, inside: Sequence[str] = (), **more: Any) -> None:
+        super().start(worker, inside, address=self.network.address(worker), **more)
+
+    def finish(self, dead: str = "") -> dict[str, Any]:
+        time.sleep(AFTER_SECONDS)
+        ended = [name for name, one in self.programs.items() if name != dead and not one.running]
+        for program in self.programs.values():
+            program.kill()
+        for name in ended:
+            print(f"torchft's {name} has ended: {self.programs[name].printed()[-300:]}")
+        return {}
+
+    def losses(self, audit: dict[str, Any], names: Iterable[str]) -> Found:  # noqa: ARG002
+        return {"steps lost": sum(self.steps(name)[-1]["lost"] for name in names)}
+
+
 @contextmanager
 def running(
-    folder: Path, islands: int = 3, seconds: float = 20, rate: float = math.inf, **settings: Any
+    folder: Path,
+    islands: int = 3,
+    seconds: float = 20,
+    rate: float = math.inf,
+    kind: type[Run] = Run,
+    **settings: Any,
 ) -> Iterator[Run]:
     """Yield a run whose islands would train for so many seconds, all together."""
     begin = settings.get("begin", islands)
     settings["total_tokens"] = round(begin * seconds / STEP) * TOKENS
     with Network(islands + 1, up=rate, down=rate) as network:
-        yield Run(folder, network, settings)
+        yield kind(folder, network, settings)

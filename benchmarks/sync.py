@@ -149,8 +149,17 @@ def measure(case: Case, through: Through | None = None) -> Measured:
     step: Callable[[], object]
     if through is not None and through.kind == "torchft":
         inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
-        place = {"lighthouse": through.place, "address": "localhost"}
-        outer = TorchftLoop(model, inner, case.config, world, timeout_seconds=TIMEOUT, **place)
+        name = f"replica_{world.worker}"
+        outer = TorchftLoop(
+            model,
+            inner,
+            case.config,
+            WORKERS,
+            name,
+            lighthouse=through.place,
+            address="localhost",
+            timeout_seconds=TIMEOUT,
+        )
         sizes, step = outer.sizes, inner.step
     else:
         outer = build_loop(model, world, case.config, through)

@@ -23,7 +23,7 @@ from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_loop import DataParallel
-from torchtitan_diloco.distributed.world import World, join_world, leave_world
+from torchtitan_diloco.distributed.world import join_world, leave_world
 from torchtitan_diloco.trainer import Trainer
 
 LIGHTHOUSE_PORT = 29510
@@ -33,13 +33,12 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torchft") is not None
 
 
-def serve_lighthouse(address: str, workers: int) -> Any:
+def serve_lighthouse(address: str, workers: int, **settings: Any) -> Any:
     """Start the server at which the workers meet."""
     from torchft.coordination import LighthouseServer
 
-    return LighthouseServer(
-        bind=address, min_replicas=workers, join_timeout_ms=60_000, quorum_tick_ms=100
-    )
+    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100} | settings
+    return LighthouseServer(bind=address, min_replicas=workers, **settings)
 
 
 class TorchftLoop(DataParallel):
@@ -51,17 +50,20 @@ class TorchftLoop(DataParallel):
         model: nn.Module,
         optimizer: Optimizer,
         config: DiLoCoConfig,
-        world: World,
+        workers: int,
+        name: str,
         *,
         lighthouse: str,
         address: str,
         timeout_seconds: int,
+        alone: bool = False,
     ) -> None:
-        """`address`: of this worker."""
+        """`address`: of this worker. `alone`: it goes on without the others, and takes their model
+        when it comes."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
-        super().__init__(model, world.workers)
+        super().__init__(model, workers)
         logging.getLogger("torchft").setLevel(logging.WARNING)
         timeout = timedelta(seconds=timeout_seconds)
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -69,9 +71,9 @@ class TorchftLoop(DataParallel):
         )
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=timeout),
-            load_state_dict=lambda state: model.load_state_dict(state["model"]),
+            load_state_dict=self._take_state,
             state_dict=lambda: {"model": model.state_dict()},
-            min_replica_size=world.workers,
+            min_replica_size=1 if alone else workers,
             use_async_quorum=False,
             rank=0,
             world_size=1,
@@ -79,15 +81,18 @@ class TorchftLoop(DataParallel):
             store_port=store.port,
             lighthouse_addr=lighthouse,
             hostname=address,
-            replica_id=f"replica_{world.worker}",
+            replica_id=name,
             timeout=timeout,
             quorum_timeout=timeout,
             connect_timeout=timedelta(seconds=60),
-            init_sync=False,
+            init_sync=alone,
         )
+        self._commit, self._manager.should_commit = self._manager.should_commit, self._committed
+        self.lost_steps, self.commits = 0.0, 0
         # Its fragments are modules: ours become dictionaries of the same parameters.
         fragments = build_fragments(model, config.fragments)
         self.sizes = [fragment.parameters for fragment in fragments]
+        self._synced_at = [0] * len(fragments)
         modules: list[nn.Module] = [
             nn.ParameterDict({part.name.replace(".", "_"): part.parameter for part in one.parts})
             for one in fragments
@@ -112,7 +117,22 @@ class TorchftLoop(DataParallel):
         self._begun = time.perf_counter()
 
     def _end(self, *_: object) -> None:
+        self._steps += 1
         self.exposed_seconds += time.perf_counter() - self._begun
+
+    def _committed(self, *arguments: Any, **named: Any) -> bool:
+        """Count the steps of a fragment that are lost where its sync fails."""
+        fragments = len(self._synced_at)
+        fragment = self._manager.current_step() % fragments
+        committed: bool = self._commit(*arguments, **named)
+        if not committed:
+            self.lost_steps += (self._steps - self._synced_at[fragment]) / fragments
+        self.commits += committed
+        self._synced_at[fragment] = self._steps
+        return committed
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
 
     def metrics(self) -> dict[str, float]:
         before, self._reported = self._reported, self.exposed_seconds
@@ -135,7 +155,8 @@ class TorchftTrainer(Trainer):
             self.model,
             self.optimizer,
             self.config.diloco,
-            self.world,
+            self.world.workers,
+            f"replica_{self.world.worker}",
             lighthouse=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
             address=os.environ["WORKER_ADDRESS"],
             timeout_seconds=self.config.diloco.link.timeout_seconds,
