@@ -132,9 +132,9 @@ def replayed() -> dict[str, list[str]]:
             encoder = build_codec(config.quantization)
             for version in range(1, 5):
                 deltas = [numbers(states[0].values, 10 * version + one) * 0.01 for one in range(2)]
-                payload = torch.cat([encode_delta(encoder, delta) for delta in deltas])
+                payloads = [encode_delta(encoder, delta) for delta in deltas]
                 job = 0, version, 0.7, [3, 4], [1, 1]
-                sums.append(copies.run(copies.advance, *job, content=payload))
+                sums.append(copies.run(copies.advance, *job, content=payloads))
             found[f"{name} {codec}"] = [arithmetic(config, torch.device("cpu")), *sums]
     return found
 

@@ -6,7 +6,7 @@ All ranks call the same methods in the same order, each on its own shard. The fi
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -38,8 +38,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     method: str
     arguments: list[Any]
-    size: int
-    """Bytes that the first rank gives them, too."""
+    sizes: list[int]
+    """Bytes of what the first rank gives them, too."""
 
 
 class SharedCopy:
@@ -74,17 +74,16 @@ class Copies:
         ]
         self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
         """What `save` does on this rank, in order."""
-        self._content = NOTHING
+        self._content: Sequence[Tensor] = ()
         """What the first rank gives with the call that is under way."""
         self._stopped = False
         self._decoder = build_codec(config.quantization)
 
     def run(
-        self, method: Callable[..., Result], *arguments: Any, content: Tensor | None = None
+        self, method: Callable[..., Result], *arguments: Any, content: Sequence[Tensor] = ()
     ) -> Result:
         """Call a method on all ranks, and return its result here. Only the first rank does this."""
-        content = NOTHING if content is None else content
-        call = Call(method.__name__, list(arguments), content.numel())
+        call = Call(method.__name__, list(arguments), [one.numel() for one in content])
         result: Result = self._call(share(call, Call, self.ranks.copies), content)
         return result
 
@@ -92,16 +91,17 @@ class Copies:
         """Call what the first rank calls, until `stop`."""
         while not self._stopped:
             call: Call = share(None, Call, self.ranks.copies)
-            self._call(call, torch.empty(call.size, dtype=torch.uint8))
+            self._call(call, [torch.empty(size, dtype=torch.uint8) for size in call.sizes])
 
-    def _call(self, call: Call, content: Tensor) -> Any:
-        if self.ranks.copies is not None and content.numel():
-            dist.broadcast(content, group_src=0, group=self.ranks.copies)
+    def _call(self, call: Call, content: Sequence[Tensor]) -> Any:
+        for one in content if self.ranks.copies is not None else ():
+            if one.numel():
+                dist.broadcast(one, group_src=0, group=self.ranks.copies)
         self._content = content
         try:
             return getattr(self, call.method)(*call.arguments)
         finally:
-            self._content = NOTHING
+            self._content = ()
 
     def stop(self) -> None:
         self._stopped = True
@@ -118,8 +118,8 @@ class Copies:
         """
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
-            if self._content.numel():
-                whole = self._content.view(torch.float32).view(-1, copy.layout.values)
+            for content in self._content:
+                whole = content.view(torch.float32).view(-1, copy.layout.values)
                 for buffer, values in zip(copy.buffers(), whole, strict=True):
                     copy.layout.scatter(values, buffer)
             for slot in copy.state.slots if fresh else []:
@@ -148,7 +148,11 @@ class Copies:
         decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
         lengths = self.fragments[fragment].layout.sizes(ranks)
         shards = zip(payload.split(sizes), lengths, strict=True)
-        return all(bool(_decode(decoder, *shard).isfinite().all()) for shard in shards)
+        return all(
+            bool(values.isfinite().all())
+            for shard in shards
+            for values in _decoded_pieces(decoder, *shard)
+        )
 
     @torch.no_grad()
     def advance(
@@ -169,8 +173,7 @@ class Copies:
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
             theta, new, total = copy.versions[copy.newest], torch.empty(0), 0
-            sizes = [sum(self.payload_sizes(fragment, one)) for one in ranks]
-            parts = zip(self._content.split(sizes), ranks, weights, strict=True)
+            parts = zip(self._content, ranks, weights, strict=True)
             for payload, sent_by, weight in parts:
                 total += weight
                 decoded = self.decode(fragment, payload, sent_by)
@@ -218,6 +221,15 @@ class Copies:
                         whole[start:][:size] = values[local:][:size]
             wholes.append(whole)
         return torch.cat(wholes)
+
+
+def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield the values that a rank has encoded, a piece at a time, in the same memory."""
+    room = torch.empty(min(size, PIECE))
+    for number, encoded in enumerate(payload.split(decoder.wire_bytes(PIECE))):
+        values = room[: size - number * PIECE]
+        decoder.decode(encoded, values)
+        yield values
 
 
 @torch.no_grad()

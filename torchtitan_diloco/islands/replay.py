@@ -193,7 +193,7 @@ class Replay:
             return f"it has {content.numel()} bytes"
         self._loaded = True
         place = fragment, answer.version
-        checksum = self._copies.run(self._copies.declare, *place, content=content)
+        checksum = self._copies.run(self._copies.declare, *place, content=[content])
         self._start_at(fragment, answer.version, answer.head, checksum)
         return ""
 
@@ -252,7 +252,7 @@ class Replay:
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
             self.island is None,  # nobody will apply the versions before
-            content=torch.cat([NOTHING, *(payload for _, payload in counted)]),
+            content=[payload for _, payload in counted],
         )
 
     # --- parts ------------------------------------------------------------------------------------
@@ -278,11 +278,12 @@ class Replay:
         if sequence not in self._wanted or not part.finite:
             return "", NOTHING
         own, payload = self._own.get(part.fragment, (None, NOTHING))
-        if own != part:
-            try:
-                payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
-            except (CorruptError, GoneError) as error:
-                return str(error), NOTHING
+        if own == part:  # judged when it was sent
+            return "", payload
+        try:
+            payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
+        except (CorruptError, GoneError) as error:
+            return str(error), NOTHING
         if not self._copies.is_finite(part.fragment, payload, part.ranks):
             return "its values are not finite", NOTHING
         return "", payload
