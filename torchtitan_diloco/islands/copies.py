@@ -20,11 +20,13 @@ from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
-from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
+from torchtitan_diloco.diloco.outer_optimizer import outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect, share, sum_modulo
 from torchtitan_diloco.utils import code_fingerprint
 
+GPU_PIECE = 2**24
+"""Values decoded and merged at once on a GPU."""
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
 """Settings in which islands may differ."""
 
@@ -172,41 +174,46 @@ class Copies:
         """
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
-            theta, new, total = copy.versions[copy.newest], torch.empty(0), 0
-            parts = zip(self._content, ranks, weights, strict=True)
-            for payload, sent_by, weight in parts:
-                total += weight
-                decoded = self.decode(fragment, payload, sent_by)
-                new = decoded if total == weight else new.lerp_(decoded, weight / total)
-            if total:
-                optimizer = replace(self._optimizer, lr=lr)
-                block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
-                buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
-                for before, mean, *slots in zip(*buffers, strict=True):
-                    outer_step(optimizer, before, mean, slots)
-            else:
-                new = theta.clone()
+            theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
+            new = torch.empty_like(theta) if weights else theta.clone()
+            senders = zip(self._content, ranks, strict=True)
+            parts = [self.decode(fragment, payload, sent_by) for payload, sent_by in senders]
+            piece = piece_of(theta.device)
+            buffers = (one.split(piece) for one in (theta, new, *copy.state.slots))
+            for before, mean, *slots in zip(*buffers, strict=True) if weights else ():
+                total = 0
+                for weight, values in zip(weights, map(next, parts), strict=True):
+                    total += weight
+                    # The first one is taken as it is: what is in `mean` may not be finite.
+                    mean.copy_(values) if total == weight else mean.lerp_(values, weight / total)
+                outer_step(optimizer, before, mean, slots)
             copy.versions[version] = new
             copy.newest = version
             if only_newest:
                 copy.drop_before(version)
             return self._checksum(copy)
 
-    @torch.no_grad()
-    def decode(self, fragment: int, payload: Tensor, ranks: int) -> Tensor:
-        """Return this rank's values of a part that was sent by an island of `ranks` ranks."""
-        copy, sizes = self.fragments[fragment], self.payload_sizes(fragment, ranks)
+    def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
+        """Yield this rank's values of a part that was sent by an island of `ranks` ranks.
+
+        They come a piece at a time, so that they are still in cache when they are used.
+        """
+        copy, lengths = self.fragments[fragment], self.fragments[fragment].layout.sizes(ranks)
         layout, device = copy.layout, copy.state.outer.device
-        values = torch.empty(layout.sizes(layout.ranks)[layout.rank], device=device)
-        for rank, shard in enumerate(payload.split(sizes)):
+        shards = payload.split(self.payload_sizes(fragment, ranks))
+        if ranks == layout.ranks:
+            mine = layout.rank
+            return _decoded_pieces(self._decoder, shards[mine].to(device), lengths[mine])
+        values = torch.empty_like(copy.state.outer)
+        for rank, shard in enumerate(shards):
             if slices := layout.overlap(ranks, rank):
-                size = layout.sizes(ranks)[rank]
-                decoded = _decode(self._decoder, shard.to(device), size)
-                if ranks == layout.ranks:
-                    return decoded
+                decoded = torch.empty(lengths[rank], device=device)
+                pieces = _decoded_pieces(self._decoder, shard.to(device), lengths[rank])
+                for room, piece in zip(decoded.split(piece_of(device)), pieces, strict=True):
+                    room.copy_(piece)
                 for source, target in slices:
                     values[target].copy_(decoded[source])
-        return values
+        return iter(values.split(piece_of(device)))
 
     def collect(self, fragment: int) -> Tensor:
         """Return a whole copy and its optimizer state, on the first rank."""
@@ -223,23 +230,19 @@ class Copies:
         return torch.cat(wholes)
 
 
+def piece_of(device: torch.device) -> int:
+    """Return how many values are decoded and merged at once."""
+    return PIECE if device.type == "cpu" else GPU_PIECE
+
+
 def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tensor]:
     """Yield the values that a rank has encoded, a piece at a time, in the same memory."""
-    room = torch.empty(min(size, PIECE))
-    for number, encoded in enumerate(payload.split(decoder.wire_bytes(PIECE))):
-        values = room[: size - number * PIECE]
+    piece = piece_of(payload.device)
+    room = torch.empty(min(size, piece), device=payload.device)
+    for number, encoded in enumerate(payload.split(decoder.wire_bytes(piece))):
+        values = room[: size - number * piece]
         decoder.decode(encoded, values)
         yield values
-
-
-@torch.no_grad()
-def _decode(decoder: Codec, payload: Tensor, size: int) -> Tensor:
-    """Return the values that a rank has encoded."""
-    values = torch.empty(size, device=payload.device)
-    pieces = payload.split(decoder.wire_bytes(PIECE))
-    for encoded, piece in zip(pieces, values.split(PIECE), strict=True):
-        decoder.decode(encoded, piece)
-    return values
 
 
 @torch.no_grad()
