@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_diloco import islands
 from torchtitan_diloco.diloco import healing, startup
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import alone, one_at_a_time
@@ -46,10 +45,11 @@ from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
-    def __new__(cls, _model: object, group: object, *_: Any, **__: Any) -> "StreamingDiLoCo":
-        """Return an `IslandDiLoCo` if the group is a run with islands."""
-        joins = isinstance(group, islands.Islands) and cls is StreamingDiLoCo
-        return super().__new__(islands.IslandDiLoCo if joins else cls)
+    def __new__(cls, *arguments: Any, **named: Any) -> "StreamingDiLoCo":
+        """Return the loop that fits the group: an `IslandDiLoCo` for `Islands`."""
+        group = named.get("group", *arguments[1:2])
+        wanted: type[StreamingDiLoCo] = getattr(group, "outer_loop", cls)
+        return super().__new__(wanted if cls is StreamingDiLoCo else cls)
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote, unquote
 
 from msgspec import Meta
@@ -36,6 +36,13 @@ class Islands:
     steps are. A round, but not training, also waits for parts that usually take longer."""
     local: NotNegative = 0
     """Start a server and so many islands on this machine, to try it. 0: none."""
+
+    @property
+    def outer_loop(self) -> Any:
+        """Return the class that `StreamingDiLoCo` is with these settings in place of a group."""
+        from torchtitan_diloco.islands.loop import IslandDiLoCo  # needs torch
+
+        return IslandDiLoCo
 
 
 NAME = r"[\w.-]{1,60}"
