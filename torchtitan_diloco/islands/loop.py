@@ -54,7 +54,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     def __init__(
         self,
         model: nn.Module,
-        islands: Islands,
+        group: Islands,
         config: DiLoCoConfig,
         *,
         total_tokens: int,
@@ -67,6 +67,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         """Begin with the parameters of the model. Nothing is connected before `join`.
 
         Args:
+            group: the run to join.
             total_tokens: weight of all steps of all islands together, at which the run ends.
             ranks: joins the ranks of this island on the CPU.
             liveness: watches them.
@@ -74,8 +75,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             facts: what all islands must have equal beside the settings and the model, such as the
                 data.
         """
-        begin = islands.begin or config.workers
-        mistakes = [*islands_mistakes(islands, begin), *diloco_mistakes(config, islands=True)]
+        begin = group.begin or config.workers
+        mistakes = [*islands_mistakes(group, begin), *diloco_mistakes(config, islands=True)]
         if mistakes:
             raise ValueError("\n".join(map(": ".join, mistakes)))
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
@@ -87,7 +88,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             liveness=liveness,
             total_steps=total_tokens,
         )
-        self.islands = replace(islands, begin=begin, slots=islands.slots or begin)
+        self.islands = replace(group, begin=begin, slots=group.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self.seat: Seat
         """The slot of this island, and the sample of it that it begins with."""
