@@ -21,6 +21,7 @@ from torchtitan_diloco.diloco import (
     DiLoCoConfig,
     Fragments,
     Link,
+    OuterOptimizer,
     Overlap,
     Quantization,
     StreamingDiLoCo,
@@ -51,6 +52,15 @@ def test_a_misspelled_setting_names_the_right_one(
 ) -> None:
     with pytest.raises(TypeError, match=rf"has no setting {wrong}{re.escape(hint)}$"):
         section(**{wrong: 1})
+
+
+def test_numbers_have_the_type_of_their_setting() -> None:
+    """Those of islands are compared, and sent, as text."""
+    every: Any = 1e2
+    config = DiLoCoConfig(sync_every=every, outer_optimizer=OuterOptimizer(lr=1))
+    assert repr((config.sync_every, config.outer_optimizer.lr)) == "(100, 1.0)"
+    wrong: Any = "1"
+    assert OuterOptimizer(lr=wrong).lr == wrong, "what cannot be converted is refused later"
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ def test_text_is_repeatable(trained: Path, capsys: Capture) -> None:
         ("validate", "run --sequences 0", r"--sequences: 0 is out of range: give"),
         ("generate", "run --temperature nan", r"--temperature: nan is out of range: give"),
         ("generate", "run --top-p 1.1", r"--top-p: 1.1 is out of range: give"),
+        ("validate", "run --data.corpus x", r"--data.corpus is unknown: did you mean --corpus\?"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -25,7 +25,7 @@ from torchtitan_diloco.islands.connection import ClosedError
 
 TOKENS = 4
 """Weight of a step."""
-PATIENT = 60.0
+PATIENT = 60
 """Seconds for parts to arrive: islands that are all there stay in lockstep."""
 FP4 = replace(config(), quantization=Quantization(codec="fp4_e3m0"))
 

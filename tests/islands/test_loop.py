@@ -26,7 +26,7 @@ from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Outcome
-from torchtitan_diloco.islands.records import Part
+from torchtitan_diloco.islands.records import Part, decode, encode
 
 need_server()
 
@@ -238,6 +238,16 @@ def test_settings_are_checked() -> None:
         IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
     assert "islands.name: may have letters" in str(error.value)
     assert "codec: does not work with islands" in str(error.value)
+    here = Islands("nats://127.0.0.1:1#r", "a")
+    with pytest.raises(ValueError, match=r"islands.quorum: is 0: must be an integer >= 1"):
+        IslandDiLoCo(Net(), replace(here, quorum=0), FP4, total_tokens=1)
+    with pytest.raises(ValueError, match=r"total_tokens = 1.5: must be an integer >= 1"):
+        IslandDiLoCo(Net(), here, FP4, total_tokens=1.5)  # type: ignore[arg-type]
+    build: Any = StreamingDiLoCo
+    given = build(Net(), replace(here, grace_seconds=2), FP4, total_tokens=1e9)
+    assert isinstance(given, IslandDiLoCo)
+    facts = given.build_leader()._mine
+    assert decode(encode(facts)) == facts, "numbers of another type would be void"
 
 
 # --- one's own loop -------------------------------------------------------------------------------

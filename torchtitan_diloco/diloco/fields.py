@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 import types
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,14 @@ class Section:
             hint = f"; did you mean {known[nearest[0]]}?" if nearest else ""
             raise TypeError(f"{cls.__name__} has no setting {name}{hint}")
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Make floats of integers, and the reverse, where a setting is one, as in files."""
+        kinds = setting_types(type(self))
+        for name, value in vars(self).items():
+            if type(value) in (int, float) and name in kinds:
+                with suppress(ValueError):  # raised where all settings are checked
+                    object.__setattr__(self, name, convert(value, kinds[name]))
 
 
 def setting_types(section: type, prefix: str = "") -> dict[str, Any]:

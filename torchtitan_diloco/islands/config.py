@@ -13,10 +13,11 @@ from urllib.parse import quote, unquote
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
+from torchtitan_diloco.diloco.fields import Section
 
 
 @dataclass(frozen=True)
-class Islands:
+class Islands(Section):
     """Workers as jobs of their own, which come and go while the others continue."""
 
     join: str = ""

@@ -17,7 +17,15 @@ from torchtitan_diloco.islands.connection import ClosedError, Connection
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import Entry, Outcome
 from torchtitan_diloco.islands.members import Hint, IslandFencedError, name_of
-from torchtitan_diloco.islands.records import Facts, Part, Record, Take, attempt_of, encode
+from torchtitan_diloco.islands.records import (
+    Facts,
+    Part,
+    Record,
+    Take,
+    attempt_of,
+    decode,
+    encode,
+)
 from torchtitan_diloco.islands.replay import RETRY, Replay, Saved, as_buffer
 from torchtitan_diloco.islands.rules import Island, Mode, Rounds, Timing
 from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
@@ -343,7 +351,9 @@ class Leader(Replay):
             self._attempts = {one: at for one, at in self._attempts.items() if now < at + RETRY}
             if attempt not in self._attempts:
                 self._attempts[attempt] = now
-                self._connection.append(encode(record))
+                raw = encode(record)
+                decode(raw)  # raises if all would pass over it, for ever
+                self._connection.append(raw)
 
 
 def log_left_out(entry: Entry) -> None:

@@ -20,7 +20,8 @@ from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
+from torchtitan_diloco.diloco.config import DiLoCoConfig, Positive, diloco_mistakes
+from torchtitan_diloco.diloco.fields import convert, field_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -75,8 +76,13 @@ class IslandDiLoCo(StreamingDiLoCo):
             facts: what all islands must have equal beside the settings and the model, such as the
                 data.
         """
+        total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
+        samples_per_step = _count("samples_per_step", samples_per_step)
         begin = group.begin or config.workers
-        mistakes = [*islands_mistakes(group, begin), *diloco_mistakes(config, islands=True)]
+        mistakes = field_mistakes(group, "islands") or [
+            *islands_mistakes(group, begin),
+            *diloco_mistakes(config, islands=True),
+        ]
         if mistakes:
             raise ValueError("\n".join(map(": ".join, mistakes)))
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
@@ -365,3 +371,11 @@ class IslandDiLoCo(StreamingDiLoCo):
         chosen = self.islands
         line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
         return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        count: int = convert(value, Positive)
+    except ValueError as error:
+        raise ValueError(f"{name} = {value!r}: {error}") from error
+    return count
