@@ -28,6 +28,7 @@ from benchmarks import core
 from benchmarks.islands_program import SAMPLES, TOKENS
 from benchmarks.islands_run import STEP, Found, Run, TorchftRun, running
 from benchmarks.network import wait_until
+from benchmarks.torchft_loop import is_installed
 
 COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
 """Columns of the first table, and the digits after the point."""
@@ -127,6 +128,8 @@ def joined(run: Run, dead: str, since: float) -> Found:
     merged = next(one for one in run.steps("island-2", joined) if one["own"])
     names = [name for name in others(run, "island-2") if name != dead]
     found = run.seen(names, since, merged["time"]) | run.losses(audit, names)
+    if not run.has_log:  # it has joined when it has sent a part
+        return found | {"start until a part, s": joined - run.event("island-2", "started")["time"]}
     found["start until joined, s"] = joined - run.event("island-2", "started")["time"]
     return found | {"first part merged after, steps": merged["step"]}
 
@@ -138,7 +141,7 @@ def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
         run.start(1, step_seconds=4 * STEP)
         run.reach("island-1", 5)
         since, audit = time.time(), run.finish()
-        if not audit:
+        if not run.has_log:
             return run.seen(["island-0"], since) | run.losses(audit, run.programs)
         steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
         # What is trained after the last round can no longer be merged.
@@ -225,6 +228,8 @@ def main() -> None:
         cases[f"{name}, torchft"] = partial(cases[name], kind=TorchftRun)
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
+    if options.torchft and not is_installed():
+        parser.error("--torchft: it is not installed: pip install -e .[bench]")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
     results, out = dict[str, list[Found]](), options.out.absolute() / f"{time.time():.0f}"
     for name, task in cases.items():

@@ -105,7 +105,7 @@ def train(
 
 @contextmanager
 def notes(path: str) -> Iterator[Callable[..., None]]:
-    """Yield what appends a line to the file."""
+    """Yield a function that appends a line to the file."""
     with Path(path).open("a", buffering=1) as file:
 
         def note(**facts: Any) -> None:

@@ -21,6 +21,7 @@ STEP = 0.1
 END_SECONDS = 150
 """Time without a step of any island after which a run has not ended."""
 AFTER_SECONDS = 15.0
+"""Time that torchft still trains after the last fault."""
 Found = dict[str, float]
 
 
@@ -28,6 +29,8 @@ class Run:
     """A server and islands in a network; the last worker of the network has the server."""
 
     program = "benchmarks.islands_program"
+    has_log = True
+    """Whether a log says what was merged."""
 
     def __init__(self, folder: Path, network: Network, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True)
@@ -167,6 +170,7 @@ class TorchftRun(Run):
     """The same with torchft, whose runs are ended some seconds after the last fault."""
 
     program = "benchmarks.islands_torchft"
+    has_log = False
 
     def serve(self) -> None:
         out, port = self.folder / f"server-{time.time():.1f}.txt", LIGHTHOUSE_PORT

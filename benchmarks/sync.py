@@ -63,9 +63,9 @@ HEADER = (
 )
 LEGEND = """\
 exposed: of the training thread; all-reduce: one flat fp32 all-reduce of as many values; ratio:
-exposed / all-reduce; CPU: all threads of one process; server: of islands, mean; memory: peak above
-that of the same loop without syncs, library files aside. Numbers are worker 0's: median (min ...
-max) of n syncs."""
+exposed / all-reduce; CPU: all threads of one process; server CPU: mean, of islands; memory: peak
+above that of the same loop without syncs, library files aside. Numbers are worker 0's: median
+(min ... max) of n syncs."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,11 @@ def measure(case: Case, through: Through | None = None) -> Measured:
 
 
 def build_loop(
-    model: nn.Module, world: World, config: DiLoCoConfig, through: Through | None
+    model: Decoder, world: World, config: DiLoCoConfig, through: Through | None
 ) -> StreamingDiLoCo:
     if through is None:
         return StreamingDiLoCo(model, world.group(WORKER), config)
+    model.init_weights(seed=0)
     name = f"island-{world.worker}"
     settings = Islands(through.place, name, begin=WORKERS, grace_seconds=TIMEOUT)
     island = IslandDiLoCo(model, settings, config, total_tokens=10**9)
@@ -262,6 +263,7 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
     syncs, memory = measured
     sent = statistics.median(sync.sent for sync in syncs)
     wire = statistics.median(sync.wire for sync in syncs)
+    server = statistics.mean(sync.server for sync in syncs)
     return [
         name,
         f"{MEGABYTES / case.fragments:.1f}",
@@ -271,7 +273,7 @@ def build_row(name: str, case: Case, measured: Measured) -> list[str]:
         core.summary([sync.exposed / sync.all_reduce.wall for sync in syncs], 2),
         core.summary([sync.cpu for sync in syncs], 0, 1e3),
         core.summary([sync.all_reduce.cpu for sync in syncs], 0, 1e3),
-        f"{1e3 * statistics.mean(sync.server for sync in syncs):.0f}",
+        f"{1e3 * server:.0f}" if server else "-",
         f"{sent / 1e6:.3f}" if sent else "-",
         f"{wire / 1e6:.3f}" if wire else "-",
         f"{memory:+.0f}",

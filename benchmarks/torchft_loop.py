@@ -33,12 +33,13 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torchft") is not None
 
 
-def serve_lighthouse(address: str, workers: int, **settings: Any) -> Any:
+def serve_lighthouse(address: str, workers: int) -> Any:
     """Start the server at which the workers meet."""
     from torchft.coordination import LighthouseServer
 
-    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 100} | settings
-    return LighthouseServer(bind=address, min_replicas=workers, **settings)
+    return LighthouseServer(
+        bind=address, min_replicas=workers, join_timeout_ms=60_000, quorum_tick_ms=100
+    )
 
 
 class TorchftLoop(DataParallel):
@@ -58,8 +59,8 @@ class TorchftLoop(DataParallel):
         timeout_seconds: int,
         alone: bool = False,
     ) -> None:
-        """`address`: of this worker. `alone`: it goes on without the others, and takes their model
-        when it comes."""
+        """`address`: of this worker. `alone`: continue without the others, and load their model
+        when joining."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
@@ -71,7 +72,7 @@ class TorchftLoop(DataParallel):
         )
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=timeout),
-            load_state_dict=self._take_state,
+            load_state_dict=lambda state: model.load_state_dict(state["model"]),
             state_dict=lambda: {"model": model.state_dict()},
             min_replica_size=1 if alone else workers,
             use_async_quorum=False,
@@ -88,7 +89,7 @@ class TorchftLoop(DataParallel):
             init_sync=alone,
         )
         self._commit, self._manager.should_commit = self._manager.should_commit, self._committed
-        self.lost_steps, self.commits = 0.0, 0
+        self.lost_steps, self.commits, self._inner_steps = 0.0, 0, 0
         # Its fragments are modules: ours become dictionaries of the same parameters.
         fragments = build_fragments(model, config.fragments)
         self.sizes = [fragment.parameters for fragment in fragments]
@@ -114,10 +115,10 @@ class TorchftLoop(DataParallel):
         optimizer.register_step_post_hook(self._end)
 
     def _begin(self, *_: object) -> None:
+        self._inner_steps += 1
         self._begun = time.perf_counter()
 
     def _end(self, *_: object) -> None:
-        self._steps += 1
         self.exposed_seconds += time.perf_counter() - self._begun
 
     def _committed(self, *arguments: Any, **named: Any) -> bool:
@@ -126,13 +127,10 @@ class TorchftLoop(DataParallel):
         fragment = self._manager.current_step() % fragments
         committed: bool = self._commit(*arguments, **named)
         if not committed:
-            self.lost_steps += (self._steps - self._synced_at[fragment]) / fragments
+            self.lost_steps += (self._inner_steps - self._synced_at[fragment]) / fragments
         self.commits += committed
-        self._synced_at[fragment] = self._steps
+        self._synced_at[fragment] = self._inner_steps
         return committed
-
-    def _take_state(self, state: dict[str, Any]) -> None:
-        self._model.load_state_dict(state["model"])
 
     def metrics(self) -> dict[str, float]:
         before, self._reported = self._reported, self.exposed_seconds

@@ -33,7 +33,6 @@ REMEDY = (
     "give --step-time (seconds of compute of one inner step), or --mfu with --device or "
     "--peak-tflops, or --probe to measure it"
 )
-"""Options of a run beside its settings."""
 EPILOG = f"""\
 Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.
 Without a step time: {REMEDY}.

@@ -67,7 +67,7 @@ def test_values_on_the_command_line() -> None:
         ("--training.steps --run.seed 3", "--training.steps: needs a value"),
         ("--training.steps -3", "must be an integer >= 0"),
         ("--config 1bb.toml", r'--config = "1bb.toml": no such file; did you mean 1b\?'),
-        ("--config /", r'--config = "/": a folder; train_configs/ has'),
+        ("--config /", r'--config = "/": is a folder: give a file; train_configs/ has'),
     ],
 )
 def test_malformed_command_lines(words: str, reason: str) -> None:

@@ -1,6 +1,7 @@
 """Shards of islands with other numbers of ranks, and the arithmetic of replaying."""
 
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -12,10 +13,13 @@ from torchtitan_diloco.diloco import DiLoCoConfig, OuterOptimizer, Quantization
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import Fragments
 from torchtitan_diloco.diloco.fragments import Fragment, Part, build_fragments
+from torchtitan_diloco.diloco.outer_optimizer import outer_step
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.copies import Copies, arithmetic, encode_delta
 from torchtitan_diloco.islands.shards import Layout, Ranks
 
+PIECE = 256
+"""Values that are decoded at once: fewer, so that a fragment has several pieces."""
 SHAPES = [(5, 3), (1,), (7,), (4, 2, 3), (2, 9)]
 
 
@@ -72,11 +76,13 @@ def copies_of(
     if ranks > 1:
         for state in states:
             size = Layout(state.fragment).sizes(ranks)[rank]
-            cast("Any", state).outer = torch.empty(size)
+            cast("Any", state).outer = torch.ones(size)
+            state.slots = [torch.ones(size) for _ in state.slots]
     return Copies(states, config, alone), states
 
 
 @settings(max_examples=25)
+@mock.patch("torchtitan_diloco.islands.copies.PIECE", PIECE)
 @given(
     senders=st.integers(1, 4),
     readers=st.integers(1, 4),
@@ -96,15 +102,28 @@ def test_parts_are_read_by_islands_with_other_ranks(senders: int, readers: int, 
     for rank in range(senders):
         payload = encode_delta(coder, shard(whole, fragment, senders, rank))
         decoded = torch.empty(layout.sizes(senders)[rank])
-        coder.decode(payload, decoded)
+        pieces = payload.split(coder.wire_bytes(PIECE))
+        for encoded, piece in zip(pieces, decoded.split(PIECE), strict=True):
+            coder.decode(encoded, piece)
         for span in layout.spans(senders, rank):
             expected[span.whole :][: span.size] = decoded[span.local :][: span.size]
         payloads.append(payload)
+    part = torch.cat(payloads)
     for rank in range(readers):
-        copies, _ = copies_of(model, config, readers, rank)
-        values = torch.cat([one.clone() for one in copies.decode(0, torch.cat(payloads), senders)])
+        copies, states = copies_of(model, config, readers, rank)
+        values = torch.cat([one.clone() for one in copies.decode(0, part, senders)])
         assert torch.equal(values, shard(expected, fragment, readers, rank))
-    assert copies.is_finite(0, torch.cat(payloads), senders)
+        # Two equal parts have the mean of one; their weights show in its last bits.
+        theta, slots = states[0].outer.clone(), [slot.clone() for slot in states[0].slots]
+        mean = values.clone().lerp_(values, 4 / 7)
+        outer_step(config.outer_optimizer, theta, mean, slots)
+        copies._content = [part, part]
+        copies.advance(0, 1, config.outer_optimizer.lr, [3, 4], [senders, senders])
+        assert torch.equal(copies.fragments[0].versions[1], mean)
+    assert copies.is_finite(0, part, senders)
+    if codec == "fp32":
+        assert copies.is_finite(0, torch.full_like(part, 0x7F), senders), "but their sum is not"
+        assert not copies.is_finite(0, torch.full_like(part, 0xFF), senders)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class OptionParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Return the options, and the words that are settings of a run."""
         options, words = super().parse_known_args(args, namespace)
-        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        known = [name for action in self._actions for name in action.option_strings]
         for name in (word.partition("=")[0] for word in words if word.startswith("--")):
             is_setting = "." in name or name in ("--config", "--print-config")
             if not (is_setting and self.takes_settings):
@@ -166,7 +166,7 @@ def find_config(name_or_path: str, child: Path | None = None) -> Path:
     names = shipped_configs()
     nearest = difflib.get_close_matches(given.stem, names, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    found = "a folder" if given.is_dir() else "no such file"
+    found = "is a folder: give a file" if given.is_dir() else "no such file"
     reason = f"{found}; {hint}train_configs/ has {', '.join(names) or 'no files'}"
     origin, key = (COMMAND_LINE, "--config") if child is None else (str(child), "extends")
     raise ConfigError([_mistake(origin, key, name_or_path, reason)])

@@ -45,11 +45,12 @@ from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
-    def __new__(cls, *arguments: Any, **named: Any) -> "StreamingDiLoCo":
-        """Return the loop that fits the group: an `IslandDiLoCo` for `Islands`."""
-        group = named.get("group", *arguments[1:2])
-        wanted: type[StreamingDiLoCo] = getattr(group, "outer_loop", cls)
-        return super().__new__(wanted if cls is StreamingDiLoCo else cls)
+    def __new__(cls, model: Any = None, group: Any = None, *_: Any, **__: Any) -> "StreamingDiLoCo":  # noqa: ARG004
+        """Create an `IslandDiLoCo` if `group` is an `Islands`."""
+        loop: type[StreamingDiLoCo] = getattr(group, "outer_loop", cls)
+        if not issubclass(cls if cls is not StreamingDiLoCo else loop, loop):
+            raise TypeError(f"{cls.__name__}: derive it from {loop.__name__} to join islands")
+        return super().__new__(loop if cls is StreamingDiLoCo else cls)
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Islands(Section):
 
     @property
     def outer_loop(self) -> Any:
-        """Return the class that `StreamingDiLoCo` is with these settings in place of a group."""
+        """Return the class that `StreamingDiLoCo` creates for these settings."""
         from torchtitan_diloco.islands.loop import IslandDiLoCo  # needs torch
 
         return IslandDiLoCo

@@ -266,9 +266,9 @@ class Connection(Inbox):
         raise ClosedError("the connection was closed")
 
     async def _store(self, piece: memoryview, bulk: Bulk) -> Chunk:
-        subject, raw = self._subject(bulk), bytes(piece)
-        stored = await self._retry(bulk, lambda stream: stream.publish(subject, raw))
-        return Chunk(stored.seq, len(raw), digest(raw))
+        subject = self._subject(bulk)  # all chunks of a payload wait in here: copy one when it goes
+        stored = await self._retry(bulk, lambda stream: stream.publish(subject, bytes(piece)))
+        return Chunk(stored.seq, len(piece), digest(piece))
 
     async def _fetch(self, chunk: Chunk, bulk: Bulk) -> bytes:
         if chunk.size > CHUNK_BYTES:

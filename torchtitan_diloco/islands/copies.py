@@ -20,13 +20,11 @@ from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
-from torchtitan_diloco.diloco.outer_optimizer import outer_step, slot_count
+from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.islands.shards import Layout, Ranks, collect, share, sum_modulo
 from torchtitan_diloco.utils import code_fingerprint
 
-GPU_PIECE = 2**24
-"""Values decoded and merged at once on a GPU."""
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
 """Settings in which islands may differ."""
 
@@ -150,11 +148,9 @@ class Copies:
         decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
         lengths = self.fragments[fragment].layout.sizes(ranks)
         shards = zip(payload.split(sizes), lengths, strict=True)
-        return all(
-            bool(values.isfinite().all())
-            for shard in shards
-            for values in _decoded_pieces(decoder, *shard)
-        )
+        pieces = (piece for shard in shards for piece in _decoded_pieces(decoder, *shard))
+        # A sum is several times as fast, but may overflow.
+        return all(bool(one.sum().isfinite()) or bool(one.isfinite().all()) for one in pieces)
 
     @torch.no_grad()
     def advance(
@@ -175,17 +171,19 @@ class Copies:
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
             theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
-            new = torch.empty_like(theta) if weights else theta.clone()
-            senders = zip(self._content, ranks, strict=True)
-            parts = [self.decode(fragment, payload, sent_by) for payload, sent_by in senders]
-            piece = piece_of(theta.device)
-            buffers = (one.split(piece) for one in (theta, new, *copy.state.slots))
-            for before, mean, *slots in zip(*buffers, strict=True) if weights else ():
-                total = 0
-                for weight, values in zip(weights, map(next, parts), strict=True):
-                    total += weight
-                    # The first one is taken as it is: what is in `mean` may not be finite.
-                    mean.copy_(values) if total == weight else mean.lerp_(values, weight / total)
+            new = torch.empty_like(theta) if any(weights) else theta.clone()
+            total = 0
+            for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
+                total += weight
+                pieces = self.decode(fragment, payload, sent_by)
+                for mean, values in zip(new.split(PIECE), pieces, strict=True):
+                    if total == weight:  # the first one: what is in the mean may not be finite
+                        mean.copy_(values)
+                    else:
+                        mean.lerp_(values, weight / total)
+            block = BLOCK if new.device.type == "cpu" else max(1, new.numel())
+            buffers = (one.split(block) for one in (theta, new, *copy.state.slots))
+            for before, mean, *slots in zip(*buffers, strict=True) if total else ():
                 outer_step(optimizer, before, mean, slots)
             copy.versions[version] = new
             copy.newest = version
@@ -196,24 +194,23 @@ class Copies:
     def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
         """Yield this rank's values of a part that was sent by an island of `ranks` ranks.
 
-        They come a piece at a time, so that they are still in cache when they are used.
+        Those of a piece may be in the memory of the piece before: use them at once.
         """
         copy, lengths = self.fragments[fragment], self.fragments[fragment].layout.sizes(ranks)
         layout, device = copy.layout, copy.state.outer.device
         shards = payload.split(self.payload_sizes(fragment, ranks))
         if ranks == layout.ranks:
             mine = layout.rank
-            return _decoded_pieces(self._decoder, shards[mine].to(device), lengths[mine])
+            yield from _decoded_pieces(self._decoder, shards[mine].to(device), lengths[mine])
+            return
         values = torch.empty_like(copy.state.outer)
         for rank, shard in enumerate(shards):
             if slices := layout.overlap(ranks, rank):
-                decoded = torch.empty(lengths[rank], device=device)
                 pieces = _decoded_pieces(self._decoder, shard.to(device), lengths[rank])
-                for room, piece in zip(decoded.split(piece_of(device)), pieces, strict=True):
-                    room.copy_(piece)
+                decoded = torch.cat([piece.clone() for piece in pieces])
                 for source, target in slices:
                     values[target].copy_(decoded[source])
-        return iter(values.split(piece_of(device)))
+        yield from values.split(PIECE)
 
     def collect(self, fragment: int) -> Tensor:
         """Return a whole copy and its optimizer state, on the first rank."""
@@ -230,17 +227,11 @@ class Copies:
         return torch.cat(wholes)
 
 
-def piece_of(device: torch.device) -> int:
-    """Return how many values are decoded and merged at once."""
-    return PIECE if device.type == "cpu" else GPU_PIECE
-
-
 def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tensor]:
     """Yield the values that a rank has encoded, a piece at a time, in the same memory."""
-    piece = piece_of(payload.device)
-    room = torch.empty(min(size, piece), device=payload.device)
-    for number, encoded in enumerate(payload.split(decoder.wire_bytes(piece))):
-        values = room[: size - number * piece]
+    room = torch.empty(min(size, PIECE), device=payload.device)
+    for number, encoded in enumerate(payload.split(decoder.wire_bytes(PIECE))):
+        values = room[: size - number * PIECE]
         decoder.decode(encoded, values)
         yield values
 

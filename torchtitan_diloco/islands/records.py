@@ -170,5 +170,5 @@ def decode(raw: bytes) -> AnyRecord:
     return record
 
 
-def digest(raw: bytes) -> str:
+def digest(raw: bytes | memoryview) -> str:
     return hashlib.sha256(raw).hexdigest()

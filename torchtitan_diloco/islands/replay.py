@@ -278,12 +278,11 @@ class Replay:
         if sequence not in self._wanted or not part.finite:
             return "", NOTHING
         own, payload = self._own.get(part.fragment, (None, NOTHING))
-        if own == part:  # judged when it was sent
-            return "", payload
-        try:
-            payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
-        except (CorruptError, GoneError) as error:
-            return str(error), NOTHING
+        if own != part:
+            try:
+                payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
+            except (CorruptError, GoneError) as error:
+                return str(error), NOTHING
         if not self._copies.is_finite(part.fragment, payload, part.ranks):
             return "its values are not finite", NOTHING
         return "", payload
