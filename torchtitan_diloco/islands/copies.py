@@ -6,6 +6,7 @@ All ranks call the same methods in the same order, each on its own shard. The fi
 
 import hashlib
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
@@ -47,6 +48,7 @@ class SharedCopy:
 
     def __init__(self, state: OuterState, layout: Layout) -> None:
         self.state, self.layout = state, layout
+        self._spare = deque[Tensor](maxlen=1)
         self.declare(0)
 
     def declare(self, version: int) -> None:
@@ -62,6 +64,17 @@ class SharedCopy:
     def drop_before(self, version: int) -> None:
         for old in [one for one in list(self.versions) if one < version]:
             del self.versions[old]
+
+    def recycle(self, buffer: Tensor) -> None:
+        """Let a version be made in a buffer that nothing else uses.
+
+        A new one on a CPU takes longer to fill for the first time than all that follows.
+        """
+        if buffer.device.type == "cpu":
+            self._spare.append(buffer)
+
+    def free_buffer(self) -> Tensor:
+        return self._spare.pop() if self._spare else torch.empty_like(self.state.outer)
 
 
 class Copies:
@@ -171,7 +184,9 @@ class Copies:
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
             theta, optimizer = copy.versions[copy.newest], replace(self._optimizer, lr=lr)
-            new = torch.empty_like(theta) if any(weights) else theta.clone()
+            new = copy.free_buffer()
+            if not any(weights):
+                new.copy_(theta)
             total = 0
             for payload, sent_by, weight in zip(self._content, ranks, weights, strict=True):
                 total += weight

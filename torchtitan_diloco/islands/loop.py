@@ -274,7 +274,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         if due.mode in (Mode.MIX, Mode.MIX_LATE):
             mixing = due.mode.share(self._mixing(0, 1))
             measured = is_measured(due.version, self.config.measure_every)
-            state.delta = new
+            old, state.delta = state.delta, new
             round_.drift = state.apply(mixing, measured=measured)
         else:
             old, state.outer = state.outer, new
@@ -287,6 +287,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             else:
                 add_change(state, new, old)
         copy.drop_before(due.version)
+        copy.recycle(old)
         round_.applied = time.perf_counter()
         self._meter.applied(round_)
 
