@@ -205,7 +205,8 @@ def _codecs() -> Table:
 
 
 def _parity() -> Table:
-    after, begun = AFTER.format(1000), "beginning 1000, alpha falls"
+    after = AFTER.format(1000)
+    begun, longer = (f"beginning {steps}, alpha falls" for steps in (1000, 2000))
     runs = [
         CONTROL,
         "DiLoCo, M=1, H=30",
@@ -218,7 +219,7 @@ def _parity() -> Table:
         f"streaming, M=2, H=100, {after}",
         "streaming, M=2, H=30, alpha falls",
         *(f"streaming, M={M}, H={H}, {begun}" for M, H in ((2, 30), (2, 100), (4, 30))),
-        "streaming, M=4, H=30, beginning 2000, alpha falls",
+        *(f"streaming, M={M}, H={H}, {longer}" for M, H in ((2, 30), (2, 100), (4, 30))),
         MUON,
         *(f"streaming, Muon, M=2, H={H}" for H in (30, 100)),
         *(f"streaming, Muon, M=4, H={H}" for H in (30, 100)),
