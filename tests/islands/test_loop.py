@@ -236,16 +236,24 @@ def test_settings_are_checked() -> None:
     chosen = replace(FP4, quantization=Quantization(codec="topk"))
     with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
         IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
-    assert "islands.name: may have letters" in str(error.value)
+    assert "islands.name: is 'a b': it may have letters" in str(error.value)
     assert "codec: does not work with islands" in str(error.value)
     here = Islands("nats://127.0.0.1:1#r", "a")
     with pytest.raises(ValueError, match=r"islands.quorum: is 0: must be an integer >= 1"):
         IslandDiLoCo(Net(), replace(here, quorum=0), FP4, total_tokens=1)
+    with pytest.raises(ValueError, match=r"quorum: is 9: must be at most 2"):
+        IslandDiLoCo(Net(), replace(here, quorum=9, begin=2), FP4, total_tokens=1)
+    with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local: starts"):
+        IslandDiLoCo(Net(), Islands(name="a", local=2), FP4, total_tokens=1)
+    with pytest.raises(TypeError, match=r"group: give Islands\(...\), not the class"):
+        StreamingDiLoCo(Net(), Islands, FP4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"total_tokens = 1.5: must be an integer >= 1"):
         IslandDiLoCo(Net(), here, FP4, total_tokens=1.5)  # type: ignore[arg-type]
     build: Any = StreamingDiLoCo
     given = build(Net(), replace(here, grace_seconds=2), FP4, total_tokens=1e9)
     assert isinstance(given, IslandDiLoCo)
+    with pytest.raises(RuntimeError, match=r"call join\(\) before the first step"):
+        given.step()
     facts = given.build_leader()._mine
     assert decode(encode(facts)) == facts, "numbers of another type would be void"
 

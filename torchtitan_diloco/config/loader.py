@@ -142,7 +142,7 @@ class OptionParser(argparse.ArgumentParser):
         for name in (word.partition("=")[0] for word in words if word.startswith("--")):
             is_setting = "." in name or name in ("--config", "--print-config")
             if not (is_setting and self.takes_settings):
-                nearest = difflib.get_close_matches(name, known, n=1)
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
                 hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all options"
                 self.error(f"{name} is unknown: {hint}")
         return options, words

@@ -47,8 +47,10 @@ from torchtitan_diloco.utils import logger
 class StreamingDiLoCo:
     def __new__(cls, model: Any = None, group: Any = None, *_: Any, **__: Any) -> "StreamingDiLoCo":  # noqa: ARG004
         """Create an `IslandDiLoCo` if `group` is an `Islands`."""
+        if isinstance(group, type):
+            raise TypeError(f"group: give {group.__name__}(...), not the class")
         loop: type[StreamingDiLoCo] = getattr(group, "outer_loop", cls)
-        if not issubclass(cls if cls is not StreamingDiLoCo else loop, loop):
+        if cls is not StreamingDiLoCo and not issubclass(cls, loop):
             raise TypeError(f"{cls.__name__}: derive it from {loop.__name__} to join islands")
         return super().__new__(loop if cls is StreamingDiLoCo else cls)
 
@@ -70,8 +72,7 @@ class StreamingDiLoCo:
         Call methods from one thread at a time, `metrics` and `rounds` from the one that trains.
 
         Args:
-            group: joins this rank with the same rank of the others, by gloo. None or a group of one
-                is a single worker.
+            group: joins this rank with the same rank of the others, by gloo. None: one worker.
             optimizer: the inner one. Where this worker takes the shared parameters because its own
                 went wrong, the optimizer's state is dropped, too. Two of its steps without a call
                 of `step` between them are an error.

@@ -236,7 +236,7 @@ def ask_to_leave(join: Join, name: str) -> None:
         owners = reader.state.owners().values()
         asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:
-            names = sorted({name_of(owner) for owner in owners})
+            names = ", ".join(sorted({name_of(owner) for owner in owners})) or "none"
             raise ValueError(f"no island {name!r} is in the run; there are: {names}")
         for incarnation in asked:
             reader.connection.ask(incarnation, Leave(sender="status"))

@@ -57,13 +57,28 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
         except ValueError as error:
             yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
-        yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
+        yield "islands.name", f'is {islands.name!r}: it may have letters, digits, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
-        yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
+        reason = f"is {islands.slots}: must be at least {begin}, as so many islands begin together"
+        yield "islands.slots", reason
+    if islands.quorum > (slots := islands.slots or begin):
+        reason = f"is {islands.quorum}: must be at most {slots}, as no more islands train at a time"
+        yield "islands.quorum", reason
     if islands.join and islands.local:
         yield "islands.local", "starts a server of its own: leave islands.join out, or this"
     if islands.join and not islands.name:
         yield "islands.name", "names this island in the run: give a name, such as that of its site"
+
+
+def own_loop_mistakes(islands: Islands) -> Mistakes:
+    """Check what the trainer would do, or know, by itself."""
+    if not islands.join:
+        yield "islands.join", "is empty: give the join string that `serve` prints, or its file"
+    if islands.local:
+        yield (
+            "islands.local",
+            "starts no server in a loop of your own: run `serve`, and leave it out",
+        )
 
 
 # --- join string: where the server of a run is, and how to log in to it ---------------------------

@@ -130,7 +130,10 @@ class Leader(Replay):
                 if owner == self.incarnation:
                     return slot
             if self.state.ended:
-                raise ValueError("the run has ended: there is nothing to join")
+                raise ValueError(
+                    "the run has ended: its model is in the folders of its islands; for another "
+                    "run, `serve` a new folder"
+                )
             found = self._members.slot_to_take(self.state, self.incarnation, now)
             if found is not None:
                 slot, replaces = found

@@ -30,7 +30,7 @@ from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE
-from torchtitan_diloco.islands.config import Islands, Join, islands_mistakes
+from torchtitan_diloco.islands.config import Islands, Join, islands_mistakes, own_loop_mistakes
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, add_change, encode_delta, fingerprints
 from torchtitan_diloco.islands.leader import Apply, Boundary, Leader, Seat
@@ -79,7 +79,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
         samples_per_step = _count("samples_per_step", samples_per_step)
         begin = group.begin or config.workers
-        mistakes = field_mistakes(group, "islands") or [
+        mistakes = [*field_mistakes(group, "islands"), *field_mistakes(config, "diloco")] or [
+            *own_loop_mistakes(group),
             *islands_mistakes(group, begin),
             *diloco_mistakes(config, islands=True),
         ]
@@ -115,6 +116,8 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def join(self) -> None:
         """Connect, take a slot, take the shared parameters, and wait until the run has begun."""
+        if self._leader is not None or self._follower is not None:
+            raise RuntimeError("join() was called before: build another loop to join again")
         seat = None
         if self._ranks.is_first:
             self._leader = self.build_leader()
@@ -207,7 +210,9 @@ class IslandDiLoCo(StreamingDiLoCo):
 
         `weight`: tokens of the step, 0 if it was skipped.
         """
-        if weight != int(weight) or weight < 0:
+        if self._leader is None and self._follower is None:
+            raise RuntimeError("call join() before the first step, and none after close()")
+        if not 0 <= weight < math.inf or weight != int(weight):
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
         self.step_count += 1
         self._liveness.step_done(self.step_count)

@@ -230,7 +230,7 @@ class Session:
         try:
             await self.run(connect, SETUP_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
-            raise _explain(self._problem or error, address) from error
+            raise _explain(self._problem or error, address, known=bool(join.certificate)) from error
         self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
@@ -351,9 +351,16 @@ class LogSession(Session):
             self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
 
 
-def _explain(error: Exception, address: str) -> Exception:
-    """Return what a failure to connect means for a user."""
+def _explain(error: Exception, address: str, *, known: bool) -> Exception:
+    """Return what a failure to connect means for a user. `known`: the join string has the server's
+    certificate."""
     text = str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError) and not known:
+        return RefusedError(
+            f"islands.join: this system does not trust the certificate of {address} "
+            f"({error.verify_message}), and the join string has none: it may have been cut off; "
+            "copy the whole line that the server printed"
+        )
     if isinstance(error, ssl.SSLCertVerificationError):
         return RefusedError(
             f"islands.join: {address} has another certificate than the join string says "
