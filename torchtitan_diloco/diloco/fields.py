@@ -24,7 +24,7 @@ class Section:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Make floats of integers, and the reverse, where a setting is one, as in files."""
+        """Convert integers to floats, and whole floats to integers, as the settings are typed."""
         kinds = setting_types(type(self))
         for name, value in vars(self).items():
             if type(value) in (int, float) and name in kinds:

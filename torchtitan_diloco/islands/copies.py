@@ -66,9 +66,9 @@ class SharedCopy:
             del self.versions[old]
 
     def recycle(self, buffer: Tensor) -> None:
-        """Let a version be made in a buffer that nothing else uses.
+        """Keep a buffer that nothing else uses for the next version.
 
-        A new one on a CPU takes longer to fill for the first time than all that follows.
+        On a CPU, the first write to fresh memory costs more than the arithmetic on it.
         """
         if buffer.device.type == "cpu":
             self._spare.append(buffer)
