@@ -236,12 +236,12 @@ def test_settings_are_checked() -> None:
     chosen = replace(FP4, quantization=Quantization(codec="topk"))
     with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
         IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
-    assert "islands.name: is 'a b': it may have letters" in str(error.value)
+    assert "islands.name: may have letters" in str(error.value)
     assert "codec: does not work with islands" in str(error.value)
     here = Islands("nats://127.0.0.1:1#r", "a")
     with pytest.raises(ValueError, match=r"islands.quorum: is 0: must be an integer >= 1"):
         IslandDiLoCo(Net(), replace(here, quorum=0), FP4, total_tokens=1)
-    with pytest.raises(ValueError, match=r"quorum: is 9: must be at most 2"):
+    with pytest.raises(ValueError, match=r"quorum: must be at most 2"):
         IslandDiLoCo(Net(), replace(here, quorum=9, begin=2), FP4, total_tokens=1)
     with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local: starts"):
         IslandDiLoCo(Net(), Islands(name="a", local=2), FP4, total_tokens=1)

@@ -179,7 +179,7 @@ def test_status_and_leave(
     thread.join()
     assert "a has left" in capsys.readouterr().out
     assert main(["leave", "a", *join]) == USER_ERROR
-    assert "no island 'a' is in the run; there are: ['b']" in capsys.readouterr().err
+    assert "no island 'a' is in the run; there are: b" in capsys.readouterr().err
     assert main(["status", "--join", "nats://host:1#run"]) == USER_ERROR
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert (found["run"], found["phase"], found["tokens_merged"]) == ("test", "running", 10)

@@ -57,13 +57,11 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
         except ValueError as error:
             yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
-        yield "islands.name", f'is {islands.name!r}: it may have letters, digits, ".", "-" and "_"'
+        yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
-        reason = f"is {islands.slots}: must be at least {begin}, as so many islands begin together"
-        yield "islands.slots", reason
+        yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
     if islands.quorum > (slots := islands.slots or begin):
-        reason = f"is {islands.quorum}: must be at most {slots}, as no more islands train at a time"
-        yield "islands.quorum", reason
+        yield "islands.quorum", f"must be at most {slots}, as no more islands train at a time"
     if islands.join and islands.local:
         yield "islands.local", "starts a server of its own: leave islands.join out, or this"
     if islands.join and not islands.name:
