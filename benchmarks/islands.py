@@ -230,6 +230,8 @@ def main() -> None:
         cases["storm"] = partial(storm, seconds=options.storm)
     if options.torchft and not is_installed():
         parser.error("--torchft: it is not installed: pip install -e .[bench]")
+    if options.torchft and not any(one in OF_TORCHFT for one in cases):
+        parser.error(f"--torchft: give --cases of those that it can run: {', '.join(OF_TORCHFT)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
     results, out = dict[str, list[Found]](), options.out.absolute() / f"{time.time():.0f}"
     for name, task in cases.items():

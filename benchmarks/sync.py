@@ -111,7 +111,7 @@ Measured = tuple[list[Sync], float]
 
 
 class Through(NamedTuple):
-    """What workers exchange through, if not by gloo."""
+    """Say through what workers exchange, if it is not gloo."""
 
     kind: Literal["torchft", "islands"]
     place: str

@@ -45,8 +45,9 @@ from torchtitan_diloco.utils import logger
 
 
 class StreamingDiLoCo:
-    def __new__(cls, model: Any = None, group: Any = None, *_: Any, **__: Any) -> "StreamingDiLoCo":  # noqa: ARG004
+    def __new__(cls, model: Any = None, group: Any = None, *_: Any, **__: Any) -> Any:
         """Create an `IslandDiLoCo` if `group` is an `Islands`."""
+        del model  # for the signature only
         if isinstance(group, type):
             raise TypeError(f"group: give {group.__name__}(...), not the class")
         loop: type[StreamingDiLoCo] = getattr(group, "outer_loop", cls)
@@ -147,10 +148,8 @@ class StreamingDiLoCo:
                 self._wait(round_, exchanged)
 
     def close(self) -> None:
-        """End the background thread, as happens by itself when this object is dropped.
-
-        Call it before an exit handler of your own destroys the process group.
-        """
+        """End the background thread. It ends by itself when this object is dropped, but must end
+        before an exit handler of yours destroys the process group."""
         self._finalizer()
 
     def _send(self, index: int) -> None:

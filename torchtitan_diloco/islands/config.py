@@ -69,7 +69,7 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
 
 
 def own_loop_mistakes(islands: Islands) -> Mistakes:
-    """Check what the trainer would do, or know, by itself."""
+    """Check settings that the trainer has acted on before it builds an island."""
     if not islands.join:
         yield "islands.join", "is empty: give the join string that `serve` prints, or its file"
     if islands.local:

@@ -30,7 +30,6 @@ MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.th
 """Settings in which islands may differ."""
 
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
 Result = TypeVar("Result")
 
 

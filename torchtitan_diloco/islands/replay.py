@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
-from torchtitan_diloco.islands.copies import NOTHING, Copies
+from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import Outcome, State, checksums_before
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
@@ -34,6 +34,7 @@ from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.utils import find_differences, logger
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
 RETRY = 0.5
 """Seconds between attempts to append a record."""
 SNAPSHOT_SECONDS = 3600.0
