@@ -302,7 +302,9 @@ EIGHT_WORKERS = [
     *(f"streaming, Muon, M={M}, H=10" for M in (8, 4, 2)),
     "streaming, Muon, M=8, H=100",
     *(f"streaming, Muon, M=8, H=10, {terms}" for terms in (BEGUN, LONG_BEGUN)),
-    f"streaming, Muon, M=8, H=10, {BEGUN}, inner lr 8e-3",
+    *(f"{control}, inner lr 8e-3" for control in (CONTROL, MUON)),
+    f"{MUON}, inner lr 1.6e-2",
+    *(f"streaming, Muon, M=8, H=10, {BEGUN}, inner lr {lr}" for lr in ("8e-3", "1.6e-2")),
     *(f"streaming, M={M}, H=10, {BEGUN}" for M in (8, 4, 2)),
 ]
 LARGER = [

@@ -7,7 +7,7 @@ import pytest
 from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
-from torchtitan_diloco.islands.records import Done, Facts, Open, Part, Record, Take, encode
+from torchtitan_diloco.islands.records import Done, Facts, Give, Open, Part, Record, Take, encode
 from torchtitan_diloco.islands.rules import Island, Timing
 
 EXPIRY = 4.0
@@ -158,6 +158,31 @@ def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool)
         assert list(one.island.settle_disputes(EXPIRY)) == []
         with pytest.raises(IslandFailedError, match="no island has confirmed"):
             list(one.island.settle_disputes(EXPIRY + 0.1))
+
+
+def test_an_island_leaves_when_its_last_work_is_sent() -> None:
+    """While its round is open, as long as that takes; a round without a quorum is not waited for."""
+    one = Alone()
+    island, rounds = one.island, one.rounds
+    island.finish_step(20, 20, 0.1)
+    one.read(rounds.send("v0", 10.0))
+    island.finish_step(2, 2, 0.1)
+    island.leaving = island.stopped = True
+    assert isinstance(island.last_record(10.0), Give), "nobody may open a round for its part"
+    one.open(1, now=10.0)
+    assert island.last_record(10.0) is None
+    assert isinstance(island.last_record(11.0 + EXPIRY), Give)
+    close = rounds.close({one.state.sequence - 1: ""}, lr=1.0, now=40.0)
+    assert close is not None
+    one.read(close)
+    assert island.last_record(40.0) is None, "its last part is not applied yet"
+    assert not rounds.send_is_due(40.0)
+    rounds.finish_apply(40.0)
+    last = rounds.send("v0", 40.0)
+    assert (last.start, last.end) == (20, 22)
+    assert island.last_record(40.0) is None, "it is on its way"
+    one.read(last)
+    assert isinstance(island.last_record(40.0), Give)
 
 
 def test_an_island_that_is_done_closes_the_last_round_of_one_that_is_gone() -> None:

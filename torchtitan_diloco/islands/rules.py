@@ -76,7 +76,6 @@ class Island:
         newest = max(fragment.clock for fragment in state.fragments)
         self._clock_base = newest, 0, max(state.facts.begin, len(state.owners()))
         self.rounds = [Rounds(self, number, now) for number in range(len(state.fragments))]
-        """By fragment."""
 
     @property
     def fenced(self) -> bool:
@@ -154,19 +153,14 @@ class Island:
         if any(rounds.under_way or rounds.send_is_due(now) for rounds in self.rounds):
             return None
         if self.leaving:
-            return Give(**self.who)
-        if self.done:
-            return self._end(now)
+            again = any(rounds.sends_again(now) for rounds in self.rounds)
+            return None if again else Give(**self.who)
+        if self.done:  # the run ends once all owners are done or gone
+            absent = tuple(one.owner for one in self.state.slots if one.owner and not one.done)
+            gone = all(self.members.is_gone(owner, now) for owner in absent)
+            return End(**self.who, absent=absent, heads=self.state.heads) if gone else None
         busy = any(one.unapplied or (one.shared.open and one.shared.waiting) for one in self.rounds)
         return None if busy else Done(**self.who)
-
-    def _end(self, now: float) -> End | None:
-        """Return the end of the run, once all owners are done or gone."""
-        slots = self.state.slots
-        absent = [slot.owner for slot in slots if slot.owner is not None and not slot.done]
-        if not all(self.members.is_gone(owner, now) for owner in absent):
-            return None
-        return End(**self.who, absent=tuple(absent), heads=self.state.heads)
 
 
 class Rounds:
@@ -176,12 +170,10 @@ class Rounds:
         self._island, self._fragment = island, fragment
         schedule = island.timing.schedule
         self._every, self._delay = schedule.sync_every, schedule.delay
-        self.turn = schedule.first_send(fragment)
-        """Own step of the next send."""
+        self.turn = schedule.first_send(fragment)  # own step of the next send
         if any(one.version for one in island.state.fragments):  # the run has begun
             self.turn = (self.turn - 1) % self._every + 1
-        self.applied = self.shared.version
-        """Version that the parameters contain."""
+        self.applied = self.shared.version  # that the parameters contain
         self.unapplied = deque[Entry]()
         self.sent: Part | None = None
         self.sent_step, self._sent_at = 0, 0.0
@@ -191,15 +183,13 @@ class Rounds:
         self._tokens_sent = self._tokens_taken = 0
         """Own tokens when the last part was sent, and when the last one was that an entry has
         taken: where the next weight begins."""
-        self._attempt = 0, 0
-        """Version and own step of the last own opening."""
+        self._attempt = 0, 0  # version and own step of the last own opening
         self._opens_next = self.turn
         """Own step from which it opens a round: H after the last opening. An own attempt counts
         from when it was made: from when it is read, each would be later in the cycle."""
         self._opened_at = now
         self._measured = set[int]()  # waiting parts whose lag is known
-        self.confirmed = -1
-        """Newest version that another island has with the same bits."""
+        self.confirmed = -1  # newest version that another island has with the same bits
         self.dispute: tuple[int, float, str] | None = None
         """Version of which another island has other bits, since when, and what to say of it.
         Nothing is written meanwhile."""
@@ -277,6 +267,16 @@ class Rounds:
             return False
         grace_left = self._opened_at + self.shared.open.grace - now
         return island.stopped or (self.turn - island.step) * island.step_seconds > grace_left
+
+    def sends_again(self, now: float) -> bool:
+        """Return whether a leaving island waits for an entry with its last part, to send the work
+        since then, too. Without a quorum, an open round may stay open."""
+        island, sent = self._island, self.sent
+        if sent is None or island.position == sent.end or island.done or not self._may_write:
+            return False
+        opened, patience = self.shared.open, island.members.expiry
+        closes = opened is not None and now < self._opened_at + opened.grace + patience
+        return closes or not self.is_pending
 
     def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
         """Return the part to append when its chunks are stored. `checksum`: of the base version."""
