@@ -306,11 +306,16 @@ def code_fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def find_differences(gathered: Sequence[Mapping[str, str]], member: str) -> list[str]:
-    """Return up to eight differences from the first member's facts, one line each."""
+def find_differences(
+    gathered: Sequence[Mapping[str, str]], where: Callable[[int], str]
+) -> list[str]:
+    """Return up to eight differences from the first facts, one line each.
+
+    `where`: says whose facts have a number, such as "on rank 0".
+    """
     differences = [
-        f"{key}: {_shorten(gathered[0].get(key))} on {member} 0, "
-        f"{_shorten(theirs.get(key))} on {member} {number}"
+        f"{key}: {_shorten(gathered[0].get(key))} {where(0)}, "
+        f"{_shorten(theirs.get(key))} {where(number)}"
         for number, theirs in enumerate(gathered)
         for key in sorted({*gathered[0], *theirs})
         if theirs.get(key) != gathered[0].get(key)

@@ -53,7 +53,7 @@ class Island(threading.Thread):
     grace: float = PATIENT
     step_seconds: float = 0.0
     each_step: Callable[["Island"], object] | None = None
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
     saved: SavedState | None = None
     """State to resume from."""
 

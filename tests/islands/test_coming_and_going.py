@@ -330,7 +330,7 @@ def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> 
         assert plain == here
     else:
         assert "does not fit the run" in plain[1]
-        assert f"arithmetic: {here[0]} on side 0, {plain[0]} on side 1" in plain[1]
+        assert f"arithmetic: {here[0]} in the run, {plain[0]} in this island" in plain[1]
 
 
 def test_a_log_that_was_made_anew_is_refused(tmp_path: Path) -> None:

@@ -289,6 +289,7 @@ def test_a_login_that_is_not_right_is_refused(server: Server, tmp_path: Path) ->
             dataclasses.replace(right, certificate=other.join.certificate)
         )
     assert "the join string has none" in refusal(dataclasses.replace(right, certificate=b""))
+    assert "begin the join string with nats+tls" in refusal(dataclasses.replace(right, tls=False))
 
 
 def test_no_server_is_an_error_at_first(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:

@@ -150,13 +150,13 @@ def test_islands_of_several_ranks_have_equal_copies(
 def test_an_island_with_other_settings_is_refused(server: Join) -> None:
     first = Island(server, "a", facts={"data": "one"})
     other = replace(FP4, sync_every=9)
-    second = Island(server, "b", other, facts={"data": "two"})
+    second = Island(server, "b", other, facts={"data": 2})
     with started(first):
         wait_until(lambda: first.outer._leader and first.outer._leader.state.owners(), "a slot")
         with started(second), pytest.raises(ValueError, match="does not fit") as error:
             second.finish()
-    assert "diloco.sync_every: 8 on side 0, 9 on side 1" in str(error.value)
-    assert "data: one on side 0, two on side 1" in str(error.value)
+    assert "diloco.sync_every: 8 in the run, 9 in this island" in str(error.value)
+    assert "data: one in the run, 2 in this island" in str(error.value)
 
 
 def test_deltas_and_chunks_that_are_not_finite_are_left_out(
@@ -236,17 +236,19 @@ def test_settings_are_checked() -> None:
     chosen = replace(FP4, quantization=Quantization(codec="topk"))
     with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
         IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
-    assert "islands.name: may have letters" in str(error.value)
-    assert "codec: does not work with islands" in str(error.value)
+    assert "islands.name = 'a b': may have letters" in str(error.value)
+    assert "codec = 'topk': does not work with islands" in str(error.value)
     here = Islands("nats://127.0.0.1:1#r", "a")
-    with pytest.raises(ValueError, match=r"islands.quorum: is 0: must be an integer >= 1"):
+    with pytest.raises(ValueError, match=r"islands.quorum = 0: must be an integer >= 1"):
         IslandDiLoCo(Net(), replace(here, quorum=0), FP4, total_tokens=1)
-    with pytest.raises(ValueError, match=r"quorum: must be at most 2"):
+    with pytest.raises(ValueError, match=r"quorum = 9: must be at most 2"):
         IslandDiLoCo(Net(), replace(here, quorum=9, begin=2), FP4, total_tokens=1)
-    with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local: starts"):
+    with pytest.raises(ValueError, match=r"join: is empty: give .*\n.*local = 2: starts"):
         IslandDiLoCo(Net(), Islands(name="a", local=2), FP4, total_tokens=1)
     with pytest.raises(TypeError, match=r"group: give Islands\(...\), not the class"):
         StreamingDiLoCo(Net(), Islands, FP4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"diloco = <class .*>: must be an instance"):
+        IslandDiLoCo(Net(), here, DiLoCoConfig, total_tokens=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"total_tokens = 1.5: must be an integer >= 1"):
         IslandDiLoCo(Net(), here, FP4, total_tokens=1.5)  # type: ignore[arg-type]
     build: Any = StreamingDiLoCo

@@ -161,7 +161,7 @@ def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool)
 
 
 def test_an_island_leaves_when_its_last_work_is_sent() -> None:
-    """While its round is open, as long as that takes; a round without a quorum is not waited for."""
+    """It waits for the entry of an open round, but not for ever: there may be no quorum."""
     one = Alone()
     island, rounds = one.island, one.rounds
     island.finish_step(20, 20, 0.1)

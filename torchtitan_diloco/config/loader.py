@@ -16,7 +16,7 @@ import tomli_w
 
 from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
-from torchtitan_diloco.diloco.fields import convert, setting_types
+from torchtitan_diloco.diloco.fields import SECRET, convert, setting_types
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
@@ -286,6 +286,6 @@ def _why_unknown(key: str) -> str:
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
     """Describe a mistake, with the value shortened to 80 characters. Tables are not shown."""
-    hidden = value is None or isinstance(value, dict) or key == "islands.join"  # it has a password
+    hidden = value is None or isinstance(value, dict) or key == SECRET
     shown = "" if hidden else f" = {format_value(value)}"
     return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"

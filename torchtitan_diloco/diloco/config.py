@@ -164,7 +164,8 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     if diloco.average_at_end and diloco.quantization.codec == "topk":
         yield "diloco.average_at_end", 'needs all values, and "topk" sends a few: leave it out'
     if diloco.overlap.delay >= every:
-        yield "diloco.overlap.delay", f"must be smaller than diloco.sync_every = {every}"
+        reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
+        yield "diloco.overlap.delay", reason
     if first.steps and first.sync_every > every:
         reason = f"must not be larger than diloco.sync_every = {every}, which comes after it"
         yield "diloco.beginning.sync_every", reason
@@ -189,13 +190,13 @@ def _quantization_mistakes(chosen: Quantization) -> Mistakes:
     size = chosen.block_size
     if size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda one: abs(one - size))
-        reason = f"is {size}, and must be one of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}"
+        reason = f"must be one of {', '.join(map(str, BLOCK_SIZES))}: take {nearest}"
         yield "diloco.quantization.block_size", reason
     elif size != Quantization.block_size and chosen.codec in ("fp32", "bf16", "topk"):
-        reason = f"is {size}, and {chosen.codec} has no blocks: leave it out"
+        reason = f"{chosen.codec} has no blocks: leave it out"
         yield "diloco.quantization.block_size", reason
     if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
-        reason = f"is {chosen.top_values}, and must be even and at most {MOST_TOP_VALUES}"
+        reason = f"must be even and at most {MOST_TOP_VALUES}"
         yield "diloco.quantization.top_values", reason
     elif chosen.top_values != Quantization.top_values and chosen.codec != "topk":
         yield "diloco.quantization.top_values", 'is only read with codec = "topk": leave it out'

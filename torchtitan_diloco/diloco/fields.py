@@ -4,11 +4,15 @@ import difflib
 import math
 import re
 import types
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+
+SECRET = "islands.join"
+"""Setting that contains a password: errors do not show its value."""
 
 
 class Section:
@@ -93,12 +97,28 @@ def describe(kind: Any) -> str:
 
 def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
     """Check the values of a section that was made in Python. Return (key, reason) pairs."""
+    if not isinstance(section, Section):
+        raise TypeError(
+            f"{prefix} = {section!r}: must be an instance of its class, such as "
+            "DiLoCoConfig(sync_every=30)"
+        )
     kinds, found = setting_types(type(section)), []
     for key, value in flat_settings(section).items():
         try:
             convert(value, kinds[key])
         except KeyError:
-            found.append((f"{prefix}.{key}", f"is {value!r}: must be a section"))
+            found.append((f"{prefix}.{key}", "must be a section"))
         except ValueError as error:
-            found.append((f"{prefix}.{key}", f"is {value!r}: {error}"))
+            found.append((f"{prefix}.{key}", str(error)))
     return found
+
+
+def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> None:
+    """Raise a ValueError with all mistakes, if there are any, and the values of the settings."""
+    values: dict[str, Any] = {}
+    for prefix, section in sections.items():
+        values |= flat_settings(section, f"{prefix}.")
+    values.pop(SECRET, None)
+    shown = {key: f" = {value!r}" for key, value in values.items() if value != ""}
+    if lines := [f"{key}{shown.get(key, '')}: {reason}" for key, reason in mistakes]:
+        raise ValueError("\n".join(lines))

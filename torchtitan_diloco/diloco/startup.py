@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings
+from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
@@ -49,13 +49,12 @@ def check_settings(
         reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
         mistakes.append((key, reason))
     if config.workers not in (1, workers):
-        reason = f"is {config.workers}, but the group joins {workers}: leave it out"
+        reason = f"must be {workers}, as the group joins so many: leave it out"
         mistakes.append(("diloco.workers", reason))
     if workers > 1 and "cpu:gloo" not in str(dist.get_backend_config(group)).split(","):
         reason = 'cannot send from host memory: hand in dist.new_group(ranks, backend="gloo")'
         mistakes.append(("group", reason))
-    if mistakes:
-        raise ValueError("\n".join(f"{key}: {reason}" for key, reason in mistakes))
+    raise_mistakes(mistakes, diloco=config)
     check_model(model, group)
 
 
@@ -135,7 +134,7 @@ def agree_on_run(
         "memory of the outer state (diloco.link.outer_state)": device.type,
         "codec kernels": kernels_name() if device.type == "cuda" else "torch",
     }
-    differences = find_differences(gather_objects(mine, group), "worker")
+    differences = find_differences(gather_objects(mine, group), "on worker {}".format)
     if differences:
         raise ValueError(
             "workers were started differently; give all of them the same:\n  "

@@ -5,6 +5,7 @@ import secrets
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Positive, diloco_mistakes
-from torchtitan_diloco.diloco.fields import convert, field_mistakes
+from torchtitan_diloco.diloco.fields import convert, field_mistakes, raise_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.outer_state import OuterState
@@ -63,7 +64,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
         samples_per_step: int = 1,
-        facts: dict[str, str] | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         """Begin with the parameters of the model. Nothing is connected before `join`.
 
@@ -78,14 +79,14 @@ class IslandDiLoCo(StreamingDiLoCo):
         """
         total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
         samples_per_step = _count("samples_per_step", samples_per_step)
+        fields = [*field_mistakes(group, "islands"), *field_mistakes(config, "diloco")]
         begin = group.begin or config.workers
-        mistakes = [*field_mistakes(group, "islands"), *field_mistakes(config, "diloco")] or [
+        mistakes = fields or [
             *own_loop_mistakes(group),
             *islands_mistakes(group, begin),
             *diloco_mistakes(config, islands=True),
         ]
-        if mistakes:
-            raise ValueError("\n".join(map(": ".join, mistakes)))
+        raise_mistakes(mistakes, islands=group, diloco=config)
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
         super().__init__(
             model,
@@ -102,7 +103,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, self.config, self._ranks)
         self._encode = partial(encode_delta, build_codec(config.quantization))
-        self._facts = facts or {}
+        self._facts = {name: str(value) for name, value in (facts or {}).items()}
         self._leader: Leader | None = None
         self._follower: BackgroundThread | None = None
         self._following = Future[None]()

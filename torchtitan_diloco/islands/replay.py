@@ -115,11 +115,12 @@ class Replay:
                 f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
                 f"{self._mine.total_tokens:,}, as the settings of this one do"
             )
-        differences = find_differences([_flat(facts), _flat(self._mine)], "side")
+        where = ["in the run", "in this island"].__getitem__
+        differences = find_differences([_flat(facts), _flat(self._mine)], where)
         if differences:
             raise ValueError(
-                "this island (side 1) does not fit the run that it joins (side 0): start it with "
-                "the same settings, code, data and model:\n  " + "\n  ".join(differences)
+                "this island does not fit the run: start it with the same settings, code, data and "
+                "model:\n  " + "\n  ".join(differences)
             )
         return facts
 

@@ -230,7 +230,7 @@ class Session:
         try:
             await self.run(connect, SETUP_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
-            raise _explain(self._problem or error, address, known=bool(join.certificate)) from error
+            raise _explain(self._problem or error, address, join) from error
         self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
@@ -351,11 +351,10 @@ class LogSession(Session):
             self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
 
 
-def _explain(error: Exception, address: str, *, known: bool) -> Exception:
-    """Return what a failure to connect means for a user. `known`: the join string has the server's
-    certificate."""
+def _explain(error: Exception, address: str, join: Join) -> Exception:
+    """Return what a failure to connect means for a user."""
     text = str(error) or type(error).__name__
-    if isinstance(error, ssl.SSLCertVerificationError) and not known:
+    if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
         return RefusedError(
             f"islands.join: this system does not trust the certificate of {address} "
             f"({error.verify_message}), and the join string has none: it may have been cut off; "
@@ -371,6 +370,11 @@ def _explain(error: Exception, address: str, *, known: bool) -> Exception:
         return RefusedError(
             f"islands.join: {address} does not begin with TLS ({error.reason}): set "
             "`handshake_first: true` in the tls section of its configuration"
+        )
+    if not join.tls and "expecting INFO" in text:
+        return RefusedError(
+            f"islands.join: {address} says nothing without TLS: begin the join string with "
+            "nats+tls:// if the server has it"
         )
     if "authorization" in text.lower():
         return RefusedError(
