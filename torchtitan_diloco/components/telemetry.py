@@ -76,6 +76,8 @@ class _LoggedStep(NamedTuple):
     """Logged step whose sums over ranks are in flight."""
 
     step: int
+    progress: str
+    """Of the run, such as "30/250", or "12 %" of one that islands share."""
     steps_left: float
     record: Record
     rounds: list[Round]
@@ -118,6 +120,7 @@ class Telemetry:
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         where = folder if world.is_first else None
         self.files = RecordFiles(config, where, state.step, settings or {})
+        self._done: float | None = None
         self._live = tqdm(
             total=plan.total_steps,
             initial=state.step,
@@ -183,7 +186,7 @@ class Telemetry:
         `agreement_seconds`: how long the training thread has waited in this process, so far, for
         all ranks to agree on something. `done`: steps of the run, if islands take them together.
         """
-        steps_left = max(0.0, self.plan.total_steps - (step if done is None else done))
+        progress, steps_left = self._progress(step, done)
         world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
@@ -201,8 +204,18 @@ class Telemetry:
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         sums = PendingSums(world, numbers, where)
-        self._in_flight.append(_LoggedStep(step, steps_left, record, rounds, sums))
+        self._in_flight.append(_LoggedStep(step, progress, steps_left, record, rounds, sums))
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
+
+    def _progress(self, step: int, done: float | None) -> tuple[str, float]:
+        """Return the progress of the run, and the own steps left at the rate since the last one."""
+        whole, own = self.plan.total_steps, self._counters["steps"]
+        if done is None:
+            return f"{step:>{len(str(whole))}}/{whole}", whole - step
+        made = own if self._done is None else done - self._done
+        self._done = done
+        left = max(0.0, whole - done) * (own / made if made else 1.0)
+        return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
 
     def _of_rank(self, value: float) -> dict[str, float]:
         """Return what stays a number of this rank in the sums over its worker."""
@@ -226,7 +239,7 @@ class Telemetry:
             record["time/longest_gap_seconds_max_over_ranks"] = _largest(longest)
             record["time/longest_gap_worker"] = gaps.index(longest)
             self.write(logged.step, record)
-            logger.info(_console_line(logged, self.plan.total_steps, record))
+            logger.info(_console_line(logged, record))
             self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
 
     def _step_record(
@@ -320,10 +333,10 @@ def time_shares(sums: Mapping[str, float]) -> Record:
     }
 
 
-def _console_line(logged: _LoggedStep, total_steps: int, record: Record) -> str:
+def _console_line(logged: _LoggedStep, record: Record) -> str:
     mfu, eta = record["speed/mfu_percent"], logged.steps_left * record["speed/seconds_per_step"]
     return (
-        f"step {logged.step:>{len(str(total_steps))}}/{total_steps}"
+        f"step {logged.progress}"
         f"  loss {record['train/loss_nats_per_token_global']:.4f}"
         f"  gradient norm {record['train/gradient_norm_mean_over_workers']:.3f}"
         f"  lr {record['train/lr']:.2e}"

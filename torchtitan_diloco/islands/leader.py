@@ -66,6 +66,8 @@ class Apply(msgspec.Struct, frozen=True):
     participants: int
     received: int
     """Bytes of the others' parts."""
+    waited: float
+    """Seconds that training has waited for it."""
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -179,6 +181,7 @@ class Leader(Replay):
 
     def _due_applies(self) -> Iterator[Apply]:
         for fragment, rounds in enumerate(self.joined.rounds):
+            started = time.monotonic()
             with self.changed:
                 while (mode := self._wait_for_mode(rounds)) is not None:
                     entry = rounds.unapplied[0]
@@ -192,8 +195,10 @@ class Leader(Replay):
                         weight=0 if own is None else own.weight,
                         participants=sum(weight > 0 for weight in entry.close.weights),
                         received=sum(chunk.size for part in others for chunk in part.chunks),
+                        waited=time.monotonic() - started,
                     )
-                    rounds.finish_apply(time.monotonic())
+                    started = time.monotonic()
+                    rounds.finish_apply(started)
 
     def _wait_for_mode(self, rounds: Rounds) -> Mode | None:
         while (mode := rounds.next_mode()) is None:

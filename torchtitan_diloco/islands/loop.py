@@ -273,7 +273,9 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_ = self._round_of(due)
         round_.outer_round, round_.applied_step = due.version, self.step_count
         round_.weight, round_.participants = due.weight, due.participants
-        round_.asked = round_.fetched = now
+        round_.asked, round_.fetched = now - due.waited, now
+        if due.waited > 1e-3:  # the exchange has lasted until now
+            round_.ready = now
         round_.traffic.bytes_received = due.received
         drop_gathered(self._model)
         new = copy.versions[due.version]
