@@ -221,8 +221,7 @@ def drop_records_after(path: Path, step: int) -> None:
         aside = next(name for name in names if not name.exists())
         path.rename(aside)
         logger.warning(
-            f"{path.parent} holds a run without a checkpoint, which starts over; its records are "
-            f"kept in {aside.name}"
+            f"{path.parent} has records of a run, but no checkpoint: they are kept in {aside.name}"
         )
         return
     records, unreadable = read_json_lines(path)

@@ -147,8 +147,9 @@ class Leader(Replay):
 
     def _report(self, line: str) -> None:
         if time.monotonic() - self._reported > REPORT:
+            say = logger.warning if self._reported else logger.info  # seen without a logging set-up
             self._reported = time.monotonic()
-            logger.info(line)
+            say(line)
 
     # --- the training thread ----------------------------------------------------------------------
 
