@@ -223,6 +223,8 @@ def _parity() -> Table:
         MUON,
         *(f"streaming, Muon, M=2, H={H}" for H in (30, 100)),
         *(f"streaming, Muon, M=4, H={H}" for H in (30, 100)),
+        *(f"SparseLoCo, M=2, H={H}, top 32, alpha 0.5" for H in (10, 30)),
+        "SparseLoCo, M=2, H=30, top 10, alpha 0.5",
     ]
     paper = dict(zip([runs[2], runs[3], runs[7]], ["+0.9 %", "+0.6 %", "+1.4 %"], strict=True))
     # The papers' warm-up: at this length better for all runs, and most for DiLoCo.

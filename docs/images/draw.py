@@ -230,18 +230,24 @@ def draw_losses() -> None:
 
 
 def draw_bytes() -> None:
-    """The rows of table `bytes` in docs/algorithm.md and docs/measurements.md, by method."""
-    pages = [HERE.parent / name for name in ("algorithm.md", "measurements.md")]
-    table = "".join(page.read_text(encoding="utf-8") for page in pages)
-    rows = re.findall(r"^\| ([^|]+?) \| 1/([\d,]+) \| \d \| ([\d.]+)", table, re.M)
+    """The runs of 3,000 steps in docs/algorithm.md and docs/measurements.md, by method."""
+    deciding, more = (
+        (HERE.parent / name).read_text(encoding="utf-8")
+        for name in ("algorithm.md", "measurements.md")
+    )
+    short = deciding[deciding.index("| 3,000 |") : deciding.index("| 9,000 |")]
+    rows = re.findall(r"\| ([A-Z][^|]+?) \| (1|1/[\d,]+) \| (?:\d \| )?([\d.]+)", short + more)
     curves: dict[str, list[tuple[float, float]]] = {}
-    for name, share, loss in rows:
-        method = re.sub(r", H = \d+", "", name)
-        curves.setdefault(method, []).append((1 / float(share.replace(",", "")), float(loss)))
     figure, axes = plt.subplots(figsize=(9.2, 4.2), layout="constrained")
-    for name, loss in re.findall(r"^\| (.+), data parallel \| 1 \| \d \| ([\d.]+)", table, re.M):
-        axes.axhline(float(loss), color=GREY, lw=1, ls="--")
-        axes.text(1 / 1300, float(loss), f"{name}, data parallel", ha="left", va="bottom")
+    for name, share, loss in rows:
+        if name.endswith("data parallel"):
+            axes.axhline(float(loss), color=GREY, lw=1, ls="--")
+            axes.text(1 / 1300, float(loss), name, ha="left", va="bottom")
+        else:
+            method = re.sub(r", H = \d+", "", name)
+            method = re.sub(r"begun (\d+)", r"beginning \1, alpha to 0", method)
+            part = 1 / float(share[2:].replace(",", ""))
+            curves.setdefault(method, []).append((part, float(loss)))
     for method, points in curves.items():
         if len(points) > 1:
             axes.plot(*zip(*sorted(points), strict=True), "o-", lw=1.4, label=method)

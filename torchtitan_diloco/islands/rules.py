@@ -270,13 +270,13 @@ class Rounds:
 
     def sends_again(self, now: float) -> bool:
         """Return whether a leaving island waits for an entry with its last part, to send the work
-        since then, too. Without a quorum, an open round may stay open."""
+        since then, too: for some seconds, as there may be no quorum, or nobody to open a round."""
         island, sent = self._island, self.sent
         if sent is None or island.position == sent.end or island.done or not self._may_write:
             return False
-        opened, patience = self.shared.open, island.members.expiry
-        closes = opened is not None and now < self._opened_at + opened.grace + patience
-        return closes or not self.is_pending
+        opened = self.shared.open
+        since = self._sent_at if opened is None else self._opened_at + opened.grace
+        return not self.is_pending or now < since + island.members.expiry
 
     def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
         """Return the part to append when its chunks are stored. `checksum`: of the base version."""
