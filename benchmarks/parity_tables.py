@@ -283,6 +283,7 @@ FRONTIER = [
     f"streaming, M=2, H=100, {LONG_BEGUN}, sgd, lr 1",
     f"streaming, M=2, H=100, {LONG_BEGUN}, lr 0.7, momentum 0.5",
     f"streaming, M=2, H=30, {LONG_BEGUN}, average at end",
+    f"streaming, M=2, H=10, {BEGUN}, fp32",
     "streaming, Muon, M=2, H=100, beginning 300",
     *(f"streaming, Muon, M=4, H=100, beginning {steps}" for steps in (300, 600)),
     "SparseLoCo, M=2, H=10, top 32, alpha 0.5",

@@ -380,4 +380,9 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
                 signal.signal(number, pass_on)
                 stack.callback(signal.signal, number, before)
         codes = [island.wait() for island in islands]
+        print(
+            f"islands and server are in {folder}; the same command with --run.folder {folder} "
+            "continues a run that was stopped",
+            flush=True,
+        )
         return next((128 - code if code < 0 else code for code in codes if code), 0)
