@@ -7,20 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import (
-    DecoderBase,
-    Rotary,
-    Shape,
-    resolve_shape,
-    rotate,
-)
+from torchtitan_diloco.models.decoder import DecoderBase, Rotary, Shape, resolve_shape, rotate
 
 ROTARY_BASE = 10_000.0
 
 
 def _streaming(layers: int, heads: int, width: int) -> Shape:
-    """Return a shape of the Streaming DiLoCo papers: heads of 64, feed-forward four times as
-    wide."""
     return Shape(layers, width, heads, head_dim=64, feed_forward=4 * width)
 
 

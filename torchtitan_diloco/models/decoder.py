@@ -69,9 +69,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape, *, gated: bool) -> None:
         super().__init__()
-        self.gate: nn.Linear | None = None
-        if gated:
-            self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.gate = nn.Linear(shape.width, shape.feed_forward, bias=False) if gated else None
         self.up = nn.Linear(shape.width, shape.feed_forward, bias=False)
         self.down = nn.Linear(shape.feed_forward, shape.width, bias=False)
 

@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import (
-    DecoderBase,
-    Rotary,
-    Shape,
-    resolve_shape,
-    rotate,
-)
+from torchtitan_diloco.models.decoder import DecoderBase, Rotary, Shape, resolve_shape, rotate
 
 NORM_EPSILON = 1e-5
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
@@ -47,23 +41,8 @@ FLAVORS: dict[str, LlamaShape] = {
 }
 
 
-def llama_shape(model: Model) -> LlamaShape:
-    shape = resolve_shape(FLAVORS, model)
-    if shape.heads % shape.kv_heads:
-        raise ValueError(
-            f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: each "
-            "head of keys and values is for the same number of heads of queries"
-        )
-    if shape.head_dim % 2:
-        raise ValueError(
-            f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
-            "dimensions: make it even"
-        )
-    return shape
-
-
 class Attention(nn.Module):
-    """Causal self-attention; several heads of queries share one of keys and values."""
+    """Causal grouped-query attention: `kv_heads` heads of keys and values."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -89,7 +68,17 @@ class Llama(DecoderBase):
     shape: LlamaShape
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
-        shape = llama_shape(config)
+        shape = resolve_shape(FLAVORS, config)
+        if shape.heads % shape.kv_heads:
+            raise ValueError(
+                f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
+                "each head of keys and values is for the same number of heads of queries"
+            )
+        if shape.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
+                "dimensions: make it even"
+            )
         super().__init__(config, vocab_size, sequence_length, shape, tied_head=shape.tied_head)
 
     def build_norm(self) -> nn.Module:

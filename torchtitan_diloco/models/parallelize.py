@@ -26,6 +26,7 @@ def parallelize(
     None for a single process.
     """
     mode, every = activation_checkpoint.mode, activation_checkpoint.every
+    reshard = parallel.reshard_after_forward
     for index, block in enumerate(model.blocks):
         if mode == "full" or (mode == "every_nth" and index % every == 0):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -33,21 +34,17 @@ def parallelize(
             # The blocks are alike, so one compilation serves all. Only `forward` is compiled, so
             # that FSDP's hooks stay outside and parameters keep their names.
             block.forward = torch.compile(block.forward, fullgraph=True)
-    if mesh is not None:
-        shard(model, mesh, parallel.reshard_after_forward, compute_dtype)
-
-
-def shard(model: LanguageModel, mesh: DeviceMesh, reshard: str, dtype: torch.dtype) -> None:
-    """Shard every block, then the rest of the model."""
-    free_blocks = {"always": True, "never": False, "auto": mesh.size(-1) > 1}[reshard]
+    if mesh is None:
+        return
+    reshard_blocks = {"always": True, "never": False, "auto": mesh.size(-1) > 1}[reshard]
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype,
+        param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
         # Hidden states leave the embedding in the compute dtype, and rotary angles must stay fp32.
         cast_forward_inputs=False,
     )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free_blocks)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_blocks)
     # The root holds embedding, final norm and tied head. The backward pass needs them first.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
