@@ -1,4 +1,4 @@
-"""The interface of a model family: all that the rest of the package uses of a model."""
+"""The interface of a model family, which the rest of the package uses."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -18,12 +18,12 @@ width]."""
 
 
 class LanguageModel(nn.Module, ABC):
-    """Decoder for a single device. parallelize.py applies parallelism from outside."""
+    """Decoder for a single device. parallelize.py applies parallelism."""
 
     shape: object
-    """Dimensions, which are printed."""
+    """Dimensions, for the log."""
     blocks: nn.ModuleList
-    """Units of sharding, activation checkpointing, compilation and fragments, of one shape."""
+    """Equal units of sharding, activation checkpointing, compilation and fragments."""
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
         super().__init__()
@@ -31,42 +31,41 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
-        """Return the logits of tokens [batch, length], or what `head` makes of the last hidden
-        states and the output matrix."""
+        """Return `head(hidden, output_matrix)` of tokens [batch, length], by default the logits."""
 
     @abstractmethod
     def initial_std(self, name: str, parameter: Tensor) -> float:
-        """Return the standard deviation of the initial values of a matrix. Vectors start as 1."""
+        """Return the standard deviation of the initial values of a matrix. Vectors start at 1."""
 
     @abstractmethod
     def parameter_counts(self) -> dict[str, int]:
-        """Return the number of all parameters ("total"), and of those in embeddings."""
+        """Return the number of parameters: "total", and "embedding" for those in embeddings."""
 
     @abstractmethod
     def flops_per_token(self, length: int) -> int:
-        """Return the operations of one token's forward and backward pass, counted as in PaLM: 6 per
-        weight in a matrix product and 12 x layers x heads x head_dim x length for attention."""
+        """Return the FLOPs of a token's forward and backward pass, counted as in PaLM: 6 per weight
+        in a matrix product and 12 x layers x heads x head_dim x length for attention."""
 
     def to_transformers(self) -> Any:
-        """Return the model as one of the package transformers, with the same parameters."""
+        """Convert to a model of transformers with the same parameters."""
         raise ValueError(
             f'--format hf: model.name = "{self.config.name}" has no form in transformers: use '
             "--format safetensors"
         )
 
     def transformers_names(self) -> dict[str, str]:
-        """Return the name of each parameter in files of transformers."""
+        """Map the name of each parameter to its name in files of transformers."""
         return {name: name for name, _ in self.named_parameters()}
 
     def differing_settings(self, _config: Mapping[str, Any], /) -> dict[str, Any]:
-        """Return the settings of [model] that differ in a config.json of transformers, which is of
-        this family, and their values there."""
+        """Return the settings of [model] that differ in a config.json of this family, with their
+        values there."""
         return {}
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialize the parameters. A value depends on the seed and on the parameter's name only,
-        not on the order of the parameters or on how they are sharded."""
+        """Initialize each parameter from the seed and its name only, so that the order of the
+        parameters and their sharding do not matter."""
         for name, parameter in self.named_parameters():
             value = torch.ones(parameter.shape, device=parameter.device)
             if parameter.dim() > 1:
@@ -78,7 +77,7 @@ class LanguageModel(nn.Module, ABC):
 
 
 def copy_shard(parameter: Tensor, value: Tensor) -> None:
-    """Copy this rank's shard of a value, which all ranks have in full: nothing is sent."""
+    """Copy this rank's shard of a value that all ranks have in full, without communication."""
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         value = distribute_tensor(value, mesh, placements, src_data_rank=None)

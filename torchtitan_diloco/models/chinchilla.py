@@ -1,4 +1,4 @@
-"""A Chinchilla-style decoder, in the shapes of the papers' tables."""
+"""Chinchilla-style decoder, in the shapes of the papers."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ class Decoder(DecoderBase):
         return frequencies
 
     def to_transformers(self) -> Any:
-        """Return the model in the code that is saved beside it: transformers does not know it."""
+        """Convert to the model of modeling_chinchilla.py, which is saved with the weights."""
         from torchtitan_diloco.models import modeling_chinchilla as remote_code
 
         shape, config = self.shape, self.config

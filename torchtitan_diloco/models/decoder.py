@@ -1,4 +1,4 @@
-"""What families share: shapes, rotary positions, blocks, the forward pass, initial weights."""
+"""Parts that decoder families share."""
 
 import math
 from abc import abstractmethod
@@ -39,7 +39,7 @@ AnyShape = TypeVar("AnyShape", bound=Shape)
 
 
 def resolve_shape(flavors: Mapping[str, AnyShape], model: Model) -> AnyShape:
-    """Return the shape of the flavor, with the dimensions that the config sets instead."""
+    """Return the shape of the flavor, with the dimensions that the config overrides."""
     if model.flavor not in flavors:
         raise ValueError(
             f'model.flavor = "{model.flavor}" is unknown to model.name = "{model.name}", which '
@@ -51,7 +51,7 @@ def resolve_shape(flavors: Mapping[str, AnyShape], model: Model) -> AnyShape:
 
 
 def rotary_table(length: int, frequencies: Tensor) -> Rotary:
-    """Return the cosine and sine of every position's angles, fp32 [length, head_dim]."""
+    """Return the cosines and sines of the angles of all positions, fp32 [length, head_dim]."""
     positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -65,7 +65,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """Two matrices with GELU between them, or three with SwiGLU."""
+    """Two matrices with GELU, or three with SwiGLU."""
 
     def __init__(self, shape: Shape, *, gated: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer, each with a norm before it and added to its input."""
+    """Attention and feed-forward layer with pre-norms and residual connections."""
 
     def __init__(
         self, build_norm: Callable[[], nn.Module], attention: nn.Module, feed_forward: nn.Module
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class DecoderBase(LanguageModel):
-    """Embedding, blocks, norm and head. A family builds its norms and attention."""
+    """Embedding, blocks, norm and head. Families add their norms and attention."""
 
     shape: Shape
 
@@ -114,7 +114,6 @@ class DecoderBase(LanguageModel):
         learned_positions: bool = False,
         tied_head: bool = True,
     ) -> None:
-        """Build the parts. With a tied head the embedding is the output matrix, too."""
         super().__init__(config, vocab_size, sequence_length)
         self.shape = shape
         self.embedding = nn.Embedding(vocab_size, shape.width)
@@ -128,16 +127,15 @@ class DecoderBase(LanguageModel):
 
     @abstractmethod
     def build_norm(self) -> nn.Module:
-        """Return a norm of the residual stream."""
+        """Build a norm of the residual stream."""
 
     @abstractmethod
     def build_attention(self) -> nn.Module:
-        """Return a layer with forward(x [batch, length, width], rotary)."""
+        """Build a layer with forward(x [batch, length, width], rotary)."""
 
     @abstractmethod
     def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the angle between two neighboring positions for each pair of dimensions, fp32
-        [head_dim / 2]."""
+        """Return the rotation per position of each pair of dimensions, fp32 [head_dim / 2]."""
 
     def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
         x, rotary = self.embedding(tokens), None

@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783): shapes as published, the model, and its form in transformers."""
+"""Llama 3 (arXiv 2407.21783), and its conversion to and from transformers."""
 
 import math
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from torchtitan_diloco.models.decoder import DecoderBase, Rotary, Shape, resolve
 
 NORM_EPSILON = 1e-5
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
-"""Rotary scaling: length before it, and the numbers of turns within it below and above which a
+"""Rotary scaling: the original length, and the numbers of turns within it below and above which a
 frequency is low and high."""
 
 
 @dataclass(frozen=True)
 class LlamaShape(Shape):
-    """Dimensions of a Llama, and what else tells one from another. Fields are named as settings."""
+    """Dimensions and other properties of a Llama, named like the settings."""
 
     kv_heads: int
     tied_head: bool = True
@@ -88,9 +88,9 @@ class Llama(DecoderBase):
         return Attention(self.shape)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies with the bits of transformers.
+        """Return the same frequencies as transformers, to the bit.
 
-        Scaling divides the low ones, keeps the high ones, and interpolates those between.
+        Scaling divides low frequencies, keeps high ones, and interpolates between.
         """
         shape = self.shape
         dims = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
@@ -161,7 +161,7 @@ SCALING = {
 
 
 def transformers_config(shape: LlamaShape, vocab_size: int, length: int) -> dict[str, Any]:
-    """Return the content of config.json. `length`: longest text of the training."""
+    """Return the content of config.json. `length` is the sequence length of training."""
     scaling = None
     if shape.rotary_scaling > 1:
         scaling = SCALING | {"factor": shape.rotary_scaling}
@@ -182,8 +182,7 @@ def transformers_config(shape: LlamaShape, vocab_size: int, length: int) -> dict
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of [model] for a config.json. What it leaves out has the default of
-    transformers."""
+    """Return the settings of [model] for a config.json, with the defaults of transformers."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = {**FIXED, **(SCALING if kind != "default" else {})}
