@@ -1,8 +1,4 @@
-"""Checks across settings: values that contradict each other, and values that have no effect.
-
-What contradicts each other within [diloco] or [islands] is beside these sections, which are also
-used without the others.
-"""
+"""Checks across settings: values that contradict each other, and values that have no effect."""
 
 from collections.abc import Iterator
 
@@ -11,7 +7,7 @@ from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
-"""Alternatives: exactly one of these settings is not 0."""
+"""Exactly one of these settings is not 0."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("model.name", ("chinchilla",)): ("norm", "qk_norm", "positions", "activation"),
@@ -24,11 +20,11 @@ READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
     ("diloco.outer_optimizer.name", ("nesterov", "momentum")): ("momentum",),
 }
-"""A setting and some of its values -> the settings of its section that are read with these only."""
+"""A setting and some of its values, and the settings of the section that only these values use."""
 
 
 def config_mistakes(config: Config) -> Mistakes:
-    """Check settings against each other. Yield (key, reason and remedy) pairs."""
+    """Yield a (key, reason and remedy) pair for each contradiction between settings."""
     yield from _training_mistakes(config)
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
@@ -81,7 +77,7 @@ def _training_mistakes(config: Config) -> Mistakes:
 
 
 def unused_settings(config: Config) -> Iterator[str]:
-    """Yield one line for each changed setting that has no effect beside the others."""
+    """Yield a line for each changed setting that has no effect."""
     defaults, chosen = flat_settings(Config()), flat_settings(config)
     for (decider, values), names in READ_WITH.items():
         section = decider.rpartition(".")[0]
@@ -97,7 +93,7 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 
 def run_warnings(config: Config, total_steps: int) -> list[str]:
-    """Return warnings for a run of so many steps: valid settings that do little good."""
+    """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
     warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
     if warmup_steps > total_steps:

@@ -1,4 +1,4 @@
-"""Reference of all settings, built from their docstrings: `--help` and docs/configuration.md."""
+"""Reference of all settings from their docstrings, for `--help` and docs/configuration.md."""
 
 import ast
 import inspect
@@ -43,7 +43,7 @@ def help_text(shipped_configs: Sequence[str]) -> str:
 
 
 def markdown(page: str) -> str:
-    """Return the text of docs/configuration.md with its generated part written anew."""
+    """Return the text of docs/configuration.md with its generated part updated."""
     lines = [page.partition(GENERATED)[0] + GENERATED]
     for name, summary, rows in sections():
         lines += [
@@ -60,7 +60,7 @@ def markdown(page: str) -> str:
 
 
 def sections() -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield the name, the docstring and a row for each setting of each section."""
+    """Yield the name, docstring and rows of each section."""
     types = setting_types(Config)
     for name, keys in groupby(types, lambda key: key.rpartition(".")[0]):
         section = attrgetter(name)(Config())
