@@ -1,4 +1,4 @@
-"""Folder for transformers: weights, configuration, tokenizer, and the source of our own family."""
+"""Export for transformers: weights, configuration, tokenizer, and the source of our own family."""
 
 import json
 import random
@@ -89,7 +89,7 @@ def convert_tokenizer(tokenizer: Tokenizer) -> Any:
 
 
 def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
-    """Compare the ids of trial texts: the two engines have their own tables of characters."""
+    """Compare the ids of random texts, as the regex engines have different Unicode tables."""
     draw, tokens = random.Random(0), list(tokenizer.ranks())
     common = [*" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"]
     texts = [*tokenizer.special_tokens()]
