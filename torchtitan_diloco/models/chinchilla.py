@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import DecoderBase, Rotary, Shape, resolve_shape, rotate
+from torchtitan_diloco.models.base import DecoderBase, Rotary, Shape, resolve_shape, rotate
 
 ROTARY_BASE = 10_000.0
 

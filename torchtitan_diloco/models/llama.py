@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import DecoderBase, Rotary, Shape, resolve_shape, rotate
+from torchtitan_diloco.models.base import DecoderBase, Rotary, Shape, resolve_shape, rotate
 
 NORM_EPSILON = 1e-5
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
