@@ -13,24 +13,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.shards import (
-    FORMAT_VERSION,
     INDEX_NAME,
     SPLITS,
     STARTED_NAME,
-    Index,
     ShardWriter,
     Split,
-    SplitIndex,
     TokenShards,
     only_writer,
     read_index,
-    write_index,
+    read_or_begin_index,
 )
 from torchtitan_diloco.data.text import (
     PIECE_CHARACTERS,
@@ -83,7 +79,7 @@ def prepare(
     } | ({"begin_token": begin_token} if begin else {})
     start, new_tokens = time.monotonic(), 0
     with only_writer(folder, wait=wait):
-        index = _read_or_begin(folder, settings)
+        index = read_or_begin_index(folder, settings)
         if (folder / INDEX_NAME).exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
@@ -107,28 +103,6 @@ def prepare(
         flush=True,
     )
     return True
-
-
-def _read_or_begin(folder: Path, now: dict[str, Any]) -> Index:
-    """Return the index of a folder, which must have the settings `now`, or write a new one."""
-    for name in (INDEX_NAME, STARTED_NAME):
-        if (folder / name).exists():
-            index = read_index(folder / name)
-            before = index.settings
-            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
-                changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
-                raise ValueError(
-                    f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
-                    f"same ones to continue, or another folder."
-                )
-            return index
-    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    if foreign:
-        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
-    index = Index(FORMAT_VERSION, now, {split: SplitIndex() for split in SPLITS})
-    write_index(folder / STARTED_NAME, index)
-    return index
 
 
 def _tokenised(

@@ -80,6 +80,28 @@ def read_index(path: Path) -> Index:
     return index
 
 
+def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
+    """Return the index of a folder, which must have the same settings, or write a new one."""
+    for name in (INDEX_NAME, STARTED_NAME):
+        if (folder / name).exists():
+            index = read_index(folder / name)
+            before, now = index.settings, settings
+            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
+                changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
+                raise ValueError(
+                    f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
+                    f"same ones to continue, or another folder."
+                )
+            return index
+    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if foreign:
+        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
+    index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
+    write_index(folder / STARTED_NAME, index)
+    return index
+
+
 def write_index(path: Path, index: Index) -> None:
     content = msgspec.json.format(msgspec.json.encode(index), indent=2)
     write_whole(path, content + b"\n")
