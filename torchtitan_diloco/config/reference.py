@@ -3,10 +3,8 @@
 import ast
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import groupby, pairwise
 from operator import attrgetter
 
@@ -76,15 +74,10 @@ def sections() -> Iterator[tuple[str, str, list[Row]]]:
 
 def field_docstrings(section: type) -> dict[str, str]:
     """Return the docstring under each field of a dataclass, on one line."""
-    body = _classes(section.__module__)[section.__name__].body
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
     return {
         ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
-        for field, text in pairwise(body)
+        for field, text in pairwise(tree.body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
-
-
-@cache
-def _classes(module: str) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
