@@ -25,12 +25,24 @@ READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
 
 def config_mistakes(config: Config) -> Mistakes:
     """Yield a (key, reason and remedy) pair for each contradiction between settings."""
-    yield from _training_mistakes(config)
+    training, workers, ranks = config.training, config.workers, max(1, config.parallel.fsdp)
+    lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
+    if not lengths:
+        yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
+    elif len(lengths) > 1:
+        yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    smallest = workers * ranks * training.batch_size
+    if training.global_batch_size is not None and training.global_batch_size % smallest:
+        yield (
+            "training.global_batch_size",
+            "must be a multiple of workers x ranks x training.batch_size = "
+            f"{workers} x {ranks} x {training.batch_size} = {smallest}",
+        )
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=islands)
     if islands:
-        yield from islands_mistakes(config.islands, config.workers)
+        yield from islands_mistakes(config.islands, workers)
     else:
         for key, default in flat_settings(Islands()).items():
             if getattr(config.islands, key) != default:
@@ -38,7 +50,7 @@ def config_mistakes(config: Config) -> Mistakes:
                 yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
-    if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
+    if config.data.shard_by != "none" and (workers == 1 or config.diloco.method == "none"):
         yield (
             "data.shard_by",
             "needs several workers that train independently "
@@ -56,23 +68,6 @@ def config_mistakes(config: Config) -> Mistakes:
             "profiling.every",
             f"must be greater than profiling.steps = {config.profiling.steps}, because one warm-up "
             "step precedes each trace; or 0 for one trace",
-        )
-
-
-def _training_mistakes(config: Config) -> Mistakes:
-    training = config.training
-    lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
-    if not lengths:
-        yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
-    elif len(lengths) > 1:
-        yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    workers, ranks = config.workers, max(1, config.parallel.fsdp)
-    smallest = workers * ranks * training.batch_size
-    if training.global_batch_size is not None and training.global_batch_size % smallest:
-        yield (
-            "training.global_batch_size",
-            "must be a multiple of workers x ranks x training.batch_size = "
-            f"{workers} x {ranks} x {training.batch_size} = {smallest}",
         )
 
 
