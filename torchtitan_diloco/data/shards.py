@@ -192,10 +192,8 @@ class TokenShards:
     without reading a large corpus.
     """
 
-    def __init__(
-        self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self.folder, self.name = Path(folder), f"the {split} split of {folder}"
+    def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer | None = None) -> None:
+        self.folder, self.name = folder, f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
         self._shards, settings = index.splits[split].shards, index.settings
         self._vocab_size = settings["vocab_size"]
