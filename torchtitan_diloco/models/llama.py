@@ -104,12 +104,29 @@ class Llama(DecoderBase):
     def to_transformers(self) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = transformers_config(self.shape, self.vocab_size, self.sequence_length)
+        shape, length, scaling = self.shape, self.sequence_length, None
+        if shape.rotary_scaling > 1:
+            scaling = SCALING | {"factor": shape.rotary_scaling}
+            length = max(length, SCALED_LENGTH)
+        config = LlamaConfig(
+            **FIXED,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=length,
+            num_hidden_layers=shape.layers,
+            hidden_size=shape.width,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.feed_forward,
+            rope_theta=shape.rotary_base,
+            rope_scaling=scaling,
+            tie_word_embeddings=shape.tied_head,
+        )
         with torch.device("meta"):
-            converted = LlamaForCausalLM(LlamaConfig(**config))
+            converted = LlamaForCausalLM(config)
         names = self.transformers_names()
         state = {names[name]: value for name, value in self.state_dict().items()}
-        converted.load_state_dict(state, strict=not self.shape.tied_head, assign=True)
+        converted.load_state_dict(state, strict=not shape.tied_head, assign=True)
         converted.tie_weights()
         return converted
 
@@ -158,27 +175,6 @@ SCALING = {
     "high_freq_factor": HIGH,
     "original_max_position_embeddings": SHORT_LENGTH,
 }
-
-
-def transformers_config(shape: LlamaShape, vocab_size: int, length: int) -> dict[str, Any]:
-    """Return the content of config.json. `length` is the sequence length of training."""
-    scaling = None
-    if shape.rotary_scaling > 1:
-        scaling = SCALING | {"factor": shape.rotary_scaling}
-        length = max(length, SCALED_LENGTH)
-    return FIXED | {
-        "vocab_size": vocab_size,
-        "max_position_embeddings": length,
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.width,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.feed_forward,
-        "rope_theta": shape.rotary_base,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": shape.tied_head,
-    }
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
