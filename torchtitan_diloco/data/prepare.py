@@ -118,15 +118,7 @@ def _tokenised(
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def missing() -> Iterator[tuple[int, Piece, bool]]:
-        begins_document = True
-        for number, piece in enumerate(corpus.pieces("tokenising")):
-            if number >= done[split_of(number)]:
-                yield number, piece, begins_document
-            begins_document = piece.ends_document
-
-    def tokenise(numbered: tuple[int, Piece, bool]) -> Tokenised:
-        number, piece, begins = numbered
+    def tokenise(number: int, piece: Piece, begins: bool) -> Tokenised:
         split, tokens = split_of(number), tokenizer.encode(piece.text)
         # Where the next piece goes to the other split, the document ends for this one.
         ends = piece.ends_document or split != split_of(number + 1)
@@ -137,9 +129,12 @@ def _tokenised(
         return number, split, tokens, ends
 
     threads, pending = threads or available_cores(), deque[Future[Tokenised]]()
+    begins_document = True
     with ThreadPoolExecutor(threads) as pool:  # tiktoken releases the GIL
-        for piece in missing():
-            pending.append(pool.submit(tokenise, piece))
+        for number, piece in enumerate(corpus.pieces("tokenising")):
+            if number >= done[split_of(number)]:
+                pending.append(pool.submit(tokenise, number, piece, begins_document))
+            begins_document = piece.ends_document
             if len(pending) == _PIECES_AHEAD * threads:
                 yield pending.popleft().result()
         while pending:
