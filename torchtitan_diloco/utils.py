@@ -92,22 +92,19 @@ def start_logging() -> None:
     """Log to stdout on the first rank of each node, and warnings to stderr on the other ranks."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     handler = logging.StreamHandler(sys.stdout if first else sys.stderr)
-    handler.setFormatter(_RankFormatter(os.environ.get("RANK", "")))
+    handler.setFormatter(_RankFormatter())
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if first else logging.WARNING)
 
 
 class _RankFormatter(logging.Formatter):
-    def __init__(self, rank: str) -> None:
-        super().__init__()
-        self._prefix = f"[rank {rank}] " if rank else ""
-
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
-        if record.levelno >= logging.WARNING:
-            return f"{self._prefix}{record.levelname.lower()}: {message}"
-        return message
+        if record.levelno < logging.WARNING:
+            return message
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+        return f"{rank}{record.levelname.lower()}: {message}"
 
 
 def peak_flops(device: "torch.device") -> float | None:
