@@ -31,11 +31,10 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow `tokens`, until `stop`, which is not yielded.
+    """Yield the tokens that follow `tokens`, until `stop`, which is excluded.
 
-    Ids from `vocab_size` on, which only pad the embedding, are never drawn. The model sees as many
-    tokens as its sequence length. The same arguments give the same tokens. For `temperature`,
-    `top_k` and `top_p` see `draw`.
+    Ids from `vocab_size` on only pad the embedding and are never drawn. For `temperature`, `top_k`
+    and `top_p` see `draw`.
     """
     assert tokens
     context, generator = list(tokens), torch.Generator().manual_seed(seed)
@@ -51,10 +50,8 @@ def generate(
 
 @torch.no_grad()
 def next_logits(model: LanguageModel, context: Sequence[int]) -> Tensor:
-    """Return the logits of the next token, fp32 [vocabulary].
-
-    They are on the CPU, where every device draws the same random numbers.
-    """
+    """Return the logits of the next token, fp32 [vocabulary], on the CPU, so that random draws are
+    the same for all devices."""
     inputs = torch.tensor([context], dtype=torch.int64, device=next(model.parameters()).device)
     logits: Tensor = model(inputs, head=lambda hidden, matrix: F.linear(hidden[0, -1], matrix))
     return logits.float().cpu()
@@ -65,7 +62,7 @@ def draw(
 ) -> int:
     """Draw the id of a token, given the logits [vocabulary].
 
-    Temperature 0 takes the most likely token. `top_k` leaves the K most likely tokens (0: all),
+    Temperature 0 takes the most likely token. `top_k` keeps the K most likely tokens (0: all),
     `top_p` the most likely ones that together have this probability.
     """
     if not bool(logits.isfinite().all()):
@@ -74,20 +71,20 @@ def draw(
         )
     if temperature == 0:
         return int(logits.argmax())
-    # The largest logit becomes 0 first, so that a temperature near 0 does not make it infinite.
+    # Shift the largest logit to 0, so that a temperature near 0 does not make it infinite.
     scaled = (logits.double() - logits.max()) / temperature
     scaled, ids = scaled.sort(descending=True, stable=True)
     if top_k:
         scaled, ids = scaled[:top_k], ids[:top_k]
     probabilities = scaled.softmax(dim=0)
-    # A token stays if those before it have at most top_p, so the first one always does.
+    # Keep a token if those before it have at most top_p. This always keeps the first one.
     before = probabilities.cumsum(dim=0) - probabilities
     kept = probabilities.where(before <= top_p, 0.0)
     return int(ids[torch.multinomial(kept, 1, generator=generator)])
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield text as soon as its characters are complete; a token may end within a character."""
+    """Yield text as soon as its characters are complete. A token may end inside a character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         if piece := decoder.decode(tokenizer.decode_bytes([token])):
@@ -115,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 130
-    except BrokenPipeError:  # the reader has closed stdout, which Python flushes when it ends
+    except BrokenPipeError:  # stdout is closed, and Python flushes it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

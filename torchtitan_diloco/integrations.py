@@ -1,7 +1,7 @@
-"""Streaming DiLoCo in the training loops of others: transformers.Trainer and Lightning.
+"""Streaming DiLoCo as a callback of transformers.Trainer and Lightning.
 
-Each worker is one process, which its framework takes for a training of its own. Workers of several
-ranks need a loop that can be told their group: see examples/.
+Each worker is a process that its framework trains on its own. For workers of several ranks see
+examples/.
 """
 
 import os
@@ -17,22 +17,22 @@ from torch import nn
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 
 STATE = "diloco.pt"
-"""File of the outer loop in a checkpoint of transformers."""
+"""File for the outer loop in a checkpoint of transformers."""
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
 def join_workers() -> dist.ProcessGroup:
-    """Join the processes of torchrun as workers of one process, and return their group.
+    """Join the processes of torchrun, each of which is a worker, and return their group.
 
-    From then on a framework finds neither the other processes nor their GPUs: otherwise it would
-    average gradients over all of them. Call this before CUDA is used.
+    This hides the other processes and their GPUs from a framework, which would otherwise average
+    gradients over all of them. Call it before CUDA is used.
     """
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("join_workers() needs the environment of torchrun: start it with torchrun")
     if torch.cuda.is_initialized():
         raise ValueError("join_workers() picks this process's GPU: call it before CUDA is used")
     local = int(os.environ["LOCAL_RANK"])
-    gpus = torch.cuda.device_count()  # 0 also if CUDA_VISIBLE_DEVICES hides all
+    gpus = torch.cuda.device_count()
     if 0 < gpus <= local:
         raise ValueError(
             f"there are {gpus} GPUs, none for local rank {local}: start one process each"
@@ -51,7 +51,7 @@ def join_workers() -> dist.ProcessGroup:
 
 
 class DiLoCoCallback:
-    """Builds the outer loop when training begins. `outer` is it."""
+    """Base of callbacks, which build the outer loop when training begins."""
 
     def __init__(self, group: dist.ProcessGroup | None, config: DiLoCoConfig) -> None:
         self._group, self._config = group, config
@@ -72,7 +72,7 @@ class DiLoCoCallback:
         total_steps: int,
         saved: dict[str, Any] | None,
     ) -> None:
-        """Start from worker 0's model, or go on from `saved` with the model as it is."""
+        """Start from worker 0's model, or resume from `saved` with the model as it is."""
         if ranks > 1:
             raise ValueError(
                 f"the framework has joined {ranks} processes and averages gradients over them: "
@@ -91,7 +91,7 @@ class DiLoCoCallback:
             self._outer.load_state_dict(saved)
 
     def _end(self, model: nn.Module) -> None:
-        """Leave the shared parameters in the model: from then on workers have the same."""
+        """Load the shared parameters into the model."""
         self.outer.drain()
         model.load_state_dict(self.outer.global_state_dict())
 
@@ -99,8 +99,8 @@ class DiLoCoCallback:
 def transformers_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) -> DiLoCoCallback:
     """Return a callback for transformers.Trainer.
 
-    `group` is that of join_workers(). Give each worker an `output_dir` of its own: checkpoints hold
-    its state. After training the model holds the shared parameters.
+    `group` is that of join_workers(). Each worker needs its own `output_dir` for its checkpoints.
+    After training the model holds the shared parameters.
     """
     from transformers import TrainerCallback
 
@@ -131,7 +131,7 @@ def transformers_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig)
         def on_save(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
             folder = _checkpoint(args, state)
             torch.save(self.outer.state_dict(), folder / STATE)
-            if self.outer.worker:  # transformers writes models on rank 0 of torch.distributed only
+            if self.outer.worker:  # transformers writes the model of rank 0 only
                 save_model(parts["model"], str(folder / "model.safetensors"))
                 if hasattr(parts["model"], "config"):
                     parts["model"].config.save_pretrained(folder)
@@ -149,8 +149,8 @@ def _checkpoint(args: Any, state: Any) -> Path:
 def lightning_callback(group: dist.ProcessGroup | None, config: DiLoCoConfig) -> DiLoCoCallback:
     """Return a callback for lightning.pytorch.Trainer(devices=1).
 
-    `group` is that of join_workers(). Give each worker a `default_root_dir` of its own: checkpoints
-    hold its state. Validation sees the shared parameters, and after training the model holds them.
+    `group` is that of join_workers(). Each worker needs its own `default_root_dir` for its
+    checkpoints. The model holds the shared parameters during validation and after training.
     """
     from lightning.pytorch import Callback
 

@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchtitan_diloco")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to stop after the current step."""
+"""Signals that stop a run after the current step."""
 USER_ERROR = 2
-"""Exit code of a mistake in the configuration or the data."""
+"""Exit code for a mistake in the configuration or the data."""
 WORKER_LOST = 3
 """Exit code if another worker died or did not answer in time."""
-# Seconds of several parts, which must fit each other.
+# Timeouts of different modules that depend on each other.
 SILENCE_SECONDS = 10.0
-"""Without a heartbeat, or without a step that others wait for, until it is reported."""
+"""Time without a heartbeat, or without a step that others wait for, until it is reported."""
 HANGING_SECONDS = SILENCE_SECONDS + 2.0
-"""From a stop request until ranks that are silent are given up."""
+"""Time from a stop request until silent ranks are given up."""
 SAVE_AFTER_ERROR_SECONDS = 20.0
-"""For a save under way when a run ends with an error."""
+"""Time for a save in progress when a run ends with an error."""
 SAVE_AFTER_LOSS_SECONDS = 2.0
-"""The same if ranks are lost: the save has failed by then, or it waits for them."""
+"""The same if ranks are lost: by then the save has failed, or it waits for them."""
 KILL_SECONDS = 5.0 + 2.0 * SAVE_AFTER_LOSS_SECONDS
-"""From the failure of a rank until the launcher kills the others, which find that it is lost."""
+"""Time from the failure of a rank until the launcher kills the others, which detect it too."""
 SHUTDOWN_SECONDS = 120.0
-"""From a signal to the launcher until it kills all ranks: a few steps and a save fit into it."""
+"""Time from a signal to the launcher until it kills all ranks: enough for some steps and a save."""
 SAME_SIGNAL_SECONDS = 0.5
-"""Service managers signal a process and then its group: twice, but meant once."""
+"""Service managers signal a process and then its group. Both signals count as one."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
-"""Environment variable: a file of the launcher, in which training writes the folder of the run."""
+"""Environment variable: a file in which training tells the launcher the folder of the run."""
 PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
 PAGE_CACHE = ("active_file", "inactive_file")
-"""Memory of a container that holds files, which is given up when it is needed."""
+"""Reclaimable memory of a container."""
 IGNORE_INDEX = -100
-"""Target of a position that does not count in the loss."""
+"""Target of a position that the loss ignores."""
 PEAK_BF16_FLOPS = {
     "B200": 2.25e15,
     "GH200": 989e12,
@@ -66,14 +66,14 @@ PEAK_BF16_FLOPS = {
     "MI300X": 1307e12,
     "MI250X": 191.5e12,  # one of its two dies, which is one device to torch
 }
-"""Dense bf16 FLOP/s from data sheets. A longer name comes before one that it contains."""
+"""Dense bf16 FLOP/s from data sheets. A name comes before those it contains."""
 
 
 def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
-    """Call `main` and exit with its code; after a failure without a clean-up.
+    """Call `main` and exit with its code. Skip all clean-up after a failure.
 
-    A clean-up would wait for other ranks, and would tell them that this one has ended in order. So
-    the rank that failed first is also the first to end, and its exit code is that of the run.
+    Clean-up would wait for other ranks, and tell them that this one ended normally. Without it, the
+    rank that fails first is the first to exit, and its exit code is that of the run.
     """
     try:
         code = main(arguments)
@@ -89,29 +89,26 @@ def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoRe
 
 
 def start_logging() -> None:
-    """Log the first rank of each node to stdout, and warnings of the other ranks to stderr."""
+    """Log to stdout on the first rank of each node, and warnings to stderr on the other ranks."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     handler = logging.StreamHandler(sys.stdout if first else sys.stderr)
-    handler.setFormatter(_RankFormatter(os.environ.get("RANK", "")))
+    handler.setFormatter(_RankFormatter())
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if first else logging.WARNING)
 
 
 class _RankFormatter(logging.Formatter):
-    def __init__(self, rank: str) -> None:
-        super().__init__()
-        self._prefix = f"[rank {rank}] " if rank else ""
-
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
-        if record.levelno >= logging.WARNING:
-            return f"{self._prefix}{record.levelname.lower()}: {message}"
-        return message
+        if record.levelno < logging.WARNING:
+            return message
+        rank = f"[rank {os.environ['RANK']}] " if os.environ.get("RANK") else ""
+        return f"{rank}{record.levelname.lower()}: {message}"
 
 
 def peak_flops(device: "torch.device") -> float | None:
-    """Return the bf16 peak of a GPU in FLOP/s, or None if it is not known."""
+    """Return the peak bf16 FLOP/s of a GPU, None if unknown."""
     import torch
 
     if device.type != "cuda":
@@ -130,7 +127,7 @@ def describe_device(device: "torch.device") -> str:
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Return the peak of allocated GPU memory, or of the resident set on the CPU."""
+    """Return the peak allocated GPU memory, or the peak resident set size on the CPU."""
     import torch
 
     if device.type == "cuda":
@@ -140,7 +137,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 
 def free_memory_bytes(device: "torch.device") -> float:
-    """Return the memory of a GPU, or what this machine or container has left; else infinity."""
+    """Return the memory of a GPU, or the free memory of the machine or container, or infinity."""
     import torch
 
     if device.type == "cuda":
@@ -163,20 +160,20 @@ def local_ranks() -> int:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let this process get a signal when its parent has ended, however it did. Only on Linux."""
+    """Send this process a signal when its parent ends. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def available_cores() -> int:
-    """Return the CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    """Raise the soft limit of open files to the hard limit, as every connection needs one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -196,7 +193,7 @@ def brief(seconds: float) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table that is aligned as text, too."""
+    """Return a Markdown table with aligned columns."""
     widths = [max(3, *map(len, column)) for column in zip(columns, *rows, strict=True)]
     rows = [columns, ["-" * width for width in widths], *rows]
     lines = [map(str.ljust, row, widths) for row in rows]
@@ -209,14 +206,14 @@ def all_reduce_bytes(parameters: float, workers: int) -> float:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra for this Python."""
+    """Return the command that installs an extra of this package."""
     checkout = (REPOSITORY / "pyproject.toml").exists()
     package = f"-e '{REPOSITORY}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
     return f"{sys.executable} -m pip install {package}"
 
 
 class GarbageControl:
-    """Runs Python's garbage collector at the same steps on every rank."""
+    """Run Python's garbage collector at the same steps on every rank."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -234,7 +231,7 @@ class GarbageControl:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that readers see all of it or nothing, even if this process is killed."""
+    """Write a file atomically, even if this process is killed."""
     aside = aside_path(path)
     with aside.open("wb") as file:
         file.write(content)
@@ -244,14 +241,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def aside_path(path: Path) -> Path:
-    """Return where a file is written before it is renamed to `path`."""
+    """Return the temporary name under which a file is written."""
     return path.with_name(f".{path.name}.partial")
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the objects of a JSON Lines file, and the number of unreadable lines.
 
-    A last line that is still being written does not count.
+    A last line that is still being written is skipped.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in text.split("\n") if line.strip()]
@@ -269,7 +266,7 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def number(value: object) -> float:
-    """Return a value of a JSON record as a float, NaN if it is not a number."""
+    """Convert a value of a JSON record to a float, NaN if it is not a number."""
     if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
         return float(value)
     return float(value) if isinstance(value, int | float) else math.nan
@@ -278,8 +275,8 @@ def number(value: object) -> float:
 def is_user_error(error: ValueError) -> bool:
     """Return whether a `raise` statement of this package raised the error.
 
-    These tell a user what to change. Any other ValueError, such as one of torch or of an `int()`
-    that failed, is a bug, and its traceback is needed.
+    Those tell the user what to change. Any other ValueError, such as one of torch, is a bug and
+    needs its traceback.
     """
     origin = traceback.extract_tb(error.__traceback__)[-1]
     in_package = Path(origin.filename).is_relative_to(REPOSITORY / "torchtitan_diloco")
@@ -290,7 +287,7 @@ GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")
 
 
 def cause_of(error: Exception) -> str:
-    """Return the first line of an error, without the source location that gloo puts before it."""
+    """Return the first line of an error, without gloo's source location."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     text, found = GLOO_LOCATION.subn("", line)
     return text.partition(". ")[0] if found else line
@@ -298,7 +295,7 @@ def cause_of(error: Exception) -> str:
 
 @cache
 def code_fingerprint() -> str:
-    """Return a hash of this package's source, which must be the same on all nodes."""
+    """Return a hash of the source of this package, which must be the same on all nodes."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -309,10 +306,7 @@ def code_fingerprint() -> str:
 def find_differences(
     gathered: Sequence[Mapping[str, str]], where: Callable[[int], str]
 ) -> list[str]:
-    """Return up to eight differences from the first facts, one line each.
-
-    `where`: says whose facts have a number, such as "on rank 0".
-    """
+    """Describe up to eight differences from the first entry. `where(0)` is such as "on rank 0"."""
     differences = [
         f"{key}: {_shorten(gathered[0].get(key))} {where(0)}, "
         f"{_shorten(theirs.get(key))} {where(number)}"

@@ -9,8 +9,8 @@ import torch
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.fields import setting_types
 from torchtitan_diloco.models import MODELS, build_model
+from torchtitan_diloco.models.base import DecoderBase, rotary_table, rotate
 from torchtitan_diloco.models.chinchilla import FLAVORS, Decoder
-from torchtitan_diloco.models.decoder import DecoderBase, rotary_table, rotate
 from torchtitan_diloco.models.llama import FLAVORS as LLAMA_FLAVORS
 
 # Millions of parameters, as the papers' shapes give them with a vocabulary of 32,000.

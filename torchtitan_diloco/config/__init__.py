@@ -1,9 +1,8 @@
 """Configuration of a run.
 
-The type and range of a setting are at its field in schema.py; for [diloco] and [islands] in
-diloco/config.py and islands/config.py, with their own contradictions. All others are in checks.py.
-Settings that depend on the data or on the number of processes are checked where these are known:
-components/run_plan.py and distributed/world.py.
+Types and ranges are in schema.py, checks across settings in checks.py; for [diloco] and [islands]
+both are in diloco/config.py and islands/config.py. Checks that need the data or the number of
+processes are in components/run_plan.py and distributed/world.py.
 """
 
 from torchtitan_diloco.config.loader import (

@@ -1,8 +1,4 @@
-"""Checks across settings: values that contradict each other, and values that have no effect.
-
-What contradicts each other within [diloco] or [islands] is beside these sections, which are also
-used without the others.
-"""
+"""Checks across settings: values that contradict each other, and values that have no effect."""
 
 from collections.abc import Iterator
 
@@ -11,7 +7,7 @@ from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
 RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_parameter")
-"""Alternatives: exactly one of these settings is not 0."""
+"""Exactly one of these settings is not 0."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("model.name", ("chinchilla",)): ("norm", "qk_norm", "positions", "activation"),
@@ -24,17 +20,29 @@ READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("diloco.fragments.pattern", ("strided", "sequential")): ("layers_per_fragment", "blocks"),
     ("diloco.outer_optimizer.name", ("nesterov", "momentum")): ("momentum",),
 }
-"""A setting and some of its values -> the settings of its section that are read with these only."""
+"""A setting and some of its values, and the settings of the section that only these values use."""
 
 
 def config_mistakes(config: Config) -> Mistakes:
-    """Check settings against each other. Yield (key, reason and remedy) pairs."""
-    yield from _training_mistakes(config)
+    """Yield a (key, reason and remedy) pair for each contradiction between settings."""
+    training, workers, ranks = config.training, config.workers, max(1, config.parallel.fsdp)
+    lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
+    if not lengths:
+        yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
+    elif len(lengths) > 1:
+        yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    smallest = workers * ranks * training.batch_size
+    if training.global_batch_size is not None and training.global_batch_size % smallest:
+        yield (
+            "training.global_batch_size",
+            "must be a multiple of workers x ranks x training.batch_size = "
+            f"{workers} x {ranks} x {training.batch_size} = {smallest}",
+        )
     islands = bool(config.islands.join or config.islands.local)
     if islands or config.diloco.method != "none":
         yield from diloco_mistakes(config.diloco, islands=islands)
     if islands:
-        yield from islands_mistakes(config.islands, config.workers)
+        yield from islands_mistakes(config.islands, workers)
     else:
         for key, default in flat_settings(Islands()).items():
             if getattr(config.islands, key) != default:
@@ -42,7 +50,7 @@ def config_mistakes(config: Config) -> Mistakes:
                 yield f"islands.{key}", reason
     if "/" in config.run.name or "\\" in config.run.name:
         yield "run.name", "must not contain slashes: set run.folder to choose another folder"
-    if config.data.shard_by != "none" and (config.workers == 1 or config.diloco.method == "none"):
+    if config.data.shard_by != "none" and (workers == 1 or config.diloco.method == "none"):
         yield (
             "data.shard_by",
             "needs several workers that train independently "
@@ -63,25 +71,8 @@ def config_mistakes(config: Config) -> Mistakes:
         )
 
 
-def _training_mistakes(config: Config) -> Mistakes:
-    training = config.training
-    lengths = [key for key in RUN_LENGTH if getattr(training, key.removeprefix("training."))]
-    if not lengths:
-        yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
-    elif len(lengths) > 1:
-        yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    workers, ranks = config.workers, max(1, config.parallel.fsdp)
-    smallest = workers * ranks * training.batch_size
-    if training.global_batch_size is not None and training.global_batch_size % smallest:
-        yield (
-            "training.global_batch_size",
-            "must be a multiple of workers x ranks x training.batch_size = "
-            f"{workers} x {ranks} x {training.batch_size} = {smallest}",
-        )
-
-
 def unused_settings(config: Config) -> Iterator[str]:
-    """Yield one line for each changed setting that has no effect beside the others."""
+    """Yield a line for each changed setting that has no effect."""
     defaults, chosen = flat_settings(Config()), flat_settings(config)
     for (decider, values), names in READ_WITH.items():
         section = decider.rpartition(".")[0]
@@ -97,7 +88,7 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 
 def run_warnings(config: Config, total_steps: int) -> list[str]:
-    """Return warnings for a run of so many steps: valid settings that do little good."""
+    """Return warnings about valid settings that are unlikely to be intended."""
     found = [*advice(config.diloco, total_steps), *unused_settings(config)]
     warmup_steps, stop_after = config.lr_schedule.warmup_steps, config.training.stop_after
     if warmup_steps > total_steps:

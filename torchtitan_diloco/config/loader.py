@@ -39,8 +39,8 @@ REMOVED = {
     "diloco.outer_optimizer.floor": (0.0, "the outer learning rate is constant"),
     "checkpoint.new_workers": ("fresh", "the inner optimizer of new workers starts fresh"),
 }
-"""Keys of earlier versions: the value that had no effect, which is still read, as an old run's
-config.toml has all keys; and what holds now."""
+"""Keys of earlier versions: the value without effect, which is still accepted because the
+config.toml of an old run has all keys, and what applies now."""
 REMOVED_VALUES = {"adam", "sign_momentum", "balanced", "clusters"}
 
 
@@ -79,7 +79,7 @@ def load_config(name_or_path: str, overrides: Mapping[str, str] | None = None) -
 
 
 def parse_config(toml_text: str, origin: str) -> Config:
-    """Parse what `to_toml` wrote. Settings that are new since have their defaults."""
+    """Parse the output of `to_toml`. Missing settings have their defaults."""
     mistakes: list[str] = []
     settings = _valid_settings(_parse_toml(toml_text, origin), origin, mistakes)
     if mistakes:
@@ -88,7 +88,7 @@ def parse_config(toml_text: str, origin: str) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Return all settings as TOML, defaults included. Settings that are not set are left out."""
+    """Return all settings as TOML, including defaults, except those that are None."""
     return tomli_w.dumps(
         asdict(config, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
     )
@@ -126,8 +126,7 @@ def from_command_line(words: list[str]) -> Config | None:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Parser of options, beside which there may be settings (`--section.key`). Mistakes raise a
-    ValueError, which names the nearest option."""
+    """Parser of options and possibly settings (`--section.key`). Mistakes raise a ValueError."""
 
     takes_settings = True
 
@@ -136,7 +135,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(**about, formatter_class=form, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return the options, and the words that are settings of a run."""
+        """Return the options and the words of settings."""
         options, words = super().parse_known_args(args, namespace)
         known = [name for action in self._actions for name in action.option_strings]
         for name in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -152,9 +151,9 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def find_config(name_or_path: str, child: Path | None = None) -> Path:
-    """Return the file of a path, or of a name in train_configs/ (`1b`, `1b.toml`).
+    """Find a file by its path or its name in train_configs/ (`1b`, `1b.toml`).
 
-    If it is extended by `child`, the path is relative to the folder of `child`.
+    The path in `extends` of a file `child` is relative to the folder of `child`.
     """
     given = Path(name_or_path).expanduser()
     candidates = [given if child is None else child.parent / given]
@@ -207,7 +206,7 @@ def _parse_toml(text: str, origin: str) -> dict[str, Any]:
 
 
 def _parse_word(text: str, kind: Any) -> Any:
-    """Return the value that a word of the command line stands for: text, `none`, `0,1` or TOML."""
+    """Parse a value on the command line: text, `none`, `0,1` or TOML."""
     if kind in (None, str) or get_origin(kind) is Literal:
         return text
     if text == "none" and type(None) in get_args(kind):
@@ -223,7 +222,7 @@ def _parse_word(text: str, kind: Any) -> Any:
 def _valid_settings(
     table: Mapping[str, Any], origin: str, mistakes: list[str]
 ) -> dict[str, Setting]:
-    """Return the valid settings of a table, and add what is wrong with others to `mistakes`."""
+    """Return the valid settings of a table, and add the errors of the others to `mistakes`."""
     settings: dict[str, Setting] = {}
     for key, value in flatten(table):
         if key in REMOVED and value == REMOVED[key][0]:
@@ -249,7 +248,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _build(settings: Mapping[str, Setting]) -> Config:
-    """Create the Config of valid settings. The others have their defaults."""
+    """Build a Config from valid settings and defaults."""
     tables: dict[str, Any] = {}
     for key, setting in settings.items():
         *sections, name = key.split(".")
@@ -263,8 +262,8 @@ def _build(settings: Mapping[str, Setting]) -> Config:
 def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
     """Merge settings; `above` takes precedence.
 
-    A length of the run in `above` replaces every length in `below`, so that `--training.steps 100`
-    is enough to shorten any run.
+    A run length in `above` replaces any run length in `below`, so that `--training.steps 100`
+    shortens any run.
     """
     if any(key in above and above[key].value for key in RUN_LENGTH):
         below = {key: setting for key, setting in below.items() if key not in RUN_LENGTH}
@@ -272,7 +271,7 @@ def _overlay(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, 
 
 
 def _why_unknown(key: str) -> str:
-    """Suggest a key that is spelled alike, or one of the same name in another section."""
+    """Suggest a similar key, or the same name in another section."""
     if key in REMOVED:
         return f"was removed: {REMOVED[key][1]}; leave it out"
     if key in SECTIONS:
@@ -285,7 +284,7 @@ def _why_unknown(key: str) -> str:
 
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:
-    """Describe a mistake, with the value shortened to 80 characters. Tables are not shown."""
+    """Describe a mistake, with its value shortened to 80 characters. Hide tables."""
     hidden = value is None or isinstance(value, dict) or key == SECRET
     shown = "" if hidden else f" = {format_value(value)}"
     return f"{origin}: {key}{shown[:77] + '...' if len(shown) > 80 else shown}: {reason}"

@@ -1,12 +1,10 @@
-"""Reference of all settings, built from their docstrings: `--help` and docs/configuration.md."""
+"""Reference of all settings from their docstrings, for `--help` and docs/configuration.md."""
 
 import ast
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import groupby, pairwise
 from operator import attrgetter
 
@@ -43,7 +41,7 @@ def help_text(shipped_configs: Sequence[str]) -> str:
 
 
 def markdown(page: str) -> str:
-    """Return the text of docs/configuration.md with its generated part written anew."""
+    """Return the text of docs/configuration.md with its generated part updated."""
     lines = [page.partition(GENERATED)[0] + GENERATED]
     for name, summary, rows in sections():
         lines += [
@@ -60,7 +58,7 @@ def markdown(page: str) -> str:
 
 
 def sections() -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield the name, the docstring and a row for each setting of each section."""
+    """Yield the name, docstring and rows of each section."""
     types = setting_types(Config)
     for name, keys in groupby(types, lambda key: key.rpartition(".")[0]):
         section = attrgetter(name)(Config())
@@ -76,15 +74,10 @@ def sections() -> Iterator[tuple[str, str, list[Row]]]:
 
 def field_docstrings(section: type) -> dict[str, str]:
     """Return the docstring under each field of a dataclass, on one line."""
-    body = _classes(section.__module__)[section.__name__].body
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
     return {
         ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())
-        for field, text in pairwise(body)
+        for field, text in pairwise(tree.body)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
-
-
-@cache
-def _classes(module: str) -> dict[str, ast.ClassDef]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

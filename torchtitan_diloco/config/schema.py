@@ -1,7 +1,7 @@
-"""Settings of a run. One dataclass is one `[section]` of a TOML file.
+"""Settings of a run. Each dataclass is a `[section]` of a TOML file.
 
-The docstring under a field is its text in `--help` and in docs/configuration.md. A setting that is
-None is "not set". It is left out of TOML files, which have no null.
+The docstring of a field is its text in `--help` and in docs/configuration.md. A setting that is
+None is "not set", and is left out of TOML files, which have no null.
 """
 
 import json
@@ -319,7 +319,7 @@ class Config:
 
     @property
     def workers(self) -> int:
-        """Workers that train together from the start, in this job and, with islands, in others."""
+        """Workers that train together from the start, including those of other islands."""
         return (self.islands.begin if self.islands.join else 0) or self.diloco.workers
 
     @property
@@ -328,7 +328,7 @@ class Config:
 
 
 def portable(config: Config) -> Config:
-    """Return what starts the same run elsewhere: without its folder, and without the password."""
+    """Return the settings that start the same run elsewhere, without its folder and password."""
     run, islands = replace(config.run, folder=""), replace(config.islands, join="")
     return replace(config, run=run, islands=islands)
 

@@ -1,4 +1,4 @@
-"""From the `[data]` section to token shards: shard folders are opened, text is tokenised once."""
+"""Open the token shards of the `[data]` section. Text is tokenised once, into a cache folder."""
 
 import glob
 import re
@@ -23,7 +23,7 @@ from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 
 
 def open_tokenizer(data: Data) -> Tokenizer:
-    """Build the tokenizer of a config. The error for a missing file has the command to make it."""
+    """Build the tokenizer. The error for a missing file shows the command that makes it."""
     text = "TEXT" if _is_shard_folder(data.corpus) else data.corpus
     return build_tokenizer(data.tokenizer, data.source or text)
 
@@ -31,9 +31,9 @@ def open_tokenizer(data: Data) -> Tokenizer:
 def open_split(
     data: Data, tokenizer: Tokenizer, split: Split, tokens_of_run: Callable[[], int] | None = None
 ) -> TokenShards:
-    """Open the tokens of one split. `data.validation_corpus` replaces that for validation.
+    """Open the tokens of one split.
 
-    `tokens_of_run`: tokens of a run, for the error that says how to prepare them.
+    `tokens_of_run` returns the tokens of a run, for the error that says how to prepare them.
     """
     own, corpus = data.validation_corpus, data.corpus
     if split == "train" or not own:
@@ -47,7 +47,7 @@ def open_split(
             f"it empty to hold out data.validation_fraction of the corpus"
         )
     folder = _folder(data, "data.validation_corpus", tokenizer, fraction=0.0)
-    # Validate on what the folder holds out; on all of it if that is nothing.
+    # Validate on the held-out split of the folder, or on all of it if that split is empty.
     held_out = read_index(folder / INDEX_NAME).splits["validation"].tokens
     return TokenShards(folder, "validation" if held_out or own == corpus else "train", tokenizer)
 
@@ -59,7 +59,7 @@ def _folder(
     fraction: float,
     tokens_of_run: Callable[[], int] | None = None,
 ) -> Path:
-    """Return the folder with the tokens of a corpus, after tokenising it if it is text."""
+    """Return the shard folder of a corpus. Tokenise the corpus if it is text."""
     spec = data.corpus if key == "data.corpus" else data.validation_corpus
     slug = re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
     if spec.startswith(HUGGING_FACE_PREFIX):
@@ -102,10 +102,10 @@ def _command(source: str, data: Data, out: str, tokens_of_run: Callable[[], int]
 
 
 def _is_shard_folder(spec: str) -> bool:
-    """Return whether a corpus is, or is meant to be, a folder of token shards.
+    """Return whether a corpus is meant to be a folder of token shards.
 
-    A folder is one by its index. What does not exist, or is an empty folder, is meant as one if it
-    is a single path without wildcards that does not end like a text file.
+    This also holds for an empty folder, and for a single missing path without wildcards or the
+    suffix of a text file.
     """
     if spec == STDLIB or spec.startswith(HUGGING_FACE_PREFIX) or "," in spec:
         return False

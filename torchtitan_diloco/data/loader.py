@@ -1,7 +1,7 @@
 """Batches of token sequences, for training and for validation.
 
-Sequence i of a corpus is its tokens i*L ... i*L + L: L inputs, and the L targets one behind them.
-Neighbours share one token, so every token but the first is a target exactly once.
+Sequence i of a corpus is its tokens i*L to i*L + L: L inputs, and the targets shifted by one.
+Neighbours share a token, so every token but the first is a target exactly once.
 """
 
 import hashlib
@@ -28,29 +28,29 @@ Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 8  # even, so that the two halves end where they began
-_MIN_BITS = 6  # fewer leave halves of one bit or none, which barely shuffle
+_MIN_BITS = 6  # with fewer, the halves have a bit or none, which barely shuffles
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT = np.uint64(32)
-_MICRO_BATCHES_AT_ONCE = 64  # computing the order of so many at once makes it cheap
+_MICRO_BATCHES_AT_ONCE = 64  # whose order is computed in one vectorised call
 
 
 class Stream(NamedTuple):
-    """One of several streams of samples, each for some of the ranks."""
+    """One of several streams of samples, which different workers read."""
 
     number: int
     streams: int
     block: int = 0
-    """Samples that a stream takes in its turn from one order of all. 0: each stream has a fixed
-    random part of the sequences, and an order of its own."""
+    """Streams take turns of this many samples in one common order. 0: each stream has a fixed
+    random part of the sequences, and its own order."""
 
     def positions(self, samples: Indices) -> Indices:
-        """Return where samples of this stream are in the order of all."""
+        """Return the positions in the common order of samples of this stream."""
         blocks, within = np.divmod(samples, self.block)
         return (blocks * self.streams + self.number) * self.block + within
 
 
 class SequenceReader(Dataset[Batch]):
-    """Sequences of a fixed length, by number: all, or one of `parts` equal random parts."""
+    """Sequences of a fixed length by index: all, or one of `parts` equal random parts."""
 
     def __init__(
         self, tokens: TokenShards, sequence_length: int, part: int = 0, parts: int = 1
@@ -83,13 +83,13 @@ class SequenceReader(Dataset[Batch]):
 
 
 class TrainLoader:
-    """Endless stream of this rank's micro-batches, epoch after epoch.
+    """Endless stream of this rank's micro-batches.
 
     A step takes the next ranks * accumulation * batch_size samples of one order, and rank r the
-    r-th equal part of them. So its samples do not depend on how many ranks share it.
+    r-th equal part of them, so the samples of a step do not depend on the number of ranks.
 
-    The state is one integer, the position in the order of samples. It continues with any number of
-    ranks, loader processes and samples in a batch, which torchdata's own state does not.
+    The state is one integer, the position in this order. Unlike torchdata's state, it is valid for
+    any number of ranks and loader processes and any batch size.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainLoader:
         stream: Stream | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Begin at position `start`. With a stream, `rank`, `ranks` and `start` count in it."""
+        """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         if processes > available_cores():
             raise ValueError(
                 f"data.loader_processes = {processes} is more than the {available_cores()} cores "
@@ -127,7 +127,7 @@ class TrainLoader:
 
     @property
     def position(self) -> int:
-        """Position of the first sample of the current step: samples that all ranks took before."""
+        """Position of the first sample of the current step, over all ranks."""
         step_size = self._ranks * self._accumulation * self._batch_size
         return self._start + self._taken // self._accumulation * step_size
 
@@ -141,7 +141,7 @@ class TrainLoader:
                 sampler=self._micro_batches(),
                 num_workers=self._processes,
                 pin_memory=self._pin_memory,
-                generator=torch.Generator(),  # draws nothing from the random numbers of the run
+                generator=torch.Generator(),  # leaves the global random state alone
                 snapshot_every_n_steps=None,
             )
         for batch in batches:
@@ -149,7 +149,7 @@ class TrainLoader:
             yield batch
 
     def _micro_batches(self) -> Iterator[Indices]:
-        """Yield the numbers of the sequences in each micro-batch of this rank."""
+        """Yield the indices of the sequences in each micro-batch of this rank."""
         for first in itertools.count(self._taken, _MICRO_BATCHES_AT_ONCE):
             numbers = first + np.arange(_MICRO_BATCHES_AT_ONCE)
             steps, within = np.divmod(numbers, self._accumulation)
@@ -161,10 +161,10 @@ class TrainLoader:
 
 
 class ValidationBatches:
-    """First sequences of a split, the same each time they are iterated.
+    """The first sequences of a split.
 
-    Every rank has equally many batches of equal shape, as collectives need it. Where sequences are
-    missing, the targets are IGNORE_INDEX.
+    Every rank has the same number of batches of the same shape, as collectives require. The targets
+    of padding are IGNORE_INDEX.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ValidationBatches:
         self._reader = SequenceReader(tokens, sequence_length)
         self._batch_size, self._rank, self._ranks = batch_size, rank, ranks
         self.sequences = min(sequences, self._reader.sequences)
-        """Sequences that all ranks together read."""
+        """Sequences over all ranks."""
 
     def __len__(self) -> int:
         """Return the number of batches of each rank."""
@@ -190,7 +190,7 @@ class ValidationBatches:
         for number in range(len(self)):
             first = (number * self._ranks + self._rank) * self._batch_size
             wanted = np.arange(first, first + self._batch_size)
-            # Past the end any sequence fills the shape; its targets do not count.
+            # Past the end, repeat the last sequence and ignore its targets.
             inputs, targets = self._reader[np.minimum(wanted, self.sequences - 1)]
             targets[torch.from_numpy(wanted >= self.sequences)] = IGNORE_INDEX
             yield inputs, targets
@@ -202,17 +202,16 @@ class ValidationBatches:
 def sequence_indices(positions: Indices, *, sequences: int, seed: int, shuffle: bool) -> Indices:
     """Return the sequence at each position of an endless stream of epochs.
 
-    Position p lies in epoch p // n of n sequences. Each epoch is a permutation of its own, computed
-    for each position by a Feistel network (a keyed bijection on b bits), so nothing of the size of
-    the corpus is held or saved.
+    Each epoch is a different permutation, computed per position by a Feistel network (a keyed
+    bijection on b bits), so nothing of the size of the corpus is stored.
     """
     assert sequences >= 1
     epochs, places = np.divmod(positions, sequences)
     if not shuffle or sequences == 1:
         return places
     keys = _round_keys(epochs.astype(np.uint64), seed)
-    # The network permutes 0 ... 2**bits - 1. What lands past the end goes through it again until it
-    # lands inside. That stays a bijection, and takes under two passes on average.
+    # The network permutes 0 ... 2**bits - 1. Values past the end go through it again until they are
+    # inside. This is still a bijection, and takes under two passes on average.
     bits = max((sequences - 1).bit_length(), _MIN_BITS)
     result = _feistel(places.astype(np.uint64), keys, bits)
     while (outside := np.flatnonzero(result >= np.uint64(sequences))).size:
@@ -233,14 +232,14 @@ def _feistel(values: _Words, keys: _Words, bits: int) -> _Words:
     left = values >> np.uint64(right_bits)
     right = values & np.uint64(2**right_bits - 1)
     for key in keys:
-        # The halves swap, and with them their widths, which differ by one when `bits` is odd.
+        # The halves swap, and so do their widths, which differ by one if `bits` is odd.
         left, right = right, left ^ (_mix(right + key) >> np.uint64(64 - left_bits))
         left_bits, right_bits = right_bits, left_bits
     return (left << np.uint64(right_bits)) | right
 
 
 def _mix(words: _Words) -> _Words:
-    """Mix each word, so that every bit of the result depends on all bits. Products wrap."""
+    """Mix each word, so that every bit of the result depends on all bits. Products overflow."""
     for multiplier in _MULTIPLIERS:
         words = (words ^ (words >> _SHIFT)) * multiplier
     return words ^ (words >> _SHIFT)

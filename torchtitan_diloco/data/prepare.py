@@ -1,9 +1,9 @@
-"""Tokenises a corpus into a folder of token shards.
+"""Tokenise a corpus into a folder of token shards.
 
 python -m torchtitan_diloco.data.prepare --source stdlib --tokenizer bytes --out corpora/stdlib
 
-The same text and settings give the same bytes, whatever the number of threads, and also if the job
-was killed and started again: finished shards are kept, and their text is not tokenised again.
+The same text and settings give the same bytes, for any number of threads. A job that was killed
+continues after its finished shards.
 """
 
 import argparse
@@ -18,18 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.shards import (
-    FORMAT_VERSION,
     INDEX_NAME,
     SPLITS,
     STARTED_NAME,
-    Index,
     ShardWriter,
     Split,
-    SplitIndex,
     TokenShards,
     only_writer,
     read_index,
-    write_index,
+    read_or_begin_index,
 )
 from torchtitan_diloco.data.text import (
     PIECE_CHARACTERS,
@@ -46,7 +43,7 @@ DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _PIECES_AHEAD = 128  # for each thread; bounds memory
 
 Tokenised = tuple[int, Split, npt.NDArray[np.uint32], bool]
-"""Number of a piece, its split and tokens, and whether its document ends for the split."""
+"""Number of a piece, its split, its tokens, and whether a document of the split ends with it."""
 
 
 def prepare(
@@ -63,8 +60,8 @@ def prepare(
 ) -> bool:
     """Write the shards of both splits, then the index. Return whether there was anything to do.
 
-    `begin`: write the tokenizer's begin token before each document. `wait`: for another process
-    that writes the folder; otherwise that is an error.
+    `begin`: write the tokenizer's begin token before each document. `wait`: wait for another
+    process that is writing the folder, instead of raising an error.
     """
     begin_token = tokenizer.begin_of_document if begin else None
     if begin and begin_token is None:
@@ -82,7 +79,7 @@ def prepare(
     } | ({"begin_token": begin_token} if begin else {})
     start, new_tokens = time.monotonic(), 0
     with only_writer(folder, wait=wait):
-        index = _read_or_begin(folder, Index(FORMAT_VERSION, settings, {}))
+        index = read_or_begin_index(folder, settings)
         if (folder / INDEX_NAME).exists():
             return False
         writers = {split: ShardWriter(folder, split, index, shard_tokens) for split in SPLITS}
@@ -108,28 +105,6 @@ def prepare(
     return True
 
 
-def _read_or_begin(folder: Path, new: Index) -> Index:
-    """Return the index of a folder, which must have the settings of the new one, or write that."""
-    for name in (INDEX_NAME, STARTED_NAME):
-        if (folder / name).exists():
-            index = read_index(folder / name)
-            before, now = index.settings, new.settings
-            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
-                changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
-                raise ValueError(
-                    f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
-                    f"same ones to continue, or another folder."
-                )
-            return index
-    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    if foreign:
-        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
-    new.splits = {split: SplitIndex() for split in SPLITS}
-    write_index(folder / STARTED_NAME, new)
-    return new
-
-
 def _tokenised(
     corpus: Corpus,
     tokenizer: Tokenizer,
@@ -138,23 +113,12 @@ def _tokenised(
     begin_token: int | None,
     threads: int | None,
 ) -> Iterator[Tokenised]:
-    """Yield all pieces of the corpus in order, without those that are done.
-
-    Threads suffice, as tiktoken releases the interpreter's lock.
-    """
+    """Yield the pieces of the corpus in order, except those that are done."""
 
     def split_of(number: int) -> Split:
         return "validation" if is_held_out(number, fraction) else "train"
 
-    def missing() -> Iterator[tuple[int, Piece, bool]]:
-        begins_document = True
-        for number, piece in enumerate(corpus.pieces("tokenising")):
-            if number >= done[split_of(number)]:
-                yield number, piece, begins_document
-            begins_document = piece.ends_document
-
-    def tokenise(numbered: tuple[int, Piece, bool]) -> Tokenised:
-        number, piece, begins = numbered
+    def tokenise(number: int, piece: Piece, begins: bool) -> Tokenised:
         split, tokens = split_of(number), tokenizer.encode(piece.text)
         # Where the next piece goes to the other split, the document ends for this one.
         ends = piece.ends_document or split != split_of(number + 1)
@@ -165,9 +129,12 @@ def _tokenised(
         return number, split, tokens, ends
 
     threads, pending = threads or available_cores(), deque[Future[Tokenised]]()
-    with ThreadPoolExecutor(threads) as pool:
-        for piece in missing():
-            pending.append(pool.submit(tokenise, piece))
+    begins_document = True
+    with ThreadPoolExecutor(threads) as pool:  # tiktoken releases the GIL
+        for number, piece in enumerate(corpus.pieces("tokenising")):
+            if number >= done[split_of(number)]:
+                pending.append(pool.submit(tokenise, number, piece, begins_document))
+            begins_document = piece.ends_document
             if len(pending) == _PIECES_AHEAD * threads:
                 yield pending.popleft().result()
         while pending:
@@ -178,7 +145,7 @@ def _tokenised(
 
 
 def parse_quantity(text: str) -> int:
-    """Return a whole number from 1 on: 1000000, 1_000_000, 1e6, 1M and 1MB are the same."""
+    """Parse a positive integer: 1000000, 1_000_000, 1e6, 1M and 1MB are the same."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([KMGT]?)B?", text, re.IGNORECASE)
     scale = 1000 ** "_KMGT".index(match[2].upper() or "_") if match else 0
     value = float(match[1]) * scale if match else 0

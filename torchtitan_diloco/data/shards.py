@@ -1,8 +1,8 @@
-"""Token shards: how tokens lie on disk, writing them, and reading them through memory maps.
+"""Token shards: their format, writing them, and reading them through memory maps.
 
 A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, ... and an index
-`corpus.json`, which gets its name last: a folder without it is not finished. A shard is its tokens
-and a CRC-32 for each block of 64 KiB of them, little-endian.
+`corpus.json`, without which it is not finished. A shard has its tokens, then a CRC-32 of each block
+of 64 KiB of them, little-endian.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
 INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
-"""Index of a folder that is not finished: settings, and shards so far."""
+"""Index of a folder that is not finished."""
 FORMAT_VERSION = 2
 BLOCK_BYTES = 1 << 16
 
@@ -41,7 +41,7 @@ class Shard(msgspec.Struct, frozen=True):
     checksum: int
     """CRC-32 of the checksums of all blocks."""
     end_piece: int = 0
-    """All pieces of the source before this one are in this shard or before it, if of its split."""
+    """This shard and those before it have all pieces of the split before this piece."""
 
 
 class SplitIndex(msgspec.Struct):
@@ -80,6 +80,28 @@ def read_index(path: Path) -> Index:
     return index
 
 
+def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
+    """Return the index of a folder, which must have the same settings, or write a new one."""
+    for name in (INDEX_NAME, STARTED_NAME):
+        if (folder / name).exists():
+            index = read_index(folder / name)
+            before, now = index.settings, settings
+            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
+                changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
+                raise ValueError(
+                    f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
+                    f"same ones to continue, or another folder."
+                )
+            return index
+    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if foreign:
+        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
+    index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
+    write_index(folder / STARTED_NAME, index)
+    return index
+
+
 def write_index(path: Path, index: Index) -> None:
     content = msgspec.json.format(msgspec.json.encode(index), indent=2)
     write_whole(path, content + b"\n")
@@ -87,7 +109,7 @@ def write_index(path: Path, index: Index) -> None:
 
 @contextlib.contextmanager
 def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the folder's lock. The system releases it when the process ends, however it ends."""
+    """Hold the folder's lock. The system releases it when the process ends, even if killed."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +130,10 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
 
 
 class ShardWriter:
-    """Writer of the shards of one split. A shard is closed with the piece that fills it.
+    """Writer of the shards of one split. The piece that fills a shard closes it.
 
-    Each shard is written aside, renamed, and then listed in the index. A restart continues behind
-    the last one that is listed.
+    Each shard is written under another name, renamed, and then listed in the index. A restart
+    continues after the last one listed.
     """
 
     def __init__(self, folder: Path, split: Split, index: Index, shard_tokens: int) -> None:
@@ -125,7 +147,7 @@ class ShardWriter:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the split so far, those of an interrupted run included."""
+        """Tokens of the split so far, including those of an interrupted run."""
         return self._done.tokens + self._tokens
 
     def add(self, piece: int, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
@@ -140,7 +162,7 @@ class ShardWriter:
             self.finish_shard()
 
     def finish_shard(self) -> None:
-        """Close the shard that is being written, if there is one."""
+        """Close the shard that is being written, if any."""
         if self._file is None:
             return
         with self._file as file:
@@ -164,16 +186,14 @@ class ShardWriter:
 
 
 class TokenShards:
-    """All tokens of one split of a folder, as one long array that is never loaded.
+    """All tokens of one split of a folder, as one memory-mapped array.
 
-    A block is compared with its checksum when it is first read: no token is used unchecked, and a
-    start does not wait until a large corpus is read.
+    Blocks are compared with their checksums when they are first read, so that training starts
+    without reading a large corpus.
     """
 
-    def __init__(
-        self, folder: Path | str, split: Split, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self.folder, self.name = Path(folder), f"the {split} split of {folder}"
+    def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer | None = None) -> None:
+        self.folder, self.name = folder, f"the {split} split of {folder}"
         index = read_index(self.folder / INDEX_NAME)
         self._shards, settings = index.splits[split].shards, index.settings
         self._vocab_size = settings["vocab_size"]
@@ -190,7 +210,7 @@ class TokenShards:
                 f"set data.tokenizer to that one, or prepare the corpus again in another folder"
             )
         self._checked = []
-        """Blocks that were compared with their checksums, for each shard."""
+        """For each shard, whether each block was compared with its checksum."""
         for shard in self._shards:
             path = self.folder / shard.file
             expected = shard.tokens * token_type(self._vocab_size).itemsize
@@ -204,13 +224,13 @@ class TokenShards:
         facts = self._vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
         self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-        """Equal for two splits exactly if they hold the same tokens, wherever they lie."""
+        """Equal for two splits exactly if they hold the same tokens."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens start ... stop - 1, also across shards. The result is read-only."""
+        """Return tokens start to stop - 1, also across shards. The result may be read-only."""
         assert 0 <= start < stop <= len(self), f"{start}:{stop} of {len(self)} tokens"
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
         found = []

@@ -1,4 +1,4 @@
-"""Text of a corpus: the standard library, files, or a Hugging Face dataset, as pieces."""
+"""Read a corpus in pieces of text: the standard library, files, or a Hugging Face dataset."""
 
 import contextlib
 import glob
@@ -50,23 +50,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Stream of pieces that is the same each time it is read."""
+    """Stream of pieces that can be read repeatedly."""
 
     spec: str
     """The setting that it was opened from."""
     fingerprint: str
-    """Changes when the text may have changed. Computed without reading the text."""
+    """Changes when the text may have changed, judging by names, sizes and times of the files."""
     total_bytes: int | None
-    """Bytes of all files on disk; None if not known."""
+    """Bytes of all files on disk, None if unknown."""
     read: "Callable[[tqdm[Any]], Iterator[Piece]]"
-    """Yields the pieces, and updates a progress bar by the bytes read."""
+    """Yields the pieces, and advances a progress bar by the bytes read."""
 
     def pieces(self, label: str = "reading") -> Iterator[Piece]:
-        """Yield all pieces in order. A corpus without any is an error.
-
-        A progress bar counts the bytes of the files. A log file gets it every 10 seconds.
-        """
-        every = 0.2 if sys.stderr.isatty() else 10.0
+        """Yield all pieces in order, with a progress bar. A corpus without any is an error."""
+        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds
         shown = {"desc": f"{label} {self.spec}", "total": self.total_bytes, "unit": "B"}
         piece = None
         with tqdm(**shown, unit_scale=True, leave=False, mininterval=every, delay=every) as bar:
@@ -79,7 +76,7 @@ class Corpus:
 def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
     """Open `stdlib`, `hf:NAME[/SUBSET][:SPLIT]`, or comma-separated files, folders and globs.
 
-    `field` is that of the text in JSON lines and in rows of data sets.
+    `field`: field of the text in JSON lines and in rows of datasets.
     """
     if spec == STDLIB:
         return _corpus_of_files(spec, standard_library(Path(sysconfig.get_path("stdlib"))), field)
@@ -94,14 +91,14 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
 
 
 def is_held_out(piece: int, fraction: float) -> bool:
-    """Return whether a piece is for validation: an even spread that depends on its number only."""
+    """Return whether a piece is for validation. The held-out pieces are evenly spaced."""
     return math.floor((piece + 1) * fraction + 0.5) > math.floor(piece * fraction + 0.5)
 
 
 def split_into_pieces(parts: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
-    """Cut a document behind the last line end within every `limit` characters, else at `limit`.
+    """Cut a document after the last line end within every `limit` characters, else at `limit`.
 
-    The cuts depend on the text, not on the parts in which it comes. An empty document has no piece.
+    The cuts do not depend on how the text is divided into parts. An empty document has no piece.
     """
     text = ""
     for part in parts:
@@ -120,7 +117,7 @@ def split_into_pieces(parts: Iterable[str], limit: int = PIECE_CHARACTERS) -> It
 
 
 def standard_library(folder: Path) -> list[Path]:
-    """Return the source of the running Python, without its tests and installed packages."""
+    """Return the source files of the running Python, except tests and installed packages."""
     found: list[Path] = []
     for inside, folders, names in os.walk(folder):
         folders[:] = {*folders} - _NOT_STDLIB  # not searched, as there may be many packages
@@ -129,7 +126,7 @@ def standard_library(folder: Path) -> list[Path]:
 
 
 def text_kind(path: Path) -> str | None:
-    """Return the suffix that says how to read a file, without compression; None: no text file."""
+    """Return the suffix of a text file without that of compression, None for other files."""
     suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
     return suffix if suffix in TEXT_SUFFIXES else None
 
@@ -150,12 +147,12 @@ def _find_files(pattern: str) -> list[Path]:
 
 
 def _corpus_of_files(spec: str, paths: Iterable[Path], field: str) -> Corpus:
-    # A dictionary keeps the order, and reads a file that is named twice only once.
+    # A dictionary keeps the order and drops duplicates.
     files = {path: _stat(path) for path in paths}
 
     def read(bar: "tqdm[Any]") -> Iterator[Piece]:
         for path in files:
-            yield from read_file(path, bar, field)
+            yield from _read_file(path, bar, field)
 
     total = sum(status.st_size for status in files.values())
     return Corpus(spec, _fingerprint(field, files), total, read)
@@ -181,8 +178,8 @@ def _fingerprint(text: str, files: dict[Path, os.stat_result]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_file(path: Path, bar: "tqdm[Any]", field: str = TEXT_FIELD) -> Iterator[Piece]:
-    """Yield the pieces of one file: a line of `.jsonl` is a document, any other file is one."""
+def _read_file(path: Path, bar: "tqdm[Any]", field: str) -> Iterator[Piece]:
+    """Yield the pieces of one file. Each line of `.jsonl` is a document, as is any other file."""
     before = bar.n
     try:
         with path.open("rb") as raw:
@@ -192,7 +189,7 @@ def read_file(path: Path, bar: "tqdm[Any]", field: str = TEXT_FIELD) -> Iterator
                 for piece in split_into_pieces(document):
                     yield piece
                     bar.update(before + raw.tell() - bar.n)
-    except _READ_ERRORS as error:  # EOFError: a compressed file is cut off
+    except _READ_ERRORS as error:  # EOFError: a truncated compressed file
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
@@ -264,7 +261,7 @@ def _hugging_face_dataset(spec: str, field: str) -> Corpus:
             yield from split_into_pieces([text])
             bar.update(len(text))
 
-    # Whether a dataset on the hub has changed is not known: its fingerprint is that of its name.
+    # Changes of a dataset on the hub are not detected: there are no files.
     return Corpus(spec, _fingerprint(f"{spec}\0{split}\0{field}", files), None, read)
 
 

@@ -23,20 +23,19 @@ GPT2_PATTERN = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
 )
 
-# GPT-4's split of text into words, digits (at most three), punctuation and white space. All rank
-# files are learned and used with it. It has no possessive quantifiers, which regex engines read
-# differently.
+# GPT-4's split of text into words, digits (at most three), punctuation and white space. It is used
+# for all rank files, and has no possessive quantifiers, which regex engines read differently.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# No rank joins two bytes, so 16 at a time only sets the speed (3x that of one at a time).
+# There are no merges, so 16 bytes at a time only affect the speed (3x that of one at a time).
 _BYTES_PATTERN = r"[\s\S]{1,16}"
 
 
 class Tokenizer:
-    """Encoding of tiktoken with a fingerprint and an end-of-document token."""
+    """A tiktoken encoding with a fingerprint and an end-of-document token."""
 
     def __init__(
         self, spec: str, encoding: tiktoken.Encoding, *, pattern: str, end: str = END_OF_DOCUMENT
@@ -46,15 +45,15 @@ class Tokenizer:
         self._pattern = pattern
         self.name = spec
         self.vocab_size = encoding.max_token_value + 1
-        """Ids are 0 ... vocab_size - 1, special tokens included."""
+        """Ids are 0 ... vocab_size - 1, including special tokens."""
         self.end_of_document = encoding.encode_single_token(end)
         begin = next((name for name in BEGINS if name in encoding.special_tokens_set), None)
         self.begin_of_document = None if begin is None else encoding.encode_single_token(begin)
-        """Token that may precede a document, as in Llama 3, if there is one."""
+        """Token that may precede a document, as in Llama 3."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers exactly if they turn every text into the same ids."""
+        """Equal for tokenizers that give the same ids for every text."""
         digest = hashlib.sha256(self._pattern.encode())
         for token in range(self.vocab_size):
             try:
@@ -66,24 +65,23 @@ class Tokenizer:
 
     @property
     def split_pattern(self) -> str:
-        """Regular expression that splits a text. Bytes are merged within a match only."""
+        """Regular expression that splits text. Bytes are merged only within a match."""
         return self._encoding._pat_str  # tiktoken has no public name for it
 
     def ranks(self) -> dict[bytes, int]:
-        """Return the id of every ordinary token. The pair with the lowest id is merged first."""
+        """Return the id of every ordinary token. Merges with lower ids come first."""
         encoding = self._encoding
         return {
             token: encoding.encode_single_token(token) for token in encoding.token_byte_values()
         }
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the id of every special token, the end of a document included."""
+        """Return the id of every special token, including the end of a document."""
         names = sorted(self._encoding.special_tokens_set)
         return {name: self._encoding.encode_single_token(name) for name in names}
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Return the ids of a text. Special tokens are ordinary text; a lone surrogate becomes
-        U+FFFD."""
+        """Encode text. Special tokens are ordinary text; a lone surrogate becomes U+FFFD."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -91,12 +89,12 @@ class Tokenizer:
             return self._encoding.encode_to_numpy(valid, disallowed_special=())
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids. Bytes that are not UTF-8 become U+FFFD."""
         return self._encoding.decode([int(token) for token in ids])
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids, which may begin and end within a character. An id without a
-        meaning, such as a gap in a named encoding, becomes a U+FFFD."""
+        """Return the bytes of ids, which may start or end inside a character, or U+FFFD if an id is
+        a gap of a named encoding."""
         try:
             return self._encoding.decode_bytes(list(ids))
         except KeyError:
@@ -104,9 +102,9 @@ class Tokenizer:
 
 
 def build_tokenizer(spec: str, source: str = "TEXT") -> Tokenizer:
-    """Build `bytes`, the tokenizer of a `.tiktoken` rank file, or a named tiktoken encoding.
+    """Build `bytes`, the tokenizer of a `.tiktoken` or `.json` file, or a named tiktoken encoding.
 
-    `source`: the text that a missing rank file should be learned from, for the error.
+    `source`: text to train a missing rank file on, for the error.
     """
     end = END_OF_DOCUMENT
     if spec == "bytes":
@@ -148,9 +146,9 @@ def _named_encoding(name: str) -> Tokenizer:
         )
     try:
         encoding = tiktoken.get_encoding(name)
-        # The name implies its pattern. A KeyError: it has no token for the end of a document.
-        return Tokenizer(name, encoding, pattern=name)
-    except (OSError, ValueError, KeyError) as error:  # a failed download, or a damaged one
+        return Tokenizer(name, encoding, pattern=name)  # the name implies the pattern
+    # A download that failed or is damaged, or a missing end-of-document token (KeyError).
+    except (OSError, ValueError, KeyError) as error:
         fetch = f"import tiktoken; tiktoken.get_encoding({name!r})"
         raise ValueError(
             f'data.tokenizer = "{name}": tiktoken could not load this encoding with an '
@@ -162,9 +160,9 @@ def _named_encoding(name: str) -> Tokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a `.tiktoken` file: a line per token, its bytes in base64 and its rank 0, 1, 2, ...
+    """Read a `.tiktoken` file. Each line has a token in base64 and its rank 0, 1, 2, ...
 
-    tiktoken's own reader keeps a copy by path, so it would miss a change of the file.
+    tiktoken's own reader caches by path, so it would miss a change of the file.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines()):
@@ -198,8 +196,8 @@ def format_ranks(ranks: Mapping[bytes, int]) -> bytes:
 
 
 def byte_characters() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte: itself where Latin-1
-    has a visible one, else the next one from U+0100 on."""
+    """Return the character that byte-level BPE writes for each byte: that of Latin-1 if visible,
+    else the next one from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = itertools.count(0x100)
     return [chr(byte if byte in visible else next(substitutes)) for byte in range(256)]
@@ -208,7 +206,7 @@ def byte_characters() -> list[str]:
 def read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int], str, str]:
     """Return the ranks, the special tokens, the one that ends a document, and the pattern.
 
-    tiktoken merges by the id of the result, so the merges have to be in the order of the ids.
+    tiktoken merges in the order of ids, so the merges must have the same order.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -239,7 +237,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int], s
 
 
 def _pattern(step: dict[str, Any]) -> str:
-    """Return the pattern that splits text, or nothing if there is any other step."""
+    """Return the pattern that splits text, or "" if there is any other step."""
     steps = step.get("pretokenizers", [step])
     kinds, first, last = [one.get("type") for one in steps], steps[0], steps[-1]
     splits = last.get("use_regex", True)  # by GPT-2's pattern

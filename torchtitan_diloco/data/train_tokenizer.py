@@ -1,4 +1,4 @@
-"""Learns a byte-level BPE tokenizer and writes it as a `.tiktoken` rank file.
+"""Train a byte-level BPE tokenizer and write it as a `.tiktoken` rank file.
 
 python -m torchtitan_diloco.data.train_tokenizer --source stdlib --vocab-size 4096 --out my.tiktoken
 """
@@ -21,7 +21,7 @@ from torchtitan_diloco.utils import install_command, write_whole
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> dict[bytes, int]:
-    """Return the ranks of vocab_size - 1 tokens. The end of a document is the last token."""
+    """Return the ranks of vocab_size - 1 tokens. The last token is the end of a document."""
     if vocab_size < 257:
         raise ValueError(
             f"--vocab-size {vocab_size} is too small: every byte and the end of a document make 257"
@@ -36,7 +36,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> 
 
 
 def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
-    """Return a `tokenizers.Tokenizer` with so many tokens, 256 of them the bytes."""
+    """Train a `tokenizers.Tokenizer` with this many tokens, including the 256 bytes."""
     tokenizer = byte_level_bpe(SPLIT_PATTERN)
     from tokenizers import trainers
 
@@ -47,7 +47,7 @@ def learn_bpe(texts: Iterator[str], tokens: int) -> Any:
 
 
 def byte_level_bpe(pattern: str, **model: Any) -> Any:
-    """Return a `tokenizers.Tokenizer` that splits text by a pattern and merges bytes within."""
+    """Return a `tokenizers.Tokenizer` that splits text by a pattern, then merges bytes."""
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
@@ -63,19 +63,19 @@ def byte_level_bpe(pattern: str, **model: Any) -> Any:
 
 
 def ranks_of(learned: Any) -> dict[bytes, int]:
-    """Return tiktoken's ranks: ids are in the order of learning, which is that of merging."""
+    """Return the ranks of a trained tokenizer, which are its ids: both are in order of merging."""
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocabulary: dict[str, int] = learned.get_vocab(with_added_tokens=False)
     return {bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()}
 
 
 def _sample(corpus: Corpus, max_bytes: int) -> Iterator[str]:
-    """Yield at most so many bytes of text, from all over the corpus if its size is known, else from
-    its beginning. Lone surrogates, which UTF-8 cannot hold, are left out."""
+    """Yield up to `max_bytes` of text, spread over the corpus if its size is known, else from its
+    start. Drop lone surrogates, which UTF-8 does not allow."""
     share = min(1.0, max_bytes / corpus.total_bytes) if corpus.total_bytes else 1.0
     taken = 0
     for number, piece in enumerate(corpus.pieces("learning from")):
-        if is_held_out(number, share):  # the same even spread as of held-out pieces
+        if is_held_out(number, share):  # evenly spaced
             encoded = piece.text.encode(errors="ignore")
             taken += len(encoded)
             if taken > max_bytes:

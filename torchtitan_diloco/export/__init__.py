@@ -1,1 +1,1 @@
-"""Trained models for other programs: safetensors files, and folders for transformers."""
+"""Export of trained models as safetensors files and as folders for transformers."""

@@ -50,7 +50,7 @@ def _export(saved: SavedModel, options: argparse.Namespace) -> None:
 
 
 def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
-    """Return a folder below the run, or beside a checkpoint that lies elsewhere."""
+    """Return a folder in the run, or beside a checkpoint that was moved elsewhere."""
     parent = checkpoint.parent
     run = parent.parent if parent.name == "checkpoints" else parent
     names = [checkpoint.name, options.format, options.dtype, options.weights]
@@ -58,9 +58,9 @@ def _default_folder(checkpoint: Path, options: argparse.Namespace) -> Path:
 
 
 def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) -> None:
-    """Write the weights under our names, and the settings and tokenizer that belong to them."""
+    """Write the weights under our names, with their settings and tokenizer."""
     config, tokenizer = saved.config, saved.tokenizer
-    config = replace(  # without the settings that belong to one run
+    config = replace(  # reset the settings that are specific to a run
         config,
         run=replace(config.run, folder=""),
         training=replace(config.training, stop_after=0),

@@ -1,4 +1,4 @@
-"""Folder for transformers: weights, configuration, tokenizer, and the source of our own family."""
+"""Export for transformers: weights, configuration, tokenizer, and the source of our own family."""
 
 import json
 import random
@@ -21,17 +21,26 @@ def save_hugging_face(
     """Write a folder that `from_pretrained(folder, trust_remote_code=True)` loads."""
     assert tokenizer.vocab_size <= model.vocab_size
     try:
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, PreTrainedTokenizerFast
     except ImportError as error:
         command = install_command("export")
         raise ValueError(f"--format hf needs the package transformers: {command}") from error
     converted = model.to_transformers().to(dtype)
-    converted_tokenizer = _fast_tokenizer(
-        convert_tokenizer(tokenizer), tokenizer.end_name, converted.config.max_position_embeddings
+    # Special tokens in a text are ordinary text, as in training. Call the tokenizer with
+    # split_special_tokens=False to parse them. One difference remains: a lone surrogate, which
+    # becomes U+FFFD in training, is an error in transformers.
+    converted_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=convert_tokenizer(tokenizer),
+        # Training ends every document with this token, so it also precedes the next document.
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name),
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",  # where `generate` needs it
+        model_max_length=converted.config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
     )
-    special = dict.fromkeys(
-        ("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_document
-    )
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = dict.fromkeys(ids, tokenizer.end_of_document)
     converted.config.update(special)
     # Nothing has trained the rows of the embedding that have no token.
     unused = list(range(tokenizer.vocab_size, model.vocab_size))
@@ -52,65 +61,35 @@ def _add_older_rotary_keys(config_file: Path) -> None:
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _fast_tokenizer(converted: Any, end: str, max_length: int) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    # Special tokens in a text are ordinary text, as in training. Call the tokenizer with
-    # split_special_tokens=False to have them read. One difference stays: a lone surrogate, which
-    # becomes U+FFFD in training, is an error in transformers.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=converted,
-        # Training ends every document with this token, so it also precedes the next document.
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), end),
-        model_input_names=["input_ids", "attention_mask"],
-        padding_side="left",  # where `generate` needs it
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-    )
-
-
 def convert_tokenizer(tokenizer: Tokenizer) -> Any:
     """Return the `tokenizers.Tokenizer` that gives the same ids for every text."""
-    vocabulary, merges = vocabulary_and_merges(tokenizer)
-    pattern = oniguruma_pattern(tokenizer.split_pattern)
-    converted = byte_level_bpe(pattern, vocab=vocabulary, merges=merges, ignore_merges=True)
-    special = tokenizer.special_tokens()
-    converted.add_special_tokens(sorted(special, key=special.__getitem__))
-    converted.encode_special_tokens = True
-    check_same_ids(tokenizer, converted)
-    return converted
-
-
-def vocabulary_and_merges(tokenizer: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the tokens and every pair of tokens that makes a token, in the order of the ranks."""
     ranks, special = tokenizer.ranks(), tokenizer.special_tokens()
     characters = byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
     if sorted(special.values()) != list(range(len(ranks), len(ranks) + len(special))):
         vocabulary |= special  # else they get the next free ids; named encodings have gaps there
+    # Every pair of tokens that makes a token, in the order of the ranks.
     merges = [
         (text[token[:cut]], text[token[cut:]])
         for token in sorted(ranks, key=ranks.__getitem__)
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
-    return vocabulary, merges
-
-
-def oniguruma_pattern(pattern: str) -> str:
-    """Convert the pattern of tiktoken for the regex engine of `tokenizers`.
-
-    That engine reads `{1,3}+` as a repetition of `{1,3}`, and `$` as the end of any line. In all
-    patterns of tiktoken the former ends an alternative, where possessive or not is the same.
-    """
-    possessive = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
-    return re.sub(r"(?<!\\)\$", r"\\z", possessive)
+    # The regex engine of `tokenizers` reads `{1,3}+` as a repetition of `{1,3}`, and `$` as the end
+    # of any line. In all patterns of tiktoken the former ends an alternative, where possessive or
+    # not is the same.
+    pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", tokenizer.split_pattern)
+    pattern = re.sub(r"(?<!\\)\$", r"\\z", pattern)
+    converted = byte_level_bpe(pattern, vocab=vocabulary, merges=merges, ignore_merges=True)
+    converted.add_special_tokens(sorted(special, key=special.__getitem__))
+    converted.encode_special_tokens = True
+    check_same_ids(tokenizer, converted)
+    return converted
 
 
 def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
-    """Compare the ids of trial texts: the two engines have their own tables of characters."""
+    """Compare the ids of random texts, as the regex engines have different Unicode tables."""
     draw, tokens = random.Random(0), list(tokenizer.ranks())
     common = [*" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"]
     texts = [*tokenizer.special_tokens()]

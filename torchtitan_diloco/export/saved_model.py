@@ -1,7 +1,7 @@
-"""Opening a checkpoint as a whole model in fp32, and what the commands that do so share.
+"""Load a checkpoint as a whole model in fp32, for commands.
 
-The settings are those in the checkpoint's manifest, not in the run's config.toml: a resumed run may
-have changed them, and the manifest stays with the folder of the checkpoint.
+The settings come from the checkpoint's manifest, not from the run's config.toml, which a resumed
+run may have changed.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 
 
 class CommandParser(OptionParser):
-    """Parser with the arguments that say which model to open."""
+    """Parser with the arguments that choose a model."""
 
     takes_settings = False
 
@@ -128,7 +128,7 @@ class CommandParser(OptionParser):
 
 
 def in_range(kind: Callable[[str], float], low: float, high: float = math.inf) -> Any:
-    """Return the type of an argument from `low` to `high`."""
+    """Return an argument type for numbers from `low` to `high`."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -145,10 +145,7 @@ def run_command(
     parser: CommandParser,
     arguments: Sequence[str] | None,
 ) -> int:
-    """Open the model, run the command, and return its exit status.
-
-    A mistake is a line on stderr and status 2.
-    """
+    """Run a command on a model. Return its exit status, which is 2 after a mistake of the user."""
     try:
         options = parser.parse_args(arguments)
         command(open_saved(options.run, options.step, options.weights), options)

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: writing, reading, and the initial weights of a new run."""
+"""Write and read folders of safetensors files, such as the initial weights of a run."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ from torchtitan_diloco.utils import logger
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
-"""Only folders of transformers have it."""
+"""Found only in folders of transformers."""
 PARTS, PART_BYTES = 4, 1 << 20
-"""Bytes that are read of each file for its fingerprint."""
+"""Parts of each file that are read for its fingerprint."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes `folder` at once when all is written."""
+    """Yield a folder to write into, which is renamed to `folder` when it is complete."""
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; choose another folder, or delete this one")
@@ -47,9 +47,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @torch.no_grad()
 def load_initial_weights(model: LanguageModel, path: str) -> None:
-    """Fill the parameters of a new run from `model.weights`. Every rank keeps its own shard.
+    """Load this rank's shards of the initial parameters from `model.weights`.
 
-    One parameter after the other is read, so that no rank holds the whole model.
+    Reads one parameter at a time, so that no rank holds the whole model.
     """
     parameters = dict(model.named_parameters())
     names = {name: name for name in parameters}
@@ -60,7 +60,7 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
         names = model.transformers_names()
     with open_weights(path) as stored:
         there = {name: _format(file.get_slice(name).get_shape()) for name, file in stored.items()}
-        if config.is_file():  # transformers ignores a tied head and stored frequencies, too
+        if config.is_file():  # like transformers, ignore a tied head and stored frequencies
             unused = {name for name in there if name.endswith((".inv_freq", "lm_head.weight"))}
             for name in unused.difference(names.values()):
                 del there[name]
@@ -85,7 +85,7 @@ def _format(shape: Sequence[int]) -> str:
 
 
 def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> None:
-    """Raise if a config.json of transformers is of another model."""
+    """Raise an error if a config.json of transformers describes another model."""
     family = model.config.name
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -107,8 +107,8 @@ def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> N
 
 @contextmanager
 def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the names of all tensors in a safetensors file, or in the files of a folder, each with
-    the open file that has it."""
+    """Yield the name of each tensor in a safetensors file, or in the files of a folder, with the
+    open file that has it."""
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for file in weight_files(path):
@@ -121,7 +121,7 @@ def open_weights(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """Return the file itself, or what the index of a folder names, or all that the folder has."""
+    """Return the file itself, or the files in the index of a folder, or all files of the folder."""
     given = Path(path).expanduser()
     if not given.is_dir():
         return [given]
@@ -138,7 +138,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def weights_fingerprint(path: str) -> str:
-    """Return a hash of parts of each file, which tells other weights of the same model apart."""
+    """Return a hash of parts of each file, to detect different weights of the same model."""
     digest = hashlib.sha256()
     for file in weight_files(path) if path else ():
         try:

@@ -20,12 +20,9 @@ def build_model(config: Model, vocab_size: int, sequence_length: int) -> Languag
 
 
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
-    """Return the rows of the embedding.
-
-    The default is the vocabulary rounded up to a multiple of 64, a fast size for matrix products.
-    """
+    """Return the number of rows of the embedding."""
     if model.vocab_size is None:
-        return -(-tokenizer_vocabulary // 64) * 64
+        return -(-tokenizer_vocabulary // 64) * 64  # a fast size for matrix products
     if model.vocab_size < tokenizer_vocabulary:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is below the tokenizer's vocabulary of "

@@ -1,4 +1,4 @@
-"""A Chinchilla-style decoder, in the shapes of the papers' tables."""
+"""Chinchilla-style decoder, in the shapes of the papers."""
 
 from typing import Any
 
@@ -7,20 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import (
-    DecoderBase,
-    Rotary,
-    Shape,
-    resolve_shape,
-    rotate,
-)
+from torchtitan_diloco.models.base import DecoderBase, Rotary, Shape, resolve_shape, rotate
 
 ROTARY_BASE = 10_000.0
 
 
 def _streaming(layers: int, heads: int, width: int) -> Shape:
-    """Return a shape of the Streaming DiLoCo papers: heads of 64, feed-forward four times as
-    wide."""
     return Shape(layers, width, heads, head_dim=64, feed_forward=4 * width)
 
 
@@ -106,7 +98,7 @@ class Decoder(DecoderBase):
         return frequencies
 
     def to_transformers(self) -> Any:
-        """Return the model in the code that is saved beside it: transformers does not know it."""
+        """Convert to the model of modeling_chinchilla.py, which is saved with the weights."""
         from torchtitan_diloco.models import modeling_chinchilla as remote_code
 
         shape, config = self.shape, self.config

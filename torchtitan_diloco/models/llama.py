@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783): shapes as published, the model, and its form in transformers."""
+"""Llama 3 (arXiv 2407.21783), and its conversion to and from transformers."""
 
 import math
 from collections.abc import Mapping
@@ -10,23 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
-from torchtitan_diloco.models.decoder import (
-    DecoderBase,
-    Rotary,
-    Shape,
-    resolve_shape,
-    rotate,
-)
+from torchtitan_diloco.models.base import DecoderBase, Rotary, Shape, resolve_shape, rotate
 
 NORM_EPSILON = 1e-5
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
-"""Rotary scaling: length before it, and the numbers of turns within it below and above which a
+"""Rotary scaling: the original length, and the numbers of turns within it below and above which a
 frequency is low and high."""
 
 
 @dataclass(frozen=True)
 class LlamaShape(Shape):
-    """Dimensions of a Llama, and what else tells one from another. Fields are named as settings."""
+    """Dimensions and other properties of a Llama, named like the settings."""
 
     kv_heads: int
     tied_head: bool = True
@@ -47,23 +41,8 @@ FLAVORS: dict[str, LlamaShape] = {
 }
 
 
-def llama_shape(model: Model) -> LlamaShape:
-    shape = resolve_shape(FLAVORS, model)
-    if shape.heads % shape.kv_heads:
-        raise ValueError(
-            f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: each "
-            "head of keys and values is for the same number of heads of queries"
-        )
-    if shape.head_dim % 2:
-        raise ValueError(
-            f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
-            "dimensions: make it even"
-        )
-    return shape
-
-
 class Attention(nn.Module):
-    """Causal self-attention; several heads of queries share one of keys and values."""
+    """Causal grouped-query attention: `kv_heads` heads of keys and values."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -89,7 +68,17 @@ class Llama(DecoderBase):
     shape: LlamaShape
 
     def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
-        shape = llama_shape(config)
+        shape = resolve_shape(FLAVORS, config)
+        if shape.heads % shape.kv_heads:
+            raise ValueError(
+                f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
+                "each head of keys and values is for the same number of heads of queries"
+            )
+        if shape.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
+                "dimensions: make it even"
+            )
         super().__init__(config, vocab_size, sequence_length, shape, tied_head=shape.tied_head)
 
     def build_norm(self) -> nn.Module:
@@ -99,9 +88,9 @@ class Llama(DecoderBase):
         return Attention(self.shape)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies with the bits of transformers.
+        """Return the same frequencies as transformers, to the bit.
 
-        Scaling divides the low ones, keeps the high ones, and interpolates those between.
+        Scaling divides low frequencies, keeps high ones, and interpolates between.
         """
         shape = self.shape
         dims = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
@@ -115,12 +104,29 @@ class Llama(DecoderBase):
     def to_transformers(self) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = transformers_config(self.shape, self.vocab_size, self.sequence_length)
+        shape, length, scaling = self.shape, self.sequence_length, None
+        if shape.rotary_scaling > 1:
+            scaling = SCALING | {"factor": shape.rotary_scaling}
+            length = max(length, SCALED_LENGTH)
+        config = LlamaConfig(
+            **FIXED,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=length,
+            num_hidden_layers=shape.layers,
+            hidden_size=shape.width,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.feed_forward,
+            rope_theta=shape.rotary_base,
+            rope_scaling=scaling,
+            tie_word_embeddings=shape.tied_head,
+        )
         with torch.device("meta"):
-            converted = LlamaForCausalLM(LlamaConfig(**config))
+            converted = LlamaForCausalLM(config)
         names = self.transformers_names()
         state = {names[name]: value for name, value in self.state_dict().items()}
-        converted.load_state_dict(state, strict=not self.shape.tied_head, assign=True)
+        converted.load_state_dict(state, strict=not shape.tied_head, assign=True)
         converted.tie_weights()
         return converted
 
@@ -171,30 +177,8 @@ SCALING = {
 }
 
 
-def transformers_config(shape: LlamaShape, vocab_size: int, length: int) -> dict[str, Any]:
-    """Return the content of config.json. `length`: longest text of the training."""
-    scaling = None
-    if shape.rotary_scaling > 1:
-        scaling = SCALING | {"factor": shape.rotary_scaling}
-        length = max(length, SCALED_LENGTH)
-    return FIXED | {
-        "vocab_size": vocab_size,
-        "max_position_embeddings": length,
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.width,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.feed_forward,
-        "rope_theta": shape.rotary_base,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": shape.tied_head,
-    }
-
-
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of [model] for a config.json. What it leaves out has the default of
-    transformers."""
+    """Return the settings of [model] for a config.json, with the defaults of transformers."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = {**FIXED, **(SCALING if kind != "default" else {})}

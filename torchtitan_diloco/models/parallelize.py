@@ -1,4 +1,4 @@
-"""Parallelism inside a worker, in this order: activation checkpointing, compile, FSDP2, weights."""
+"""Parallelism inside a worker: activation checkpointing, compile and FSDP2, in this order."""
 
 from functools import partial
 
@@ -20,35 +20,32 @@ def parallelize(
     compile: Compile,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Apply what the settings ask for to `model`, in place, on the meta device.
+    """Apply parallelism to `model` in place, on the meta device.
 
-    FSDP2 shards over `mesh`: 1-d (fsdp), or 2-d (worker, fsdp) for data parallelism over workers;
-    None for a single process.
+    `mesh`: 1-d (fsdp), or 2-d (worker, fsdp) for data parallelism over workers; None for a single
+    process.
     """
     mode, every = activation_checkpoint.mode, activation_checkpoint.every
+    reshard = parallel.reshard_after_forward
     for index, block in enumerate(model.blocks):
         if mode == "full" or (mode == "every_nth" and index % every == 0):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if compile.enable:
-            # The blocks are alike, so one compilation serves all. Only `forward` is compiled, so
-            # that FSDP's hooks stay outside and parameters keep their names.
+            # Equal blocks share one compilation. Compiling only `forward` keeps FSDP's hooks
+            # outside, and the names of the parameters.
             block.forward = torch.compile(block.forward, fullgraph=True)
-    if mesh is not None:
-        shard(model, mesh, parallel.reshard_after_forward, compute_dtype)
-
-
-def shard(model: LanguageModel, mesh: DeviceMesh, reshard: str, dtype: torch.dtype) -> None:
-    """Shard every block, then the rest of the model."""
-    free_blocks = {"always": True, "never": False, "auto": mesh.size(-1) > 1}[reshard]
+    if mesh is None:
+        return
+    reshard_blocks = {"always": True, "never": False, "auto": mesh.size(-1) > 1}[reshard]
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype,
+        param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
-        # Hidden states leave the embedding in the compute dtype, and rotary angles must stay fp32.
+        # Hidden states already have the compute dtype, and rotary angles must stay fp32.
         cast_forward_inputs=False,
     )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free_blocks)
-    # The root holds embedding, final norm and tied head. The backward pass needs them first.
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_blocks)
+    # The root has the embedding, final norm and tied head. The backward pass needs them first.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
