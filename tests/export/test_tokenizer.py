@@ -147,6 +147,17 @@ def test_a_tokenizer_json_that_would_be_read_otherwise_is_refused(
         build_tokenizer(str(path))
 
 
+def test_added_tokens_that_are_not_special_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = json.loads(pair("cl100k_base")[1].to_str())
+    content["added_tokens"][-1]["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    build_tokenizer(str(tmp_path / "tokenizer.json"))
+    name = content["added_tokens"][-1]["content"]
+    assert f"1 added tokens are not special, such as '{name}'" in caplog.text
+
+
 def test_a_conversion_that_differs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot be exported: for .* it gives the ids"):
         check_same_ids(from_ranks(learned_ranks()), pair("bytes")[1])

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
+from torchtitan_diloco.utils import logger
+
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
@@ -233,6 +235,11 @@ def read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int], s
         raise _refusal(path, f"it changes text by {normalizer.get('type')} before it is encoded")
     if not end:
         raise _refusal(path, f"it has none of the tokens {', '.join(ENDS)} to end a document")
+    if plain := [str(one["content"]) for one in added if not one.get("special", True)]:
+        logger.warning(
+            f"{path}: {len(plain)} added tokens are not special, such as {plain[0]!r}; text with "
+            "them is encoded without them, unlike in transformers"
+        )
     return ranks, special, end, pattern
 
 
