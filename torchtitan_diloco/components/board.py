@@ -10,7 +10,6 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import hparams
 
 from torchtitan_diloco.components.records import Record
-from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.utils import install_command
 
 FIRST = {
@@ -60,10 +59,11 @@ def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
 
 
 class TensorBoard:
-    """Event files."""
+    """Event files of a run that was resumed after `step`."""
 
     def __init__(self, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-        self._files, self._first_step = FileWriter(str(folder), flush_secs=10), step + 1
+        self._files = FileWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._first_step = step + 1
         restart = SessionLog(status=SessionLog.START)  # drops later steps of the run before
         self._files.add_event(Event(step=step + 1, session_log=restart))
         self._described = set[str]()
@@ -127,15 +127,3 @@ class WeightsAndBiases:
 
 
 Board = TensorBoard | WeightsAndBiases
-
-
-def open_boards(
-    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
-) -> list[Board]:
-    """Open the boards of a run that was resumed after `step`."""
-    boards: list[Board] = []
-    if config.tensorboard:
-        boards.append(TensorBoard(folder / "tensorboard", step, settings))
-    if config.wandb:
-        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
-    return boards
