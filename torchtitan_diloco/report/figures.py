@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan_diloco.components.records import PHASE_COLOURS, phases
-from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
 from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
@@ -19,7 +19,6 @@ from torchtitan_diloco.report.run_records import (
     Run,
     of_known,
 )
-from torchtitan_diloco.report.timeline import timeline_svg
 
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
 BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
