@@ -48,7 +48,7 @@ class Table(NamedTuple):
 
 
 def facts_table(runs: Sequence[Run]) -> Table:
-    """Return the facts of all runs, without the rows that no run has."""
+    """Return the facts of all runs. Leave out rows that are empty for all of them."""
     facts = [_facts(run) for run in runs]
     rows = [[Cell(name), *(fact[name] for fact in facts)] for name in facts[0]]
     known = [row for row in rows if set(row[1:]) != {Cell()}]
@@ -93,6 +93,9 @@ def _facts(run: Run) -> dict[str, Cell]:
     validation_note = f"nats per held-out token, step {validated:,}"
     tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
     rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
+    exchange = run.total("diloco/exchange_seconds_mean_over_ranks")
+    waited = run.total("diloco/exposed_waiting_seconds_mean_over_ranks")
+    hidden = 100 * max(1 - waited / exchange, 0.0) if exchange else math.nan
     exposed = mean_share(run, SHARES["exposed communication"])
     utilisation = Cell(note="not recorded: the run has not ended")
     if run.summary is not None:
@@ -106,7 +109,7 @@ def _facts(run: Run) -> dict[str, Cell]:
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
         "tokens/s, all workers": _cell(rate, _count, "median"),
         **_sent_bytes(run),
-        "communication hidden": _cell(hidden_percent(run), _percent, "of the time of exchanges"),
+        "communication hidden": _cell(hidden, _percent, "of the time of exchanges"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
         "utilisation": utilisation,
         **_slowest(run),
@@ -115,7 +118,7 @@ def _facts(run: Run) -> dict[str, Cell]:
 
 def _sent_bytes(run: Run) -> dict[str, Cell]:
     sent = run.total(SENT_BYTES) / (run.workers or math.nan)
-    expected = data_parallel_bytes(run)
+    expected = data_parallel_bytes(run, run.last_step)
     counted = _cell(sent, _bytes, "counted in the buffers")
     if run.settings.get("diloco.method") == "none":
         counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
@@ -127,7 +130,7 @@ def _sent_bytes(run: Run) -> dict[str, Cell]:
 
 
 def _slowest(run: Run) -> dict[str, Cell]:
-    """Return the worker and the link that the others wait for, from the tables' first rows."""
+    """Return the worker and the link for which the others wait."""
     found = {"last to arrive": Cell(), "slowest link": Cell()}
     for worker, rounds, late, *_ in _workers_table(run).rows[:1]:
         if late != Cell():
@@ -139,7 +142,7 @@ def _slowest(run: Run) -> dict[str, Cell]:
 
 
 def _workers_table(run: Run) -> Table:
-    """Return who arrives last and who waits, the worker that was last most often first."""
+    """Return who arrives last and who waits. The worker that was last most often is first."""
     last, late = run.of_rounds("last_worker"), run.of_rounds("late_by_seconds")
     waited = run.of_workers("waited_seconds")
     keys = "time/longest_gap_seconds_max_over_ranks", "time/longest_gap_worker"
@@ -182,7 +185,7 @@ def _links_table(run: Run) -> Table:
 
 
 def _differences_table(runs: Sequence[Run]) -> Table:
-    """Return the settings that are not the same in all runs that have a config.toml."""
+    """Return the settings that differ between the runs with a config.toml."""
     runs = [run for run in runs if run.settings]
     rows = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
@@ -192,25 +195,16 @@ def _differences_table(runs: Sequence[Run]) -> Table:
     return Table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
 
 
-def data_parallel_bytes(run: Run, step: float | None = None) -> float:
-    """Return the bytes that a worker would have sent up to `step` (default: the last step) with a
-    ring all-reduce of all gradients at every step."""
-    step = run.last_step if step is None else step
+def data_parallel_bytes(run: Run, step: float) -> float:
+    """Return the bytes that a worker would have sent with data parallelism up to `step`."""
     if run.summary is not None and run.summary.step > (start := run.summary.counted_after_step):
         total = run.summary.data_parallel_bytes_per_worker
         return total * max(0.0, step - start) / (run.summary.step - start)
     return all_reduce_bytes(run.parameters, run.workers) * step if run.workers > 1 else math.nan
 
 
-def hidden_percent(run: Run) -> float:
-    """Return the share of the exchanges' time that training did not wait for."""
-    exchange = run.total("diloco/exchange_seconds_mean_over_ranks")
-    waited = run.total("diloco/exposed_waiting_seconds_mean_over_ranks")
-    return 100 * max(1 - waited / exchange, 0.0) if exchange else math.nan
-
-
 def mean_share(run: Run, key: str) -> float:
-    """Return the mean of a logged share, weighted by the time of each interval."""
+    """Return the mean of a share over the intervals, weighted by their lengths."""
     keys = (key, "time/wall_seconds_mean_over_ranks")
     rows = [[number(record.get(name)) for name in keys] for record in run.steps]
     known = [row for row in rows if np.isfinite(row).all() and row[1] > 0]
@@ -225,5 +219,5 @@ def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
 
 
 def setting_text(value: object) -> str:
-    """Return a setting as TOML writes it, which is JSON for the types that settings have."""
+    """Return a setting as in TOML, which is the same as JSON for the types of settings."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -16,7 +16,7 @@ METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
 
 
 def html_page(runs: Sequence[Run]) -> str:
-    """Return a page that loads nothing, for wide and narrow screens, light and dark."""
+    """Return a self-contained page for wide and narrow screens, light and dark."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -38,7 +38,6 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def describe(run: Run) -> str:
-    """Return the run's description, its number of workers and its method."""
     workers = f"{run.workers} worker{'s' * (run.workers > 1)}" if run.workers else ""
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
@@ -61,5 +60,5 @@ def _markdown_table(table: Table) -> str:
 
 
 def _markdown_text(text: str) -> str:
-    """Escape what Markdown would read as markup."""
+    """Escape the characters of Markdown's markup."""
     return re.sub(r"([\\|`*_\[\]<>#])", r"\\\1", " ".join(text.split()))
