@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.planner.paper import PAPER_MODELS, PaperModel, paper_table
+from torchtitan_diloco.planner.probe import conditions_of_run, probe
 from torchtitan_diloco.planner.units import (
     BANDWIDTHS,
     parse_bandwidth,
@@ -24,8 +26,7 @@ from torchtitan_diloco.planner.units import (
 )
 from torchtitan_diloco.utils import PEAK_BF16_FLOPS
 
-if TYPE_CHECKING:  # these import torch, which --help and --table do not need
-    from torchtitan_diloco.components.records import Conditions
+if TYPE_CHECKING:  # imports torch, which --help and --table do not need
     from torchtitan_diloco.planner.prediction import Workload
 
 PEAKS = {name.lower(): flops for name, flops in PEAK_BF16_FLOPS.items()}
@@ -187,11 +188,8 @@ def _step_times(
 
 def _conditions(
     options: argparse.Namespace, words: list[str], config: Config, steps: tuple[float, ...] | None
-) -> "Conditions | None":
+) -> Conditions | None:
     """Return the given or else the measured conditions; None on other nodes of a probe."""
-    from torchtitan_diloco.components.records import Conditions
-    from torchtitan_diloco.planner.probe import conditions_of_run, probe
-
     given: dict[str, Any] = {
         "bits_per_second": options.bandwidth,
         "latency_seconds": options.latency,
