@@ -8,10 +8,10 @@ import numpy as np
 
 from torchtitan_diloco.components.records import PHASE_COLOURS, phases
 from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
-from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
     SENT_BYTES,
+    SHARES,
     TOKENS,
     TRAINING_LOSS,
     VALIDATION_LOSS,
@@ -143,7 +143,7 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
         times, sent = x.curve(run, SENT_BYTES)
         if run.workers and np.nansum(sent):
             steps, _ = run.curve(SENT_BYTES)
-            expected = np.array([data_parallel_bytes(run, step) for step in steps])
+            expected = np.array([run.data_parallel_bytes(step) for step in steps])
             curves.append(Curve("sent", times, np.nancumsum(sent) / run.workers, series))
             dashed = Curve("data parallelism would send", times, expected, series, dashed=True)
             curves.append(dashed)
@@ -169,7 +169,7 @@ def _bandwidth(runs: Sequence[Run], x: Axis) -> Figure | None:
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
-    bars = {run.name: {name: mean_share(run, key) for name, key in SHARES.items()} for run in runs}
+    bars = {run.name: {name: run.mean_share(key) for name, key in SHARES.items()} for run in runs}
     bars = {name: shares for name, shares in bars.items() if np.isfinite(shares["compute"])}
     caption = (
         "Shares of the training thread's time, mean over ranks and over the run. Exposed "

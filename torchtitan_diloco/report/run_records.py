@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchtitan_diloco.components.records import Record, RoundRecord, Summary, from_record
 from torchtitan_diloco.config.loader import flatten
-from torchtitan_diloco.utils import number, read_json_lines
+from torchtitan_diloco.utils import all_reduce_bytes, number, read_json_lines
 
 METRICS = "metrics.jsonl"
 TRAINING_LOSS = "train/loss_nats_per_token_global"
@@ -21,6 +21,12 @@ VALIDATION_LOSS = "validation/loss_nats_per_token_global"
 TOKENS = "train/tokens_global"
 ELAPSED_SECONDS = "time/elapsed_seconds"
 SENT_BYTES = "diloco/sent_bytes_sum_over_ranks"
+SHARES = {
+    "compute": "time/share_compute_percent_mean_over_ranks",
+    "data": "time/share_data_percent_mean_over_ranks",
+    "exposed communication": "time/share_exposed_communication_percent_mean_over_ranks",
+    "other": "time/share_other_percent_mean_over_ranks",
+}
 
 Array = NDArray[np.float64]
 
@@ -83,6 +89,26 @@ class Run:
         """Parameters of the model, NaN until all fragments have been exchanged."""
         sizes = {record.fragment: record.parameters for record in self.rounds}
         return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
+
+    def data_parallel_bytes(self, step: float) -> float:
+        """Return the bytes that a worker would have sent with data parallelism up to `step`."""
+        if self.summary is not None and self.summary.step > self.summary.counted_after_step:
+            start, end = self.summary.counted_after_step, self.summary.step
+            total = self.summary.data_parallel_bytes_per_worker
+            return total * max(0.0, step - start) / (end - start)
+        if self.workers <= 1:
+            return np.nan
+        return all_reduce_bytes(self.parameters, self.workers) * step
+
+    def mean_share(self, key: str) -> float:
+        """Return the mean of a share over the intervals, weighted by their lengths."""
+        keys = (key, "time/wall_seconds_mean_over_ranks")
+        rows = [[number(record.get(name)) for name in keys] for record in self.steps]
+        known = [row for row in rows if np.isfinite(row).all() and row[1] > 0]
+        if not known:
+            return np.nan
+        shares, seconds = np.transpose(known)
+        return float(np.average(shares, weights=seconds))
 
 
 def of_known(function: Callable[[Array], Any], values: Array) -> float:
