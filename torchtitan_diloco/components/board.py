@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: few curves first, and the settings of the run."""
+"""TensorBoard and Weights & Biases: a few curves first, and the settings of the run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,17 +40,17 @@ FIRST = {
     ),
     "memory/peak_gib_max_over_ranks": ("train/memory_gib", "GiB at the peak, largest rank"),
 }
-"""Tag and description of the curves that are shown first: TensorBoard sorts tags. All others begin
-with REST."""
+"""Tags and descriptions of the curves that are shown first."""
 REST = "z_"
+"""Prefix of all other tags, which puts them last: TensorBoard sorts tags."""
 COMPARED = ("loss/train", "loss/val", "speed/tokens_per_s")
-"""Curves whose last values stand beside the settings in the tab HPARAMS."""
+"""Curves whose last values the tab HPARAMS shows beside the settings."""
 
 
 def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
-    """Yield tag, description and value of what is known of a step.
+    """Yield tag, description and value of each curve of a step.
 
-    The first step's speed is left out, as it would dwarf the others.
+    Leave out the speed of the first step, which is an outlier.
     """
     for name, value in record.items():
         slow = record["step"] == first_step and name.startswith("speed/")
@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project of Weights & Biases. A resumed run goes on there."""
+    """Run in a project of Weights & Biases. A resumed run continues it."""
 
     def __init__(self, project: str, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         try:

@@ -1,7 +1,7 @@
 """Records of metrics.jsonl: their fields, how they are written and read, and their timeline.
 
-docs/report.md says what each field means. A number that is not known is NaN in memory and null in
-the file. Records of steps are dictionaries, because their keys depend on the run.
+docs/report.md describes the fields. An unknown number is NaN in memory and null in the file.
+Records of steps are dictionaries, because their keys depend on the run.
 """
 
 import itertools
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 NAN = math.nan
 Record = dict[str, Any]
-"""Record of a step: values by name and unit. None is not known."""
+"""Record of a step: values by name and unit, or None if not known."""
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class WorkerRound(msgspec.Struct):
-    """One worker's part of a round: times of its first rank, bytes and norms of all its ranks."""
+    """A worker's part of a round: times of its first rank, bytes and norms of all its ranks."""
 
     weight: float = NAN
     left_out: list[str] = []
@@ -45,7 +45,7 @@ class WorkerRound(msgspec.Struct):
     heard_after_seconds: list[float] = []
     """By sender, NaN for the worker itself."""
     received_bits_per_second_from: list[float] = []
-    """The same."""
+    """Also by sender."""
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
@@ -79,23 +79,23 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
 
 @dataclass(frozen=True)
 class Conditions:
-    """Link and speeds of a run: all that its settings do not decide."""
+    """Link and speeds of a run: what its settings do not determine."""
 
     bits_per_second: float
     """Slowest rate at which a worker sends to, or receives from, all others together. Links are
-    full duplex. All workers send equally much, so the slowest rate decides for all."""
+    full duplex. All workers send the same amount, so the slowest rate counts for all."""
     step_seconds: tuple[float, ...]
     """Compute of one inner step of each worker, without any exchange."""
     latency_seconds: float = 0.0
     """One-way latency between any two workers: half of what ping shows."""
     jitter: float = 0.0
-    """Standard deviation of a step's time as a share of it, drawn for every step and worker."""
+    """Standard deviation of a step's time as a share of its mean."""
     coding_bytes_per_second: float = math.inf
     """fp32 bytes that all ranks of a worker together encode or decode in a second."""
     outer_bytes_per_second: float = math.inf
     """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
     codec: str = ""
-    """Codec with which a run measured the coding speed; empty where none was measured."""
+    """Codec of the measured coding speed; empty if none was measured."""
 
     def __post_init__(self) -> None:
         steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
@@ -112,7 +112,7 @@ class Conditions:
 
 
 class Summary(msgspec.Struct, tag_field="kind", tag="summary"):
-    """The end of a run. Bytes, seconds and shares are of the steps after `counted_after_step`."""
+    """End of a run. Bytes, seconds and shares are of the steps after `counted_after_step`."""
 
     step: int
     counted_after_step: int = 0
@@ -142,7 +142,7 @@ def to_line(record: msgspec.Struct | Mapping[str, Any]) -> str:
 
 
 def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
-    """Return what was read from a line. Raise msgspec.ValidationError if it is damaged."""
+    """Return the record of a line. Raise msgspec.ValidationError if it is damaged."""
     return msgspec.convert(_null_to_nan(record), kind, strict=False)
 
 
