@@ -1,7 +1,7 @@
 """Round records: one record for each round of a fragment, with the numbers of all workers.
 
 Every machine has its own clock. The last header of a round arrives at all workers at the same time,
-up to its latency, so the moments of each worker are shifted to make this one equal to worker 0's.
+up to its latency, so the moments of each worker are shifted to make this time equal to worker 0's.
 How late a worker was needs no common clock: the last worker waits the shortest time for the headers
 of the others. A worker whose process stopped during the exchange also counts as the last one.
 """
@@ -19,7 +19,7 @@ LEAST_LINK_BYTES = 16_384
 
 
 class RoundTable:
-    """Turns the rounds of all ranks into records. `clock_start` is the moment zero.
+    """Turns the rounds of all ranks into records. Moments are relative to `clock_start`.
 
     To add a field: declare it in `WorkerRound`, return it from `numbers` under its name, and
     describe it in docs/report.md.

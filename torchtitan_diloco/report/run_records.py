@@ -88,6 +88,7 @@ class Run:
     def parameters(self) -> float:
         """Parameters of the model, NaN until all fragments have been exchanged."""
         sizes = {record.fragment: record.parameters for record in self.rounds}
+        # A second round of one fragment comes after the first of all.
         return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
 
     def data_parallel_bytes(self, step: float) -> float:
