@@ -9,7 +9,6 @@ import pytest
 
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, records, streaming, train
-from torchtitan_diloco.report.facts import data_parallel_bytes
 from torchtitan_diloco.report.run_records import open_runs
 
 SHARES = [
@@ -96,7 +95,7 @@ def test_streaming_after_data_parallelism_counts_its_own_steps(
     a_step = before["data_parallel_bytes_per_worker"] / 8
     assert summary["data_parallel_bytes_per_worker"] == pytest.approx(12 * a_step)
     (run,) = open_runs([folder])
-    assert [data_parallel_bytes(run, step) for step in (8, 20)] == pytest.approx([0, 12 * a_step])
+    assert [run.data_parallel_bytes(step) for step in (8, 20)] == pytest.approx([0, 12 * a_step])
 
 
 def test_no_round_is_lost_however_seldom_one_reports(text: Path, processes: ProcessPool) -> None:

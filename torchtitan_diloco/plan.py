@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_diloco.components.records import Conditions
 from torchtitan_diloco.config import Config, from_command_line, load_config
 from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_config
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.planner.paper import PAPER_MODELS, PaperModel, paper_table
+from torchtitan_diloco.planner.probe import conditions_of_run, probe
 from torchtitan_diloco.planner.units import (
     BANDWIDTHS,
     parse_bandwidth,
@@ -24,8 +26,7 @@ from torchtitan_diloco.planner.units import (
 )
 from torchtitan_diloco.utils import PEAK_BF16_FLOPS
 
-if TYPE_CHECKING:  # these import torch, which --help and --table do not need
-    from torchtitan_diloco.components.records import Conditions
+if TYPE_CHECKING:  # imports torch, which --help and --table do not need
     from torchtitan_diloco.planner.prediction import Workload
 
 PEAKS = {name.lower(): flops for name, flops in PEAK_BF16_FLOPS.items()}
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the words that are settings of a run."""
+    """Return the options, and the remaining words, which are settings of a run."""
     parser = OptionParser(
         prog="python -m torchtitan_diloco.plan",
         description="Find settings that reach a utilisation with the least risk to the loss.",
@@ -112,15 +113,21 @@ def _new_toml(text: str) -> Path:
 
 def _answer(options: argparse.Namespace, config: Config, words: list[str]) -> None:
     """Print the paper's table for the model, or a plan."""
+    from torchtitan_diloco.data.corpus import open_tokenizer
+    from torchtitan_diloco.models import vocabulary_rows
+    from torchtitan_diloco.planner.prediction import Workload
     from torchtitan_diloco.planner.search import choose, plan_text
 
-    load = _workload(config)
+    rows = config.model.vocab_size
+    if rows is None:
+        rows = vocabulary_rows(config.model, open_tokenizer(config.data).vocab_size)
+    load = Workload.of(config, rows)
     steps, origin = _step_times(options, load)
     if options.table:
         assert steps is not None
         seconds, parameters = quantity(max(steps), "s"), load.plan.parameters
         name = f"{config.run.name}, {load.layers} layers, {seconds} a step"
-        model = PaperModel(name, load.layers, float(parameters), max(steps))
+        model = PaperModel(name, load.layers, parameters, max(steps))
         size = f"{parameters:,} parameters, steps of {seconds} ({origin})"
         _print_table([model], size, config.diloco.sync_every)
         return
@@ -150,21 +157,10 @@ def _print_table(models: Sequence[PaperModel], size: str, sync_every: int) -> No
     print(paper_table(models, sync_every))
 
 
-def _workload(config: Config) -> "Workload":
-    from torchtitan_diloco.data.corpus import open_tokenizer
-    from torchtitan_diloco.models import vocabulary_rows
-    from torchtitan_diloco.planner.prediction import Workload
-
-    rows = config.model.vocab_size
-    if rows is None:
-        rows = vocabulary_rows(config.model, open_tokenizer(config.data).vocab_size)
-    return Workload.of(config, rows)
-
-
 def _step_times(
     options: argparse.Namespace, load: "Workload"
 ) -> tuple[tuple[float, ...] | None, str]:
-    """Return the seconds of every worker and how they were found; None if they are measured."""
+    """Return the seconds of each worker, or None if they are measured, and their origin."""
     if options.step_time is not None:
         count = len(options.step_time)
         if count not in (1, load.workers):
@@ -192,11 +188,8 @@ def _step_times(
 
 def _conditions(
     options: argparse.Namespace, words: list[str], config: Config, steps: tuple[float, ...] | None
-) -> "Conditions | None":
-    """Return what is given, else what is measured. None on nodes that only take part in a probe."""
-    from torchtitan_diloco.components.records import Conditions
-    from torchtitan_diloco.planner.probe import conditions_of_run, probe
-
+) -> Conditions | None:
+    """Return the given or else the measured conditions; None on other nodes of a probe."""
     given: dict[str, Any] = {
         "bits_per_second": options.bandwidth,
         "latency_seconds": options.latency,
@@ -224,7 +217,7 @@ def _conditions(
 
 
 def write_variant(path: Path, config_name: str, wanted: Config, comment: str) -> None:
-    """Write a TOML that extends a config with what `wanted` sets differently."""
+    """Write a TOML that extends a config and sets what differs in `wanted`."""
     parent = find_config(config_name)
     name = parent.name
     in_presets = parent.resolve().parent == CONFIGS_FOLDER.resolve()

@@ -14,15 +14,16 @@ from tests.report.synthetic import FRAGMENTS, round_records, step_records, summa
 from torchtitan_diloco.components.records import PHASES, RoundRecord, Summary, WorkerRound, phases
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.report.__main__ import main
-from torchtitan_diloco.report.facts import (
+from torchtitan_diloco.report.charts import draw_timeline
+from torchtitan_diloco.report.figures import Figure, figures
+from torchtitan_diloco.report.page import (
     ABSENT,
     detail_tables,
     facts_table,
+    html_page,
+    markdown,
 )
-from torchtitan_diloco.report.figures import Figure, figures
-from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
-from torchtitan_diloco.report.timeline import draw_timeline
 from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS = "train/loss_nats_per_token_global"

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: few curves first, and the settings of the run."""
+"""TensorBoard and Weights & Biases: a few curves first, and the settings of the run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +10,6 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import hparams
 
 from torchtitan_diloco.components.records import Record
-from torchtitan_diloco.config.schema import Metrics
 from torchtitan_diloco.utils import install_command
 
 FIRST = {
@@ -41,17 +40,17 @@ FIRST = {
     ),
     "memory/peak_gib_max_over_ranks": ("train/memory_gib", "GiB at the peak, largest rank"),
 }
-"""Tag and description of the curves that are shown first: TensorBoard sorts tags. All others begin
-with REST."""
+"""Tags and descriptions of the curves that are shown first."""
 REST = "z_"
+"""Prefix of all other tags, which puts them last: TensorBoard sorts tags."""
 COMPARED = ("loss/train", "loss/val", "speed/tokens_per_s")
-"""Curves whose last values stand beside the settings in the tab HPARAMS."""
+"""Curves whose last values the tab HPARAMS shows beside the settings."""
 
 
 def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
-    """Yield tag, description and value of what is known of a step.
+    """Yield tag, description and value of each curve of a step.
 
-    The first step's speed is left out, as it would dwarf the others.
+    Leave out the speed of the first step, which is an outlier.
     """
     for name, value in record.items():
         slow = record["step"] == first_step and name.startswith("speed/")
@@ -60,10 +59,11 @@ def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
 
 
 class TensorBoard:
-    """Event files."""
+    """Event files of a run that was resumed after `step`."""
 
     def __init__(self, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-        self._files, self._first_step = FileWriter(str(folder), flush_secs=10), step + 1
+        self._files = FileWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._first_step = step + 1
         restart = SessionLog(status=SessionLog.START)  # drops later steps of the run before
         self._files.add_event(Event(step=step + 1, session_log=restart))
         self._described = set[str]()
@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project of Weights & Biases. A resumed run goes on there."""
+    """Run in a project of Weights & Biases. A resumed run continues it."""
 
     def __init__(self, project: str, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         try:
@@ -127,15 +127,3 @@ class WeightsAndBiases:
 
 
 Board = TensorBoard | WeightsAndBiases
-
-
-def open_boards(
-    config: Metrics, folder: Path, step: int, settings: Mapping[str, Any]
-) -> list[Board]:
-    """Open the boards of a run that was resumed after `step`."""
-    boards: list[Board] = []
-    if config.tensorboard:
-        boards.append(TensorBoard(folder / "tensorboard", step, settings))
-    if config.wandb:
-        boards.append(WeightsAndBiases(config.wandb, folder, step, settings))
-    return boards

@@ -1,7 +1,7 @@
 """Records of metrics.jsonl: their fields, how they are written and read, and their timeline.
 
-docs/report.md says what each field means. A number that is not known is NaN in memory and null in
-the file. Records of steps are dictionaries, because their keys depend on the run.
+docs/report.md describes the fields. An unknown number is NaN in memory and null in the file.
+Records of steps are dictionaries, because their keys depend on the run.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 import msgspec
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 NAN = math.nan
 Record = dict[str, Any]
-"""Record of a step: values by name and unit. None is not known."""
+"""Record of a step: values by name and unit, or None if not known."""
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class WorkerRound(msgspec.Struct):
-    """One worker's part of a round: times of its first rank, bytes and norms of all its ranks."""
+    """A worker's part of a round: times of its first rank, bytes and norms of all its ranks."""
 
     weight: float = NAN
     left_out: list[str] = []
@@ -45,7 +45,7 @@ class WorkerRound(msgspec.Struct):
     heard_after_seconds: list[float] = []
     """By sender, NaN for the worker itself."""
     received_bits_per_second_from: list[float] = []
-    """The same."""
+    """Also by sender."""
 
     def seconds(self, start: str, end: str) -> float:
         """Return the time between two moments, 0 if they are in the other order."""
@@ -55,10 +55,6 @@ class WorkerRound(msgspec.Struct):
     @property
     def transfer_seconds(self) -> float:
         return self.seconds("heard", "received")
-
-    @property
-    def exchange_seconds(self) -> float:
-        return self.seconds("begun", "ready")
 
     @property
     def waited_seconds(self) -> float:
@@ -83,23 +79,23 @@ class RoundRecord(msgspec.Struct, tag_field="kind", tag="round"):
 
 @dataclass(frozen=True)
 class Conditions:
-    """Link and speeds of a run: all that its settings do not decide."""
+    """Link and speeds of a run: what its settings do not determine."""
 
     bits_per_second: float
     """Slowest rate at which a worker sends to, or receives from, all others together. Links are
-    full duplex. All workers send equally much, so the slowest rate decides for all."""
+    full duplex. All workers send the same amount, so the slowest rate counts for all."""
     step_seconds: tuple[float, ...]
     """Compute of one inner step of each worker, without any exchange."""
     latency_seconds: float = 0.0
     """One-way latency between any two workers: half of what ping shows."""
     jitter: float = 0.0
-    """Standard deviation of a step's time as a share of it, drawn for every step and worker."""
+    """Standard deviation of a step's time as a share of its mean."""
     coding_bytes_per_second: float = math.inf
     """fp32 bytes that all ranks of a worker together encode or decode in a second."""
     outer_bytes_per_second: float = math.inf
     """fp32 bytes of a fragment that the outer step of a worker processes in a second."""
     codec: str = ""
-    """Codec with which a run measured the coding speed; empty where none was measured."""
+    """Codec of the measured coding speed; empty if none was measured."""
 
     def __post_init__(self) -> None:
         steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
@@ -116,7 +112,7 @@ class Conditions:
 
 
 class Summary(msgspec.Struct, tag_field="kind", tag="summary"):
-    """The end of a run. Bytes, seconds and shares are of the steps after `counted_after_step`."""
+    """End of a run. Bytes, seconds and shares are of the steps after `counted_after_step`."""
 
     step: int
     counted_after_step: int = 0
@@ -136,18 +132,17 @@ class Summary(msgspec.Struct, tag_field="kind", tag="summary"):
 
 
 def to_line(record: msgspec.Struct | Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON. A step's NaN and infinity, which JSON lacks, are text."""
+    """Return a record as a line of JSON, which has no NaN and infinity: in a step they are text."""
     if not isinstance(record, msgspec.Struct):
-        record = {key: _finite_or_text(value) for key, value in record.items()}
+        record = {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
     return msgspec.json.encode(record).decode() + "\n"
 
 
-def _finite_or_text(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def from_record(kind: type[Kind], record: Mapping[str, Any]) -> Kind:
-    """Return what was read from a line. Raise msgspec.ValidationError if it is damaged."""
+    """Return the record of a line. Raise msgspec.ValidationError if it is damaged."""
     return msgspec.convert(_null_to_nan(record), kind, strict=False)
 
 
@@ -160,10 +155,9 @@ def _null_to_nan(value: Any) -> Any:
 
 
 class RecordFiles:
-    """Writes records to the folder of a run, if there is one. A full disk loses them, no more.
+    """Writes records to the folder of a run, if there is one. A full disk only loses records.
 
-    A run that was resumed after `step` does not keep those of later steps, which it repeats.
-    The boards show `settings`.
+    Records of steps after `step` are dropped, because a resumed run repeats these steps.
     """
 
     def __init__(
@@ -172,25 +166,28 @@ class RecordFiles:
         self._folder, self._failed = folder, False
         self._lines: TextIO | None = None
         self._boards: list[Board] = []
-        if folder is not None:
-            drop_records_after(folder / "metrics.jsonl", step)
-            self._lines = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        if folder is not None and (config.tensorboard or config.wandb):
+        if folder is None:
+            return
+        drop_records_after(folder / "metrics.jsonl", step)
+        self._lines = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        if config.tensorboard or config.wandb:
             from torchtitan_diloco.components import board  # slow to import
 
-            self._boards = board.open_boards(config, folder, step, settings)
+            if config.tensorboard:
+                self._boards.append(board.TensorBoard(folder, step, settings))
+            if config.wandb:
+                self._boards.append(board.WeightsAndBiases(config.wandb, folder, step, settings))
 
     def write(self, record: msgspec.Struct | Record) -> None:
-        """Write a line of JSON. The boards show the records of steps."""
+        """Write a line of JSON. Show the records of steps on the boards."""
         with self._tolerating_a_full_disk():
             if self._lines is not None:
                 self._lines.write(to_line(record))
-            for board in self._boards:
-                if isinstance(record, dict):
+            if isinstance(record, dict):
+                for board in self._boards:
                     board.add(record)
 
     def write_trace(self, rounds: Sequence[RoundRecord]) -> None:
-        """Write a trace file of these rounds."""
         if self._folder is not None and rounds:
             with self._tolerating_a_full_disk():
                 write_trace(self._folder / "traces" / "fragments.json", rounds)
@@ -213,7 +210,7 @@ class RecordFiles:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Drop records of steps that a resumed run repeats. If it starts over, put them all aside."""
+    """Drop the records of later steps. With `step` 0, rename the file and keep them all."""
     if not path.exists():
         return
     if step == 0:
@@ -235,11 +232,9 @@ def drop_records_after(path: Path, step: int) -> None:
 
 # --- timeline and trace file ----------------------------------------------------------------------
 
-Lane = Literal["training", "exchange"]
+LANES = ("training", "exchange")
 """The training thread, and the thread that exchanges in the background."""
-LANES: tuple[Lane, ...] = ("training", "exchange")
-
-PHASES: dict[str, tuple[Lane, str, str, str]] = {
+PHASES = {
     "taking": ("training", "due", "taken", "series-5"),
     "waiting": ("training", "asked", "arrived", "series-2"),
     "merging": ("training", "arrived", "applied", "series-4"),
@@ -249,14 +244,12 @@ PHASES: dict[str, tuple[Lane, str, str, str]] = {
     "outer step": ("exchange", "received", "ready", "series-6"),
 }
 """Lane, start and end among `WorkerRound.at_seconds`, and colour."""
-ROUND_KEYS = ("fragment", "fragment_name", "outer_round")
-"""Attributes of a round that stand beside each of its phases in a trace file."""
 PHASE_COLOURS = {"computing": "band"} | {name: phase[-1] for name, phase in PHASES.items()}
 
 
 class Phase(NamedTuple):
     worker: int
-    lane: Lane
+    lane: str
     start_seconds: float
     end_seconds: float
     name: str
@@ -269,7 +262,7 @@ class Phase(NamedTuple):
 
 
 def phases(rounds: Sequence[RoundRecord]) -> list[Phase]:
-    """Return what both threads of every worker did when, sorted by worker, lane and time.
+    """Return the phases of both threads of all workers, sorted by worker, lane and time.
 
     Moments are on worker 0's clock, up to the latency of a header. Where two phases of a thread
     would overlap, the later one starts where the earlier one ends.
@@ -297,27 +290,21 @@ def _phases_of_round(record: RoundRecord) -> Iterator[Phase]:
 def write_trace(path: Path, rounds: Sequence[RoundRecord]) -> None:
     """Write a trace file for https://ui.perfetto.dev and chrome://tracing.
 
-    It is renamed when it is complete, so that it can be opened during the run.
+    A worker is a process in it, and a lane is a thread.
     """
-    trace = {"traceEvents": list(_trace_events(phases(rounds))), "displayTimeUnit": "ms"}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(trace).encode())
-
-
-def _trace_events(found: Sequence[Phase]) -> Iterator[dict[str, Any]]:
-    """Yield a process for each worker, a thread for each of its lanes, and the phases."""
+    found, events = phases(rounds), list[dict[str, Any]]()
     for worker in sorted({phase.worker for phase in found}):
         process = {"ph": "M", "pid": worker}
-        yield {**process, "name": "process_name", "args": {"name": f"worker {worker}"}}
-        yield {**process, "name": "process_sort_index", "args": {"sort_index": worker}}
+        events.append({**process, "name": "process_name", "args": {"name": f"worker {worker}"}})
+        events.append({**process, "name": "process_sort_index", "args": {"sort_index": worker}})
         for tid, thread in enumerate(("training thread", "exchange in the background")):
-            yield {**process, "name": "thread_name", "tid": tid, "args": {"name": thread}}
+            events.append({**process, "name": "thread_name", "tid": tid, "args": {"name": thread}})
     for phase in found:
-        about = {key: getattr(phase.round, key) for key in ROUND_KEYS}
-        sent = phase.round.workers[phase.worker].sent_bytes
-        yield {
+        record, sent = phase.round, phase.round.workers[phase.worker].sent_bytes
+        about = {key: getattr(record, key) for key in ("fragment", "fragment_name", "outer_round")}
+        event = {
             "ph": "X",
-            "name": f"{phase.name}, fragment {phase.round.fragment}",
+            "name": f"{phase.name}, fragment {record.fragment}",
             "cat": phase.lane,
             "pid": phase.worker,
             "tid": LANES.index(phase.lane),
@@ -325,3 +312,7 @@ def _trace_events(found: Sequence[Phase]) -> Iterator[dict[str, Any]]:
             "dur": phase.seconds * 1e6,
             "args": about | ({"sent_bytes": sent} if math.isfinite(sent) else {}),
         }
+        events.append(event)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
+    write_whole(path, json.dumps(trace).encode())

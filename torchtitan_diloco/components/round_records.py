@@ -1,10 +1,9 @@
-"""Round records: one record of each round of a fragment, with the numbers of all workers.
+"""Round records: one record for each round of a fragment, with the numbers of all workers.
 
-Every machine has a clock of its own. The last header of a round arrives at all workers at the same
-moment, up to its latency, so the moments of a worker are shifted until this one is worker 0's. How
-late a worker was is a difference of durations, which needs no common clock: the last worker to
-arrive waits the shortest time for the headers of the others. A worker whose process stopped during
-the exchange found them late, and held up the round all the same: it counts as the last.
+Every machine has its own clock. The last header of a round arrives at all workers at the same time,
+up to its latency, so the moments of each worker are shifted to make this time equal to worker 0's.
+How late a worker was needs no common clock: the last worker waits the shortest time for the headers
+of the others. A worker whose process stopped during the exchange also counts as the last one.
 """
 
 import math
@@ -16,25 +15,24 @@ from torchtitan_diloco.diloco.transport import FLAG_NAMES
 from torchtitan_diloco.distributed.world import World
 
 LEAST_LINK_BYTES = 16_384
-"""The time of a smaller message shows when a thread woke up, not how fast the link is."""
+"""A smaller message is no measure of the link: it takes as long as a thread needs to wake up."""
 
 
 class RoundTable:
-    """Turns the rounds of all ranks into records: their sums over the ranks of each worker.
+    """Turns the rounds of all ranks into records. Moments are relative to `clock_start`.
 
     To add a field: declare it in `WorkerRound`, return it from `numbers` under its name, and
     describe it in docs/report.md.
     """
 
     def __init__(self, world: World, fragment_names: Sequence[str], clock_start: float) -> None:
-        """`clock_start`: the `time.perf_counter()` of moment zero."""
         self._world, self._names, self._clock_start = world, fragment_names, clock_start
         self._shifts = [0.0] * world.workers
 
     def numbers(self, found: Round) -> dict[str, float]:
-        """Return what this rank adds to the numbers of its worker: times by the first rank.
+        """Return what this rank adds to the sums of its worker. Only the first rank adds times.
 
-        Names are those of the fields of WorkerRound. An item of a field is FIELD/ITEM.
+        Keys are fields of WorkerRound, or FIELD/ITEM for an item of a field.
         """
         traffic = found.traffic
         summed = {
@@ -68,12 +66,14 @@ class RoundTable:
         }
         own |= {f"at_seconds/{name}": at - self._clock_start for name, at in moments.items()}
         for other in range(self._world.workers):
+            size, seconds = traffic.link_bytes.get(other, 0), traffic.link_seconds(other)
+            measured = size >= LEAST_LINK_BYTES and seconds > 0
             own[f"heard_after_seconds/{other}"] = traffic.heard_after(other)
-            own[f"received_bits_per_second_from/{other}"] = _link_rate(found, other)
+            own[f"received_bits_per_second_from/{other}"] = 8 * size / seconds if measured else NAN
         return summed | (dict.fromkeys(own, 0.0) if self._world.rank_in_worker else own)
 
     def record(self, found: Round, numbers: Sequence[Mapping[str, float]]) -> RoundRecord:
-        """Return the record of a round from the summed numbers of each worker."""
+        """Return the record of a round from the sums of each worker."""
         workers = list(map(_worker_round, numbers))
         self._align(workers)
         waited = [max(known(one.heard_after_seconds), default=NAN) for one in workers]
@@ -93,8 +93,10 @@ class RoundTable:
         )
 
     def _align(self, workers: Sequence[WorkerRound]) -> None:
-        """Shift the moments of all workers to worker 0's clock, by the shift of the round before
-        where the headers' arrival is not known."""
+        """Shift the moments of all workers to worker 0's clock.
+
+        Where the arrival of the headers is not known, use the shift of the previous round.
+        """
         heard = workers[0].at_seconds["heard"]
         for worker, one in enumerate(workers):
             shift = heard - one.at_seconds["heard"]
@@ -105,15 +107,7 @@ class RoundTable:
                 one.at_seconds[name] += self._shifts[worker]
 
 
-def _link_rate(found: Round, other: int) -> float:
-    """Return the bits a second that came from another worker, NaN if that is not known."""
-    size, seconds = found.traffic.link_bytes.get(other, 0), found.traffic.link_seconds(other)
-    return 8 * size / seconds if size >= LEAST_LINK_BYTES and seconds > 0 else NAN
-
-
 def _worker_round(numbers: Mapping[str, float]) -> WorkerRound:
-    """Return the sums over the ranks of a worker, and what follows from them."""
-
     def items(field: str) -> dict[str, float]:
         return {key.partition("/")[2]: numbers[key] for key in numbers if key.startswith(field)}
 
@@ -132,10 +126,10 @@ def _worker_round(numbers: Mapping[str, float]) -> WorkerRound:
 
 
 def last_to_arrive(waited: Sequence[float], stopped: Sequence[float]) -> tuple[int | None, float]:
-    """Return the worker that held up a round, if it is known, and for how long.
+    """Return the worker that held up a round, or None if it is not known, and for how long.
 
-    By worker: seconds for which it waited for the headers of the others, and for which its process
-    did not run.
+    `waited` and `stopped` are the seconds for which each worker waited for the headers of the
+    others, and for which its process did not run.
     """
     last, late_by = None, NAN
     if len(shortest := sorted(known(waited))) > 1:
@@ -155,7 +149,7 @@ def percent_without(part: float, whole: float) -> float:
 
 
 def peak_mbit_per_second(rounds: Sequence[RoundRecord]) -> float | None:
-    """Return the rate of the busiest worker in a transfer, in its busier direction."""
+    """Return the highest rate of one worker during a transfer, in its busier direction."""
     rates = [
         8e-6 * max(worker.sent_bytes, worker.received_bytes) / worker.transfer_seconds
         for record in rounds

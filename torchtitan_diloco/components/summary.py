@@ -19,9 +19,9 @@ REASONS = {
     "transfer": "the link: docs/planning.md says how to find settings for it",
     "outer step": "decoding and the outer step, on too few cores",
 }
-"""What to say of each phase of an exchange that takes the most time."""
+"""Text for the phase that took most of the exchanges' time."""
 UNLIMITED = 1e12
-"""Bits a second of a link that nobody had to wait for."""
+"""Bits a second of a link on which no transfer took long enough to be measured."""
 
 
 def summarise(
@@ -31,49 +31,47 @@ def summarise(
     step: int,
     validated: tuple[int, float] | None,
 ) -> Summary:
-    """Return the record that ends metrics.jsonl, without a prediction."""
-    totals, ranks, workers = telemetry.totals, telemetry.world.size, config.workers
+    """Return the last record of metrics.jsonl, without the prediction."""
+    totals, world, rounds = telemetry.totals, telemetry.world, telemetry.round_records
     summary = Summary(step, telemetry.counted_after_step)
     if validated is not None:
         summary.validation_step, summary.validation_loss = validated
-    if workers == 1:
+    if config.workers == 1:
         return summary
-    a_step = all_reduce_bytes(telemetry.plan.parameters, workers)
-    summary.data_parallel_bytes_per_worker = a_step * (step - summary.counted_after_step)
+    bytes_of_step = all_reduce_bytes(telemetry.plan.parameters, config.workers)
+    summary.data_parallel_bytes_per_worker = bytes_of_step * (step - summary.counted_after_step)
     if "diloco/sent_bytes" in totals:
         exchange = totals["diloco/exchange_seconds"]
         waited = totals["diloco/exposed_waiting_seconds"]
-        exposed, agreement, training = (
-            totals[key]
-            for key in ("diloco/exposed_seconds", "time/agreement_seconds", "time/step_seconds")
-        )
-        summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / telemetry.world.workers
-        summary.exchange_seconds_mean_over_ranks = exchange / ranks
-        summary.exposed_waiting_seconds_mean_over_ranks = waited / ranks
+        agreement = totals["time/agreement_seconds"]
+        summary.sent_bytes_mean_over_workers = totals["diloco/sent_bytes"] / world.workers
+        summary.exchange_seconds_mean_over_ranks = exchange / world.size
+        summary.exposed_waiting_seconds_mean_over_ranks = waited / world.size
         summary.hidden_percent = percent_without(waited, exchange)
-        computed = percent_without(exposed + agreement, training + agreement)
-        summary.measured_utilisation_percent = computed
-        summary.observed = observed_conditions(config, totals, telemetry.round_records)
-        summary.longest_phase = longest_phase(telemetry.round_records)
+        summary.measured_utilisation_percent = percent_without(
+            totals["diloco/exposed_seconds"] + agreement, totals["time/step_seconds"] + agreement
+        )
+        summary.observed = observed_conditions(config, totals, rounds)
+        summary.longest_phase = longest_phase(rounds)
     return summary
 
 
 def longest_phase(rounds: Collection[RoundRecord]) -> str:
-    """Return the phase of exchanges that took the most time; empty without exchanges."""
+    """Return the phase that took most of the exchanges' time, or "" if it is not known."""
     seconds = dict.fromkeys(REASONS, 0.0)
     for phase in phases(tuple(rounds)):
         if phase.name in seconds:
             seconds[phase.name] += phase.seconds
-    # Islands have no moments of the others: it is not known what takes the time.
+    # Islands do not know the moments of the others, so they have no phases to compare.
     return max(seconds, key=seconds.__getitem__) if seconds["transfer"] else ""
 
 
 def log_summary(
     summary: Summary, folder: Path, seconds: float, *, has_control: bool, optimizer: str
 ) -> None:
-    """Log the table at the end of a run of so many seconds.
+    """Log the table at the end of a run.
 
-    `has_control`: the same settings with data parallelism see the same data.
+    `has_control`: a run with data parallelism and the same settings sees the same data.
     """
     after = summary.counted_after_step
     by_each = "MB by each worker" + (f" after step {after}" if after else "")
@@ -105,22 +103,17 @@ def log_summary(
         if hidden < HIDDEN_WELL_PERCENT and summary.longest_phase:
             rows["most of an exchange was"] = REASONS[summary.longest_phase]
     if math.isfinite(measured := summary.measured_utilisation_percent):
-        predicted = summary.predicted_utilisation_percent
-        text = f"; the planner predicts {predicted:.1f} % for these links"
-        text = text if math.isfinite(predicted) else ""
-        rows["time spent computing"] = f"{measured:.1f} % of the training steps{text}"
-    rows["see where the time went"] = f"{python()} -m torchtitan_diloco.report {folder}"
+        text = f"{measured:.1f} % of the training steps"
+        if math.isfinite(predicted := summary.predicted_utilisation_percent):
+            text += f"; the planner predicts {predicted:.1f} % for these links"
+        rows["time spent computing"] = text
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    rows["see where the time went"] = f"{python} -m torchtitan_diloco.report {folder}"
     for name, text in rows.items():
         logger.info(f"{name:<28} {text}")
     logger.info(f"took {clock(seconds)}; the run is in {folder}")
-
-
-def python() -> str:
-    """Return the running Python as a command to type in the current folder."""
-    executable = Path(sys.executable)
-    if executable.is_relative_to(Path.cwd()):
-        return str(executable.relative_to(Path.cwd()))
-    return str(executable)
 
 
 # --- link and steps -------------------------------------------------------------------------------
@@ -129,7 +122,7 @@ def python() -> str:
 def observed_conditions(
     config: DiLoCoConfig, totals: Mapping[str, float], rounds: Collection[RoundRecord]
 ) -> Conditions | None:
-    """Return link, step times and coding speeds; None where too little was measured."""
+    """Return the link, step times and coding speeds, or None if too little was measured."""
     tables = [(record.parameters, worker) for record in rounds for worker in record.workers]
     heard_after = known(seconds for _, worker in tables for seconds in worker.heard_after_seconds)
     means, spreads = [], []
@@ -159,7 +152,7 @@ def observed_conditions(
 
 
 def _median_rate(measured: Iterable[tuple[float, float]]) -> float:
-    """Return the median of bytes a second; infinity where nothing took time."""
+    """Return the median of bytes a second, or infinity if nothing took time."""
     rates = [count / seconds for count, seconds in measured if seconds > 0]
     return statistics.median(rates or [math.inf])
 

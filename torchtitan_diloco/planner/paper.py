@@ -6,7 +6,7 @@ evenly over the layers; there is no embedding, no latency and no coding. A layer
 queued on one serial link when its backward to parameters ends in the step of the exchange, and the
 layer's forward pass waits for it in the next step, or `delay` steps later.
 
-`prediction.py` is the model for real runs. The two are never mixed.
+`prediction.py` is the model for real runs, and independent of this one.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,7 @@ Array = npt.NDArray[np.float64]
 STEPS = 200
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 GRID: Array = 10.0 ** (-1 + 4 * np.arange(-49, 98) / 49)
-"""Gbit/s: the 50 points of the paper's table, and as many below and above for other models.
-Neighbours differ by a factor of 1.21."""
+"""Gbit/s: the 50 points of the paper's table, and as many below and above for other models."""
 
 
 class PaperModel(NamedTuple):
@@ -37,10 +36,10 @@ class PaperMethod(NamedTuple):
     name: str
     sync_every: int
     bits: float = 16.0
-    """Bits a parameter on the wire."""
+    """Bits per parameter on the wire."""
     delay: int = 0
     layers_per_fragment: int = 0
-    """Layers of a strided fragment. 0: the whole model at once."""
+    """Layers of a strided fragment, or 0 for the whole model."""
 
 
 PAPER_MODELS = (
@@ -70,7 +69,7 @@ def utilisation(
     reduction = model.parameters * method.bits / model.layers / rates
     per_fragment = method.layers_per_fragment or model.layers
     fragments = -(-model.layers // per_fragment)
-    # One more turn is left free, for the embedding, which the paper's model does not send.
+    # One turn is free: that of the embedding, which the paper's model does not send.
     turn = method.sync_every // (fragments + 1) if method.layers_per_fragment else 0
 
     now, link_free = np.zeros_like(rates), np.zeros_like(rates)
@@ -90,9 +89,9 @@ def utilisation(
 
 
 def bandwidths(model: PaperModel, method: PaperMethod) -> list[float]:
-    """Return Gbit/s for each target: the last grid point below it, as the paper prints it.
+    """Return Gbit/s for each target: the last grid point below it, as in the paper.
 
-    Where even the first point reaches the target, return that one.
+    If the first point reaches the target, return the first point.
     """
     reached = utilisation(model, method, GRID * 1e9)
     return [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
@@ -104,7 +103,7 @@ def as_printed(gbits: float) -> float:
 
 
 def paper_table(models: Sequence[PaperModel] = PAPER_MODELS, sync_every: int = 100) -> str:
-    """Return the table in Markdown, Gbit/s. Other models than the paper's have three digits."""
+    """Return the table in Markdown, in Gbit/s, with three digits for other models."""
 
     def cell(gbits: float) -> str:
         side = "<= " if gbits <= GRID[0] else ">= " if gbits >= GRID[-1] else ""

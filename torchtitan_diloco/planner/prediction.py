@@ -1,4 +1,4 @@
-"""Predict how much of its time a run computes, from link, step times, model and settings.
+"""Predict the share of its time that a run computes, from links, step times, model and settings.
 
 The rules are those of `diloco/streaming.py`. A fragment is sent after an inner step. Its exchange
 starts when the last worker has reached that step and the previous exchange is done, because one
@@ -24,7 +24,7 @@ from torchtitan_diloco.components.records import Conditions, RoundRecord, Summar
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
-from torchtitan_diloco.diloco.codecs import Codec, build_codec
+from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import (
     Beginning,
     DiLoCoConfig,
@@ -40,21 +40,22 @@ from torchtitan_diloco.models import LanguageModel, build_model
 from torchtitan_diloco.utils import all_reduce_bytes
 
 APPLY, SEND, APPLY_AT_ONCE = range(3)
-"""Order of events after the same step. With no delay and at the end a send is applied at once."""
+"""Order of events after a step. With no delay and at the end a send is applied at once."""
 STEADY_ROUNDS = 30
-"""Rounds of every fragment that are simulated for the steady state."""
+"""Simulated rounds of every fragment in the steady state."""
 MAX_ROUNDS = 300
-"""A run of more rounds is predicted as the steady state."""
+"""Longer runs are predicted as the steady state."""
 JITTERED_STEPS = 2000
-"""Steps of data parallelism that are drawn to find the mean of the slowest worker."""
+"""Steps that are drawn to find the mean of the slowest worker in data parallelism."""
+_codec = cache(build_codec)
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes of a fragment that one core checks, updates and sums up in a second
+"""fp32 bytes of a fragment that one core processes in a second of the outer step
 (docs/performance.md, AMD EPYC)."""
 
 
 class CodecTraits(NamedTuple):
     host_coding: float
-    """fp32 bytes that one core encodes or decodes in a second (same page)."""
+    """fp32 bytes that one core encodes or decodes in a second (docs/performance.md)."""
     risk: float
     """Percent of loss (docs/measurements.md)."""
 
@@ -82,7 +83,7 @@ class Prediction:
     sent_bytes_per_step: float
 
     def after(self, beginning: "Prediction", share: float) -> "Prediction":
-        """Return the means of a run, of whose steps the beginning has this share."""
+        """Return the means of a run whose beginning has this share of the steps."""
         early, late = (np.array(astuple(one)) for one in (beginning, self))
         return Prediction(*(min(1.0, share) * early + max(0.0, 1 - share) * late).tolist())
 
@@ -108,8 +109,8 @@ def predict(
 ) -> Prediction:
     """Predict a run of `steps` steps, which drains at its end, or (None) the steady state.
 
-    `fragments` are the parameters of each, in the order of their turns. `ranks` share the link of
-    a worker.
+    `fragments` are the numbers of parameters, in the order in which fragments are sent. `ranks`
+    share the link of a worker.
     """
     if steps is None:
         diloco = replace(diloco, beginning=Beginning())
@@ -145,7 +146,7 @@ def predict(
 
 
 def draw_steps(conditions: Conditions, steps: int) -> NDArray[np.float64]:
-    """Return seconds of compute, [steps, workers], the same numbers at every call."""
+    """Return the seconds of compute as [steps, workers]. Every call returns the same numbers."""
     if not conditions.jitter:
         return np.tile(conditions.step_seconds, (steps, 1))
     noise = np.random.default_rng(0).standard_normal((steps, conditions.workers))
@@ -155,12 +156,11 @@ def draw_steps(conditions: Conditions, steps: int) -> NDArray[np.float64]:
 def predict_observed(
     summary: Summary, diloco: DiLoCoConfig, rounds: Iterable[RoundRecord], ranks: int
 ) -> float:
-    """Return the utilisation in percent that is predicted for what a run has met, NaN if that is
-    not known."""
+    """Predict the utilisation in percent under the observed conditions, NaN if not known."""
     sizes = {record.fragment: record.parameters for record in rounds}
     if summary.observed is None or sorted(sizes) != list(range(len(sizes))):
         return math.nan
-    fragments = [sizes[fragment] for fragment in range(len(sizes))]
+    fragments = [sizes[fragment] for fragment in sorted(sizes)]
     steps = summary.step - summary.counted_after_step
     first = max(0, diloco.beginning.steps - summary.counted_after_step)
     diloco = replace(diloco, beginning=replace(diloco.beginning, steps=first))
@@ -169,7 +169,7 @@ def predict_observed(
 
 @cache
 def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]:
-    """Return (inner step, kind, fragment) of all sends and applies in a worker's order."""
+    """Return (inner step, kind, fragment) of all sends and applies, in order."""
     found = []
     last = (STEADY_ROUNDS + 1) * schedule.sync_every - 1 if steps is None else steps
     for sent in range(1, last + 1):
@@ -189,10 +189,10 @@ def predict_exchange(
     conditions: Conditions,
     ranks: int = 1,
 ) -> tuple[int, float]:
-    """Return the bytes that each worker sends, and receives, for a fragment, and the seconds.
+    """Return the bytes that each worker sends and receives for a fragment, and the seconds.
 
-    Encoding, transfer and decoding of chunks overlap. `largest`: values of the largest fragment.
-    Chunks are those of a CPU: on a GPU more of them are in flight, so long links idle less.
+    Encoding, transfer and decoding of chunks overlap. `largest` is the size of the largest
+    fragment. Chunks are those of a CPU: on a GPU more are in flight, so long links idle less.
     """
     others = conditions.workers - 1
     outer = 4 * values / conditions.outer_bytes_per_second
@@ -214,19 +214,14 @@ def predict_exchange(
     return sent, hops * conditions.latency_seconds + pipelined + outer
 
 
-@cache
-def _codec(quantization: Quantization) -> Codec:
-    return build_codec(quantization)
-
-
 # --- data parallelism ----------------------------------------------------------------------------
 
 
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
-    """Predict the control, a ring all-reduce of all gradients at every step.
+    """Predict data parallelism: a ring all-reduce of all gradients at every step.
 
-    The backward pass is spread evenly over the last two thirds of the step and yields the buckets
-    (in parameters) in this order. The optimizer waits for all of them.
+    The backward pass takes the last two thirds of the step and yields the buckets (in parameters)
+    in this order, at equal intervals. The optimizer waits for all of them.
     """
     workers, compute = conditions.workers, fmean(conditions.step_seconds)
     latency = 2 * (workers - 1) * conditions.latency_seconds
@@ -245,7 +240,7 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
 
 @dataclass(frozen=True)
 class Workload:
-    """Model and length of a run. Its methods answer for any settings of the outer loop."""
+    """Model and length of a run, for which any settings of the outer loop can be predicted."""
 
     model: LanguageModel
     """On the meta device."""
@@ -271,11 +266,11 @@ class Workload:
         return Workload(model, plan, len(model.blocks), flops, workers, ranks, on_cpu)
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
-        """Return the parameters of each fragment in the order of their turns."""
+        """Return the parameters of each fragment, in the order in which fragments are sent."""
         return _fragment_sizes(self.model, config)
 
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
-        """Predict the steady state, or with a beginning the whole run."""
+        """Predict the steady state, or the whole run if it has a beginning."""
         if diloco.method == "none":
             layers = Fragments(pattern="sequential", layers_per_fragment=1)
             *blocks, rest = self.fragments(layers)
@@ -288,9 +283,9 @@ class Workload:
     def needed_bits_per_second(
         self, diloco: DiLoCoConfig, conditions: Conditions, utilisation: float
     ) -> float | None:
-        """Return the rate of the slowest link for a utilisation, within half a percent.
+        """Return the rate of the slowest link that reaches a utilisation, within half a percent.
 
-        Return None where no rate is enough because of latency, coding or uneven steps.
+        Return None if latency, coding or uneven steps make it impossible at any rate.
         """
 
         def is_enough(rate: float) -> bool:
@@ -308,7 +303,7 @@ class Workload:
     def with_speeds(self, diloco: DiLoCoConfig, conditions: Conditions) -> Conditions:
         """Return the conditions with the speeds of coding and outer step under these settings.
 
-        Measured speeds stay. Else work on the host takes time, on the device none.
+        Keep measured speeds. If there are none, only work on the host takes time.
         """
         link, codec = diloco.link, diloco.quantization.codec
         if not (self.on_cpu or link.outer_state == "cpu"):

@@ -1,4 +1,4 @@
-"""Link and steps as a run has measured them: of a finished run, or of a short one for this."""
+"""Read link and step times from a finished run, or measure them by a short run."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from torchtitan_diloco.utils import read_json_lines
 
 SYNC_EVERY = 4
 STEPS = 5 * SYNC_EVERY
-"""Steps of a probe, in which every fragment is exchanged four times."""
+"""Enough to exchange every fragment four times."""
 SETTINGS = {
     "training.steps": STEPS,
     "training.tokens": 0,
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def conditions_of_run(run: Path) -> Conditions:
-    """Read link and steps from a finished run's folder or metrics.jsonl."""
+    """Read link and step times from the folder or metrics.jsonl of a finished run."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(f"{run} has no metrics.jsonl: give the folder of a run")
@@ -55,9 +55,9 @@ def conditions_of_run(run: Path) -> Conditions:
 
 
 def probe(arguments: Sequence[str], delay: int) -> Conditions | None:
-    """Measure link and steps by a short run with these command-line arguments.
+    """Measure link and step times by a short run with these command-line arguments.
 
-    Return None on nodes other than the first, which gets the answer.
+    Return None on all nodes but the first, where the run writes its records.
     """
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         run = Path(folder) / "run"

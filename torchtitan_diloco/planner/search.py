@@ -1,7 +1,7 @@
 """Search for the settings that reach a wanted utilisation with the least risk to the loss.
 
 Risks are sums of percentages from single comparisons in the papers and in docs/measurements.md, at
-other sizes. They rank settings; they do not predict a loss.
+other sizes. They rank settings, but do not predict a loss.
 """
 
 import math
@@ -34,14 +34,12 @@ LOW_MIXING, LOW_MIXING_COST = 0.25, 0.5
 WORTH_A_CHANGE = 0.05
 """Percent of risk that justifies changing one more setting."""
 RETUNING_COST = 0.2
-"""Percent for every factor of two between H and the H that the outer lr was tuned for."""
+"""Percent for each factor of two between H and the H for which the outer lr was tuned."""
 UNTRIED_FRAGMENTS_COST = 0.05
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings and what they lead to."""
-
     name: str
     diloco: DiLoCoConfig
     prediction: Prediction
@@ -60,10 +58,10 @@ class Plan:
     wanted: float
     """Wanted utilisation."""
     options: tuple[Option, ...]
-    """The present settings, the recommended ones if they are others, the least risky ones with
-    other codecs, and data parallelism."""
+    """The present settings, the recommended ones if they differ, the least risky ones of each other
+    codec, and data parallelism."""
     best: Option
-    """Recommended settings, possibly the present ones."""
+    """The recommended settings."""
 
     @property
     def reached(self) -> bool:
@@ -71,11 +69,11 @@ class Plan:
 
 
 def choose(load: Workload, conditions: Conditions, present: DiLoCoConfig, wanted: float) -> Plan:
-    """Choose the least risky settings overall and for each codec, or those that come closest."""
+    """Choose the least risky settings of each codec, or those that come closest to `wanted`."""
     total_steps = load.plan.total_steps
 
     def rank(diloco: DiLoCoConfig) -> tuple[float, int]:
-        """Return the risk plus a little for every change; then prefer the smaller delay."""
+        """Order by the risk plus a little for each change, then by the delay."""
         changed = ("sync_every", "fragments", "overlap", "quantization")
         changes = sum(getattr(diloco, name) != getattr(present, name) for name in changed)
         risk = math.fsum(risks_of(diloco, total_steps, present.sync_every).values())
@@ -110,7 +108,7 @@ def choose(load: Workload, conditions: Conditions, present: DiLoCoConfig, wanted
 
 
 def candidates(present: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig]:
-    """Yield the present settings and all combinations. Explicit fragments are kept."""
+    """Yield the present settings and all combinations. Keep explicit fragments."""
     if present.method == "streaming":
         yield present
     explicit = present.fragments.pattern == "explicit"
@@ -137,7 +135,7 @@ def candidates(present: DiLoCoConfig, total_steps: int) -> Iterator[DiLoCoConfig
 
 
 def risks_of(diloco: DiLoCoConfig, total_steps: int, tuned_sync_every: int) -> dict[str, float]:
-    """Return percent of loss by reason. The outer lr was tuned for `tuned_sync_every`."""
+    """Return percent of loss by reason. The outer lr was tuned for H = `tuned_sync_every`."""
     if diloco.method == "none":
         return {}
     sync_every, delay, mixing = diloco.sync_every, diloco.overlap.delay, diloco.overlap.mixing
@@ -167,7 +165,7 @@ def risks_of(diloco: DiLoCoConfig, total_steps: int, tuned_sync_every: int) -> d
 def plan_text(name: str, load: Workload, conditions: Conditions, plan: Plan, origin: str) -> str:
     """Return the assumptions, a table with a column for each option, and the reasons.
 
-    `origin` tells how the step time was found.
+    `origin` says where the step time comes from.
     """
     wanted = f"{100 * plan.wanted:g} %"
     columns = [_cells(option, load, wanted) for option in plan.options]
@@ -228,7 +226,7 @@ def _assumptions(
 
 
 def _cells(option: Option, load: Workload, wanted: str) -> dict[str, str]:
-    """Return the cells of an option by the label of their row."""
+    """Return the cells of an option by the label of the row."""
     diloco, prediction, needed = option.diloco, option.prediction, option.needed_bits_per_second
     pattern, layers = diloco.fragments.pattern, diloco.fragments.layers_per_fragment
     settings = {

@@ -1,4 +1,4 @@
-"""Units as people write them: "2Gbit", "25MB/s", "30ms", "90%"."""
+"""Parse and format quantities with units: "2Gbit", "25MB/s", "30ms", "90%"."""
 
 import math
 import re
@@ -14,7 +14,7 @@ BANDWIDTHS = "2Gbit, 200Mbit/s or 25MB/s"
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return bits a second. A bit is `b` or `bit`, a byte `B` or `byte`; a unit is required."""
+    """Return bits per second. A unit is required: `b` or `bit`, `B` or `byte`."""
     if match := _BANDWIDTH.fullmatch(text):
         number, prefix, binary, kind = match.groups()
         is_bytes = kind == "B" or kind.lower().startswith("byte")
@@ -27,7 +27,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_duration(text: str, default_unit: str = "") -> float:
-    """Return seconds. A unit is required except for 0, or with a default."""
+    """Return seconds. A unit is required, except for 0 and with a default."""
     if match := _DURATION.fullmatch(text):
         number, unit = float(match[1]), match[2].lower() or default_unit
         if math.isfinite(number) and (unit in _SECONDS or (number == 0 and not unit)):
@@ -36,7 +36,7 @@ def parse_duration(text: str, default_unit: str = "") -> float:
 
 
 def parse_share(text: str) -> float:
-    """Return a share of one, from "0.9" or "90%"."""
+    """Return a share of one, such as 0.9 for "0.9" or "90%"."""
     if match := _SHARE.fullmatch(text):
         share = float(match[1]) / (100 if match[2] else 1)
         if share <= 1:

@@ -1,4 +1,4 @@
-"""Line charts and the style of all figures, drawn by matplotlib.
+"""Line charts and timelines, drawn by matplotlib.
 
 On a page they are SVG with text as text and CSS variables as colours, so that they follow the
 reader's fonts and light or dark colour scheme. Tooltips are SVG titles: no script is needed.
@@ -10,15 +10,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from torchtitan_diloco.components.records import LANES, PHASE_COLOURS, Phase
 from torchtitan_diloco.report.run_records import Array
+from torchtitan_diloco.utils import brief
 
 COLOURS = {  # name: on a light and on a dark background
     "surface": ("#ffffff", "#15181d"),
@@ -64,22 +68,23 @@ LINE_CHART_SIZE = (430.0, 226.0)
 HOVER_STRIPS = 48
 MAX_DOTS = 80
 LARGEST = 1e100
-"""Values beyond are not drawn: an axis cannot be computed for all floating-point numbers."""
+"""Larger values are not drawn: an axis cannot be computed for all floating-point numbers."""
+TIMELINE_WIDTH, MARGINS = 980.0, 98.0
+LANE, LANE_STEP, WORKER_STEP = 17.0, 20.0, 52.0
+MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a line chart. Values that have no place on the axis are gaps."""
-
     name: str
     x: Array
     y: Array
     series: int
-    """Curves of one series have one colour."""
+    """Curves of the same series have the same colour."""
     dashed: bool = False
     dots: bool = False
     faint: bool = False
-    """Drawn thin and behind the other curves."""
+    """Draw it thin and behind the other curves."""
 
 
 def series_colour(series: int) -> str:
@@ -87,7 +92,7 @@ def series_colour(series: int) -> str:
 
 
 def css_variables(root: str = ":root") -> str:
-    """Return the style sheet of charts. `root` selects the elements that get the colours."""
+    """Return the style sheet of charts. The selector `root` gets the colours."""
     light, dark = (
         "".join(f"--{name}:{pair[scheme]};" for name, pair in COLOURS.items()) for scheme in (0, 1)
     )
@@ -108,10 +113,7 @@ def line_chart(
     log: bool = False,
     top: float | None = None,
 ) -> str:
-    """Return curves over a common axis as SVG, without title and legend.
-
-    `log`: with a logarithmic y axis; `top`: end of the y axis.
-    """
+    """Return curves as SVG, without title and legend. `top` is the end of the y axis."""
     width, height = LINE_CHART_SIZE
     figure = Figure((width / 72, height / 72), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, yscale="log" if log else "linear")
@@ -133,7 +135,7 @@ def line_chart(
 
 
 def _plot(axes: Axes, curve: Curve, log: bool) -> None:
-    """Draw a curve, with a dot where a point has no neighbour."""
+    """Draw a curve, with gaps for values that cannot be shown, and dots for lone points."""
     shown = (np.abs(curve.y) < LARGEST) & ((curve.y > 0) | (not log))
     padded = np.pad(shown, 1)
     alone = shown & ~padded[:-2] & ~padded[2:]
@@ -153,7 +155,7 @@ def _plot(axes: Axes, curve: Curve, log: bool) -> None:
 
 
 def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
-    """Return invisible SVG strips over a drawn plot, whose tooltips are the values below them."""
+    """Return invisible SVG strips over a plot, with its values as tooltips."""
     edges = np.linspace(*axes.get_xlim(), HOVER_STRIPS + 1)
     left, bottom, width, height = axes.get_position().bounds * np.tile(LINE_CHART_SIZE, 2)
     strips = ""
@@ -178,7 +180,7 @@ def _hover_strips(axes: Axes, curves: Sequence[Curve], x_label: str) -> str:
 def svg(
     figure: Figure, title: str, tooltips: Sequence[str] = (), *, standalone: bool = False
 ) -> str:
-    """Return a figure as SVG for a page or, `standalone`, for a file of its own."""
+    """Return a figure as SVG for a page or, if `standalone`, for a file."""
     buffer = io.StringIO()
     width, height = figure.get_size_inches() * 72
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {width}"}
@@ -212,3 +214,80 @@ def short_number(value: float, _: object = None) -> str:
 def _escape(text: str) -> str:
     """Escape text for XML, which cannot hold most control characters."""
     return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
+
+# --- timeline ------------------------------------------------------------------------------------
+
+
+def timeline_svg(title: str, found: Sequence[Phase], width: float = TIMELINE_WIDTH) -> str:
+    """Return two lanes for each worker as SVG, without title and legend."""
+    figure, shown = draw_timeline(found, width)
+    return svg(figure, title, list(map(_tooltip, shown)))
+
+
+def save_timeline(title: str, found: Sequence[Phase], path: Path) -> None:
+    """Write a timeline with title and legend to an .svg or .png file."""
+    figure, shown = draw_timeline(found, title=title)
+    if path.suffix == ".svg":
+        text = svg(figure, title, list(map(_tooltip, shown)), standalone=True)
+        path.write_text(text, encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=144)
+
+
+@rc_context(STYLE)
+def draw_timeline(
+    found: Sequence[Phase], width: float = TIMELINE_WIDTH, title: str = ""
+) -> tuple[Figure, list[Phase]]:
+    """Draw two lanes for each worker, with a legend if there is a `title`.
+
+    Return the figure and the phases in it. The bar of phase n has the id `tip-n`. At least one
+    phase must have a length.
+    """
+    found = [phase for phase in found if phase.seconds > 0]
+    workers = sorted({phase.worker for phase in found})
+    start = min(phase.start_seconds for phase in found)
+    length = max(phase.end_seconds for phase in found) - start
+    tops = {worker: row * WORKER_STEP for row, worker in enumerate(workers[:MAX_WORKERS])}
+    found = [phase for phase in found if phase.worker in tops]
+    hidden = len(workers) - len(tops)
+    more = f"; {hidden} more workers are not shown" if hidden else ""
+    height = WORKER_STEP * len(tops)
+    figure = Figure((width / 72, (height + (112 if title else 54)) / 72), layout="constrained")
+    x_label = f"seconds, from {start:,.2f} s on worker 0's clock{more}"
+    axes = figure.add_subplot(xlabel=x_label, xlim=(0, length), ylim=(height, 0))
+    axes.xaxis.set_major_formatter(short_number)
+    axes.xaxis.set_major_locator(MaxNLocator(8 if width > 600 else 4, steps=[1, 2, 5, 10]))
+    for top in tops.values():
+        axes.add_patch(Rectangle((0, top), length, LANE, color=LIGHT["band"], linewidth=0))
+        axes.axhline(top + LANE_STEP + LANE / 2, color=LIGHT["grid"], linewidth=1, zorder=0)
+    names = [name for worker in tops for name in (f"worker {worker}", "exchange")]
+    ticks = [top + lane + LANE / 2 for top in tops.values() for lane in (0, LANE_STEP)]
+    axes.set_yticks(ticks, names)
+    for label in axes.get_yticklabels()[::2]:
+        label.set(color=LIGHT["text"], weight="bold")
+    seconds_per_point = length / (width - MARGINS)
+    for place, phase in enumerate(found):
+        left, extent = phase.start_seconds - start, max(phase.seconds, seconds_per_point)
+        top = tops[phase.worker] + LANE_STEP * LANES.index(phase.lane)
+        style: Any = {"facecolor": LIGHT[PHASE_COLOURS[phase.name]], "gid": f"tip-{place}"}
+        axes.add_patch(Rectangle((left, top), extent, LANE, linewidth=0, **style))
+        fragment = str(phase.round.fragment)
+        if extent / seconds_per_point > 8 * len(fragment) + 4:  # there is room
+            text = axes.text(left + extent / 2, top + LANE / 2, fragment, color=LIGHT["surface"])
+            text.set(ha="center", va="center_baseline")
+    if title:
+        keys = [Patch(color=LIGHT[c], label=name) for name, c in PHASE_COLOURS.items()]
+        style = {"ncols": 8, "frameon": False, "handlelength": 0.8, "alignment": "left"}
+        style["title_fontproperties"] = {"size": 14, "weight": "bold"}
+        figure.legend(handles=keys, title=title, loc="outside upper left", **style)
+    return figure, found
+
+
+def _tooltip(phase: Phase) -> str:
+    found, sent_bytes = phase.round, phase.round.workers[phase.worker].sent_bytes
+    sent = f", {short_number(sent_bytes)}B sent" if np.isfinite(sent_bytes) else ""
+    return (
+        f"worker {phase.worker}: {phase.name} {brief(phase.seconds)}\n"
+        f"fragment {found.fragment} ({found.fragment_name}), round {found.outer_round}{sent}"
+    )

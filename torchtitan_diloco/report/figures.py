@@ -1,4 +1,4 @@
-"""The figures of a page, each with a caption that says what it shows."""
+"""The figures of a page with their captions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan_diloco.components.records import PHASE_COLOURS, phases
-from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour
-from torchtitan_diloco.report.facts import SHARES, data_parallel_bytes, mean_share
+from torchtitan_diloco.report.charts import SERIES, Curve, line_chart, series_colour, timeline_svg
 from torchtitan_diloco.report.run_records import (
     ELAPSED_SECONDS,
     SENT_BYTES,
+    SHARES,
     TOKENS,
     TRAINING_LOSS,
     VALIDATION_LOSS,
@@ -19,7 +19,6 @@ from torchtitan_diloco.report.run_records import (
     Run,
     of_known,
 )
-from torchtitan_diloco.report.timeline import timeline_svg
 
 BANDWIDTH_USED = "diloco/bandwidth_used_mbit_per_second_mean_over_workers"
 BANDWIDTH_PEAK = "diloco/bandwidth_peak_mbit_per_second_max_over_workers"
@@ -38,7 +37,7 @@ COSINE, DRIFT = "cosine_to_mean", "drift_norm"
 
 
 class Axis(NamedTuple):
-    """The x axis of a chart over steps: a key that counts from 0, in units of `size`."""
+    """X axis of a chart: the values of a key that starts at 0, in units of `size`."""
 
     key: str
     label: str
@@ -51,7 +50,7 @@ class Axis(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Entry of a legend. `kind`: line, dashed, faint or box."""
+    """Entry of a legend. `kind` is line, dashed, faint or box."""
 
     name: str
     colour: str
@@ -60,7 +59,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """An SVG or stacked bars, with what stands around them."""
+    """An SVG or stacked bars, with the text around them."""
 
     title: str
     caption: str
@@ -75,7 +74,6 @@ class Figure:
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
-    """Return all figures for which at least one run has records."""
     longest = np.nanmax([0.0, *(run.last(ELAPSED_SECONDS)[1] for run in runs)])
     units = (("hours", 3600.0, 3 * 3600), ("minutes", 60.0, 600), ("seconds", 1.0, 0))
     time = next(Axis(ELAPSED_SECONDS, *unit[:2]) for unit in units if longest >= unit[2])
@@ -95,8 +93,10 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 def _line_figure(
     runs: Sequence[Run], title: str, caption: str, unit: str, curves: Sequence[Curve], **axes: Any
 ) -> Figure | None:
-    """Draw the curves that have a value. The legend names the curves, or several runs."""
+    """Draw the curves that have a value. The legend names the curves of one run, or the runs."""
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
+    if not curves:
+        return None
     legend: dict[str, Key] = {}
     for place, curve in enumerate(curves):
         kind = "dashed" if curve.dashed else "faint" if curve.faint else "line"
@@ -105,8 +105,8 @@ def _line_figure(
             name, kind = runs[curve.series].name, "line"
             curves[place] = replace(curve, name=f"{name}, {curve.name}")
         legend.setdefault(name, Key(name, series_colour(curve.series), kind))
-    svg = line_chart(title, curves, **axes) if curves else ""
-    return Figure(title, caption, list(legend.values()), unit, svg) if svg else None
+    svg = line_chart(title, curves, **axes)
+    return Figure(title, caption, list(legend.values()), unit, svg)
 
 
 def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
@@ -128,7 +128,7 @@ def _loss(runs: Sequence[Run], title: str, x: Axis) -> Figure | None:
 
 
 def _top_of_axis(losses: Array) -> float | None:
-    """Return an end of the axis that leaves out first losses and rare spikes, if there are any."""
+    """Return an end of the axis that cuts off the first losses and rare spikes, if any."""
     losses = losses[np.isfinite(losses)]
     if losses.size < 50:
         return None
@@ -143,7 +143,7 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
         times, sent = x.curve(run, SENT_BYTES)
         if run.workers and np.nansum(sent):
             steps, _ = run.curve(SENT_BYTES)
-            expected = np.array([data_parallel_bytes(run, step) for step in steps])
+            expected = np.array([run.data_parallel_bytes(step) for step in steps])
             curves.append(Curve("sent", times, np.nancumsum(sent) / run.workers, series))
             dashed = Curve("data parallelism would send", times, expected, series, dashed=True)
             curves.append(dashed)
@@ -169,7 +169,7 @@ def _bandwidth(runs: Sequence[Run], x: Axis) -> Figure | None:
 
 
 def _time_shares(runs: Sequence[Run]) -> Figure | None:
-    bars = {run.name: {name: mean_share(run, key) for name, key in SHARES.items()} for run in runs}
+    bars = {run.name: {name: run.mean_share(key) for name, key in SHARES.items()} for run in runs}
     bars = {name: shares for name, shares in bars.items() if np.isfinite(shares["compute"])}
     caption = (
         "Shares of the training thread's time, mean over ranks and over the run. Exposed "
@@ -200,8 +200,7 @@ def _timelines(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _rounds(runs: Sequence[Run], title: str, unit: str, caption: str, field: str) -> Figure | None:
-    """Draw the mean of a field over the workers, over the rounds in which it was measured, by
-    fragment or, of several runs, by run."""
+    """Draw the mean of a field over the workers, by fragment or, for several runs, by run."""
     curves: list[Curve] = []
     for series, run in enumerate(runs):
         values = np.array([of_known(np.mean, own) for own in run.of_workers(field)])
@@ -215,7 +214,7 @@ def _rounds(runs: Sequence[Run], title: str, unit: str, caption: str, field: str
             for place, fragment in enumerate(np.unique(fragments)[:MAX_FRAGMENTS].astype(int)):
                 name, own = f"{fragment}: {names[fragment]}", fragments == fragment
                 curves.append(Curve(name, x[own], y[own], place, dashed=place >= SERIES))
-        elif y.size:  # fragments differ more from each other than from one round to the next
+        elif y.size:  # fragments differ more than the rounds of one fragment
             cycle = np.unique(fragments).size
             means = y[: y.size // cycle * cycle].reshape(-1, cycle).mean(axis=1)
             curves.append(Curve("mean", x[cycle - 1 :: cycle], means, series))

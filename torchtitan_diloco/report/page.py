@@ -1,22 +1,55 @@
-"""The report as one HTML page and as Markdown."""
+"""The report as one HTML page and as Markdown, with the same tables."""
 
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.ticker import EngFormatter
 
 from torchtitan_diloco.report.charts import css_variables
-from torchtitan_diloco.report.facts import Table, detail_tables, facts_table, notes, setting_text
 from torchtitan_diloco.report.figures import figures
-from torchtitan_diloco.report.run_records import Run
-from torchtitan_diloco.utils import markdown_table
+from torchtitan_diloco.report.run_records import (
+    ELAPSED_SECONDS,
+    SENT_BYTES,
+    SHARES,
+    TOKENS,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Run,
+    of_known,
+)
+from torchtitan_diloco.utils import brief, clock, markdown_table, number
 
 METHODS = {"streaming": "Streaming DiLoCo", "none": "data parallelism"}
+ABSENT = "–"  # noqa: RUF001 - a dash for an empty cell
+NAMING_SETTINGS = ("run.folder", "run.name", "run.description")
+"""Settings that name a run without changing it."""
+MAX_LINKS = 12
+_loss, _count, _percent = "{:.4f}".format, "{:,.0f}".format, "{:.1f} %".format
+_bytes, _bits = EngFormatter("B", places=1), EngFormatter("bit/s", places=1)
+
+
+class Cell(NamedTuple):
+    text: str = ABSENT
+    note: str = ""
+    """Scope of the value, in small print."""
+
+
+class Table(NamedTuple):
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    """The first cell of a row is its name."""
 
 
 def html_page(runs: Sequence[Run]) -> str:
-    """Return a page that loads nothing, for wide and narrow screens, light and dark."""
+    """Return a self-contained page for wide and narrow screens, light and dark."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -38,7 +71,6 @@ def html_page(runs: Sequence[Run]) -> str:
 
 
 def describe(run: Run) -> str:
-    """Return the run's description, its number of workers and its method."""
     workers = f"{run.workers} worker{'s' * (run.workers > 1)}" if run.workers else ""
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
@@ -61,5 +93,165 @@ def _markdown_table(table: Table) -> str:
 
 
 def _markdown_text(text: str) -> str:
-    """Escape what Markdown would read as markup."""
+    """Escape the characters of Markdown's markup."""
     return re.sub(r"([\\|`*_\[\]<>#])", r"\\\1", " ".join(text.split()))
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def facts_table(runs: Sequence[Run]) -> Table:
+    """Return the facts of all runs. Leave out rows that are empty for all of them."""
+    facts = [_facts(run) for run in runs]
+    rows = [[Cell(name), *(fact[name] for fact in facts)] for name in facts[0]]
+    known = [row for row in rows if set(row[1:]) != {Cell()}]
+    return Table("", ["", *(run.name for run in runs)], known)
+
+
+def detail_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return the workers and links of each run and the settings that differ, if there are any."""
+    tables = []
+    for run in runs:
+        name = f", {run.name}" if len(runs) > 1 else ""
+        for table in (_workers_table(run), _links_table(run)):
+            tables.append(table._replace(heading=table.heading + name))
+    return [table for table in (*tables, _differences_table(runs)) if table.rows]
+
+
+def notes(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what is missing from the records."""
+    for run in runs:
+        if not run.steps:
+            yield f"{run.name} has not logged a step yet."
+        if run.unreadable:
+            yield f"{run.name}: left out {run.unreadable} line(s) of metrics.jsonl, not readable."
+        if not run.settings:
+            yield f"{run.name} has no readable config.toml: its settings are unknown."
+        counts = Counter(
+            (worker, reason)
+            for record in run.rounds
+            for worker, own in enumerate(record.workers)
+            for reason in own.left_out
+        )
+        for (worker, reason), times in sorted(counts.items()):
+            left_out = f"worker {worker} was left out of {times} recorded round(s), {reason}"
+            yield f"{run.name}: {left_out}."
+    if not any(run.rounds for run in runs):
+        yield "No exchange was recorded: there is no timeline, cosine or drift to show."
+
+
+def _facts(run: Run) -> dict[str, Cell]:
+    validated, shared_loss = run.last(VALIDATION_LOSS)
+    trained, loss = run.last(TRAINING_LOSS)
+    validation_note = f"nats per held-out token, step {validated:,}"
+    tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
+    rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
+    exchange = run.total("diloco/exchange_seconds_mean_over_ranks")
+    waited = run.total("diloco/exposed_waiting_seconds_mean_over_ranks")
+    hidden = 100 * max(1 - waited / exchange, 0.0) if exchange else math.nan
+    exposed = run.mean_share(SHARES["exposed communication"])
+    utilisation = Cell(note="not recorded: the run has not ended")
+    if run.summary is not None:
+        predicted = _cell(run.summary.predicted_utilisation_percent, _percent).text
+        measured = run.summary.measured_utilisation_percent
+        utilisation = _cell(measured, _percent, f"measured; {predicted} predicted")
+    return {
+        "loss of the shared model": _cell(shared_loss, _loss, validation_note),
+        "training loss": _cell(loss, _loss, f"nats per token, all workers, step {trained:,}"),
+        "tokens, all workers": _cell(tokens, _count, f"{run.last_step:,} steps"),
+        "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
+        "tokens/s, all workers": _cell(rate, _count, "median"),
+        **_sent_bytes(run),
+        "communication hidden": _cell(hidden, _percent, "of the time of exchanges"),
+        "exposed communication": _cell(exposed, _percent, "of the training time"),
+        "utilisation": utilisation,
+        **_slowest(run),
+    }
+
+
+def _sent_bytes(run: Run) -> dict[str, Cell]:
+    sent = run.total(SENT_BYTES) / (run.workers or math.nan)
+    expected = run.data_parallel_bytes(run.last_step)
+    counted = _cell(sent, _bytes, "counted in the buffers")
+    if run.settings.get("diloco.method") == "none":
+        counted = _cell(expected, _bytes, "bf16 gradients, every step; computed, not counted")
+    times = f"{expected / sent:,.1f} times as much; " if sent > 0 else ""
+    compared = _cell(expected, _bytes, f"{times}bf16 gradients, every step")
+    if math.isnan(expected):
+        compared = Cell(note="one worker" if run.workers == 1 else "model size not recorded")
+    return {"sent by each worker": counted, "data parallelism would send": compared}
+
+
+def _slowest(run: Run) -> dict[str, Cell]:
+    """Return the worker and the link for which the others wait."""
+    found = {"last to arrive": Cell(), "slowest link": Cell()}
+    for worker, rounds, late, *_ in _workers_table(run).rows[:1]:
+        if late != Cell():
+            note = f"in {rounds.text} rounds, by {late.text} (median)"
+            found["last to arrive"] = Cell(worker.text, note)
+    for pair, rate, rounds in _links_table(run).rows[:1]:
+        found["slowest link"] = Cell(rate.text, f"{pair.text}, median of {rounds.text} rounds")
+    return found
+
+
+def _workers_table(run: Run) -> Table:
+    """Return who arrives last and who waits. The worker that was last most often is first."""
+    last, late = run.of_rounds("last_worker"), run.of_rounds("late_by_seconds")
+    waited = run.of_workers("waited_seconds")
+    keys = "time/longest_gap_seconds_max_over_ranks", "time/longest_gap_worker"
+    gaps, culprits = (np.array([number(one.get(key)) for one in run.steps]) for key in keys)
+    workers = sorted(range(waited.shape[1]), key=lambda worker: -(last == worker).sum())
+    rows = [
+        [
+            Cell(f"worker {worker}"),
+            Cell(f"{(last == worker).sum():,} of {np.isfinite(last).sum():,}", "rounds"),
+            _cell(of_known(np.median, late[last == worker]), brief, "median, where it was last"),
+            _cell(of_known(np.max, late[last == worker]), brief, "maximum"),
+            _cell(of_known(np.max, gaps[culprits == worker]), brief, "between two steps, its own"),
+            # The median would mostly be zero.
+            _cell(of_known(np.mean, waited[:, worker]), brief, "for an exchange, mean"),
+        ]
+        for worker in workers
+    ]
+    columns = ["worker", "last to arrive", "late by", "at most", "longest gap", "training waited"]
+    return Table("Workers", columns, rows)
+
+
+def _links_table(run: Run) -> Table:
+    """Return the measured rate between every pair of workers."""
+    rates = defaultdict[tuple[int, int], list[float]](list)
+    for record in run.rounds:
+        for receiver, worker in enumerate(record.workers):
+            for sender, rate in enumerate(worker.received_bits_per_second_from):
+                if math.isfinite(rate):
+                    rates[sender, receiver].append(rate)
+    links = sorted((np.median(known), *pair, len(known)) for pair, known in rates.items())
+    rows = [
+        [
+            Cell(f"worker {sender} to worker {receiver}"),
+            Cell(_bits(rate), "median"),
+            Cell(f"{rounds:,}", "rounds"),
+        ]
+        for rate, sender, receiver, rounds in links[:MAX_LINKS]
+    ]
+    return Table("Links, slowest first", ["from, to", "rate of a payload", "measured in"], rows)
+
+
+def _differences_table(runs: Sequence[Run]) -> Table:
+    """Return the settings that differ between the runs with a config.toml."""
+    runs = [run for run in runs if run.settings]
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        texts = [setting_text(run.settings[key]) if key in run.settings else ABSENT for run in runs]
+        if key not in NAMING_SETTINGS and len(set(texts)) > 1:
+            rows.append([Cell(key), *map(Cell, texts)])
+    return Table("Settings that differ", ["setting", *(run.name for run in runs)], rows)
+
+
+def _cell(value: float, form: Callable[[float], str], note: str = "") -> Cell:
+    return Cell(form(value), note) if math.isfinite(value) else Cell()
+
+
+def setting_text(value: object) -> str:
+    """Return a setting as in TOML, which is the same as JSON for the types of settings."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,7 +1,4 @@
-"""The records of a run as the report reads them: metrics.jsonl and config.toml.
-
-docs/report.md defines the records. A run may still be going on, so the last line may be incomplete.
-"""
+"""Read the records of runs: metrics.jsonl, which docs/report.md defines, and config.toml."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchtitan_diloco.components.records import Record, RoundRecord, Summary, from_record
 from torchtitan_diloco.config.loader import flatten
-from torchtitan_diloco.utils import number, read_json_lines
+from torchtitan_diloco.utils import all_reduce_bytes, number, read_json_lines
 
 METRICS = "metrics.jsonl"
 TRAINING_LOSS = "train/loss_nats_per_token_global"
@@ -24,6 +21,12 @@ VALIDATION_LOSS = "validation/loss_nats_per_token_global"
 TOKENS = "train/tokens_global"
 ELAPSED_SECONDS = "time/elapsed_seconds"
 SENT_BYTES = "diloco/sent_bytes_sum_over_ranks"
+SHARES = {
+    "compute": "time/share_compute_percent_mean_over_ranks",
+    "data": "time/share_data_percent_mean_over_ranks",
+    "exposed communication": "time/share_exposed_communication_percent_mean_over_ranks",
+    "other": "time/share_other_percent_mean_over_ranks",
+}
 
 Array = NDArray[np.float64]
 
@@ -36,14 +39,14 @@ class Run:
     """Unique among the runs of a report."""
     folder: Path
     steps: Sequence[Record]
-    """One record per step, in order: what was logged at the step and validated after it."""
+    """One record for each step, in order, with the validation after the step."""
     rounds: Sequence[RoundRecord]
     summary: Summary | None
     """None if the run has not ended or was resumed after its end."""
     settings: Mapping[str, Any]
     """Dotted key -> value. Empty without a config.toml."""
     unreadable: int
-    """Lines that are not a record; an incomplete last line is not counted."""
+    """Number of lines that are not a record, without an incomplete last line."""
 
     def curve(self, key: str) -> tuple[Array, Array]:
         """Return the steps that have a value of this key, and the values."""
@@ -52,7 +55,7 @@ class Run:
         return np.array(steps, dtype=float), np.array(values, dtype=float)
 
     def last(self, key: str) -> tuple[int, float]:
-        """Return the last step that has a value of this key and the value: (0, NaN) if none has."""
+        """Return the last step that has a value of this key, and the value: else 0 and NaN."""
         steps, values = self.curve(key)
         return (int(steps[-1]), float(values[-1])) if steps.size else (0, np.nan)
 
@@ -60,12 +63,11 @@ class Run:
         return of_known(np.sum, self.curve(key)[1])
 
     def of_rounds(self, field: str) -> Array:
-        """Return a field of every round."""
         values = (getattr(record, field) for record in self.rounds)
         return np.array([np.nan if value is None else value for value in values], dtype=float)
 
     def of_workers(self, field: str) -> Array:
-        """Return a field of every (round, worker)."""
+        """Return a field as [rounds, workers]."""
         rows = [[getattr(worker, field) for worker in record.workers] for record in self.rounds]
         columns = list(zip_longest(*rows, fillvalue=np.nan))  # a resumed run may have fewer workers
         return np.array(columns, dtype=float).reshape(len(columns), len(rows)).T
@@ -76,7 +78,7 @@ class Run:
 
     @property
     def workers(self) -> int:
-        """Number of workers, 0 if it is not known."""
+        """Number of workers, 0 if not known."""
         configured = self.settings.get("diloco.workers")
         if isinstance(configured, int):
             return configured
@@ -84,23 +86,43 @@ class Run:
 
     @property
     def parameters(self) -> float:
-        """Parameters of the model: the sum over its fragments once all have been exchanged."""
+        """Parameters of the model, NaN until all fragments have been exchanged."""
         sizes = {record.fragment: record.parameters for record in self.rounds}
+        # A second round of one fragment comes after the first of all.
         return sum(sizes.values()) if len(self.rounds) > len(sizes) else np.nan
+
+    def data_parallel_bytes(self, step: float) -> float:
+        """Return the bytes that a worker would have sent with data parallelism up to `step`."""
+        if self.summary is not None and self.summary.step > self.summary.counted_after_step:
+            start, end = self.summary.counted_after_step, self.summary.step
+            total = self.summary.data_parallel_bytes_per_worker
+            return total * max(0.0, step - start) / (end - start)
+        if self.workers <= 1:
+            return np.nan
+        return all_reduce_bytes(self.parameters, self.workers) * step
+
+    def mean_share(self, key: str) -> float:
+        """Return the mean of a share over the intervals, weighted by their lengths."""
+        keys = (key, "time/wall_seconds_mean_over_ranks")
+        rows = [[number(record.get(name)) for name in keys] for record in self.steps]
+        known = [row for row in rows if np.isfinite(row).all() and row[1] > 0]
+        if not known:
+            return np.nan
+        shares, seconds = np.transpose(known)
+        return float(np.average(shares, weights=seconds))
 
 
 def of_known(function: Callable[[Array], Any], values: Array) -> float:
-    """Return a mean, median or sum of the finite values, NaN if there are none."""
+    """Return a mean, median or sum of the finite values, or NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(function(known)) if known.size else np.nan
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs in these folders or metrics files. Raise ValueError for what is not a run."""
+    """Read the runs in these folders or metrics files."""
     files = list(dict.fromkeys(map(_metrics_file, paths)))
     folders = [file.resolve().parent.name for file in files]
-    return [
-        # A path is unique where the name of the folder is not.
+    return [  # with the path as the name, if several folders have the same name
         _read_run(file, folder if folders.count(folder) == 1 else str(file))
         for file, folder in zip(files, folders, strict=True)
     ]
@@ -141,7 +163,7 @@ def _read_run(file: Path, name: str) -> Run:
     if summary and steps and summary.step < max(steps):
         summary = None
     ordered = [steps[step] for step in sorted(steps)]
-    try:  # as they are written, so that settings of another version are no error
+    try:  # without checks, so that settings of another version are no error
         text = (file.parent / "config.toml").read_text(encoding="utf-8")
         settings = dict(flatten(tomli.loads(text)))
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
