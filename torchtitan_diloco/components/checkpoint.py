@@ -13,14 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.components.checkpoint_folders import (
-    begin,
-    checkpoint_path,
-    complete,
-    incomplete,
-    prune,
-    write_manifest,
-)
+from torchtitan_diloco.components import checkpoint_folders as folders
 from torchtitan_diloco.components.checkpoint_schema import (
     SHARED,
     Manifest,
@@ -195,7 +188,7 @@ class Checkpointer:
 
     def _save_alone(self, manifest: Manifest) -> None:
         """Save this worker as the only one, without an answer of the others."""
-        path, world = checkpoint_path(self._run, manifest.step), self._world
+        path, world = folders.checkpoint_path(self._run, manifest.step), self._world
         mesh, rank, ranks = world.host_mesh, world.rank_in_worker, world.ranks_per_worker
         self._end_save()
         self._outer.heal(self._world.group(FSDP))
@@ -238,20 +231,21 @@ class Checkpointer:
     ) -> str:
         """Write a checkpoint and return why it failed, on every rank, or nothing."""
         started, config = time.perf_counter(), self._config
-        path = checkpoint_path(self._run, manifest.step)
+        path = folders.checkpoint_path(self._run, manifest.step)
+        written = folders.incomplete(path)
         if self._world.device.type == "cuda":  # else a thread uses GPU 0
             torch.cuda.set_device(self._world.device)
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            writers.on_first(lambda: begin(path))
-            part = writers.on_all(lambda: self._write_part(incomplete(path), inner, outer, writers))
+            writers.on_first(lambda: folders.begin(path))
+            part = writers.on_all(lambda: self._write_part(written, inner, outer, writers))
             merged = _merge(manifest, gather_objects(part, writers.world.saving), writers)
-            writers.on_first(lambda: write_manifest(path, merged.files, merged.to_json()))
-            writers.on_first(lambda: complete(path))
+            writers.on_first(lambda: folders.write_manifest(path, merged.files, merged.to_json()))
+            writers.on_first(lambda: folders.complete(path))
         except ValueError as error:
             if writers.is_first:
-                shutil.rmtree(incomplete(path), ignore_errors=True)
+                shutil.rmtree(written, ignore_errors=True)
                 logger.error(
                     f"checkpoint of step {manifest.step} could not be saved: {error}; earlier ones "
                     "are untouched"
@@ -259,7 +253,7 @@ class Checkpointer:
             return str(error)
         if writers.is_first:
             try:
-                prune(self._run, path, config.keep_latest, config.keep_every)
+                folders.prune(self._run, path, config.keep_latest, config.keep_every)
             except OSError as error:  # the checkpoint itself is saved
                 logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
         megabytes = sum(size for size, _ in merged.files.values()) / 1e6
@@ -281,11 +275,11 @@ class Checkpointer:
         saved = SavedState({}, {}) if outer is None else outer.result()
         rank = writers.world.rank_in_worker
         own = worker_folder(writers.world.worker if self._outer.fragment_names else 0)
-        folders = {own: inner | rows_to_write(saved.own, rank)}
+        tensors = {own: inner | rows_to_write(saved.own, rank)}
         if writers.shares:
-            folders[SHARED] = rows_to_write(saved.shared, rank)
+            tensors[SHARED] = rows_to_write(saved.shared, rank)
         files = {}
-        for name, rows in folders.items():
+        for name, rows in tensors.items():
             for tensor, value in rows.items():
                 if value.is_floating_point() and not is_finite([value]):
                     raise ValueError(f"{name}/{tensor} is not finite")
