@@ -56,14 +56,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Writers:
-    """The ranks that write a checkpoint together, and those of them that share this disk."""
+    """The ranks that write a checkpoint together, and the workers that share this disk."""
 
     world: World
     workers_on_disk: Sequence[int]
 
     @property
     def shares(self) -> bool:
-        """Return whether this worker writes what all share, once on every disk."""
+        """Whether this worker writes what all workers share. One on every disk does."""
         return self.world.worker == self.workers_on_disk[0]
 
     @property
@@ -90,8 +90,8 @@ class _Writers:
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
-    `torch.distributed.checkpoint.async_save` would copy the whole state dict when it is called, but
-    what comes back for fragments in flight is known only later. Its metadata are also pickled.
+    `torch.distributed.checkpoint.async_save` copies the whole state dict when it is called, but the
+    results of fragments in flight are known only later. Its metadata is pickled, too.
     """
 
     def __init__(
@@ -108,17 +108,16 @@ class Checkpointer:
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
         self._writers = _Writers(world, folder.workers)
-        self._copied: torch.cuda.Event | None = None
-        """After the copies of the last save. Only one save at a time is under way."""
+        self._copied: torch.cuda.Event | None = None  # after the copies of the last save
         self._timer_start = time.monotonic()
         self.failure = ""
         """Why the last save failed; empty if it did not."""
 
     def due_by_time(self) -> bool:
-        """Return whether `every_minutes` have passed by the clock of rank 0.
+        """Return whether `every_minutes` have passed on the clock of rank 0, and no save is under
+        way, which training would have to wait for.
 
-        A save under way ends first, so that training does not wait for a slow disk. The timer
-        starts again at once, as all ranks agree on the save some steps later.
+        The timer starts again at once, as all ranks agree on the save some steps later.
         """
         minutes = self._config.every_minutes
         seconds = time.monotonic() - self._timer_start
@@ -129,10 +128,8 @@ class Checkpointer:
         return due
 
     def save(self, manifest: Manifest) -> float:
-        """Start a save; every rank calls it after the same step.
-
-        Returns the seconds that training waited.
-        """
+        """Start a save and return the seconds that training waited. Every rank calls it after the
+        same step."""
         started = time.perf_counter()
         self.wait()
         self._timer_start = time.monotonic()
@@ -140,7 +137,8 @@ class Checkpointer:
         shared = self._writers.shares
         writes = self._outer.fragment_names or shared  # else all hold the same
         inner = self._copy_inner() if writes else {}
-        outer = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
+        state = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
+        outer = (lambda: SavedState({}, {})) if state is None else state.result
         self._saving = self._thread.submit(
             partial(self._write, manifest, inner, outer, self._writers)
         )
@@ -149,8 +147,8 @@ class Checkpointer:
         return time.perf_counter() - started
 
     def _copy_inner(self) -> dict[str, Tensor]:
-        """Copy to host memory. On a GPU the copies are queued before the next step, which changes
-        what is copied; `_write` waits for them."""
+        """Copy the model, the inner optimizer and random states to host memory. On a GPU the copies
+        are only queued, before the next step; `_write` waits for them."""
         rank, tensors = self._world.rank_in_worker, inner_tensors(self._model, self._optimizer)
         rows = rows_to_write(tensors, rank)
         inner = {name: copy_to_host(value) for name, value in rows.items()}
@@ -160,7 +158,7 @@ class Checkpointer:
         return inner | random_states(self._world.device, rank)
 
     def wait(self) -> None:
-        """Wait for the save under way. A worker that is found lost meanwhile ends the wait."""
+        """Wait for the save under way. Raise if a worker is lost meanwhile."""
         if self._saving is None:
             return
         while not wait([self._saving], timeout=1.0).done:
@@ -171,9 +169,9 @@ class Checkpointer:
 
     @contextmanager
     def saving_alone(self, stop: StopRequest, manifest: Callable[[], Manifest]) -> Iterator[None]:
-        """If the body ends because others hang after a stop request, save the first worker left.
+        """If the body fails because ranks hang after a stop request, save the first worker left.
 
-        The others wait for its end: launchers end all processes when the first one has failed.
+        The others wait until it ends: launchers kill all processes when the first one fails.
         """
         try:
             yield
@@ -187,7 +185,7 @@ class Checkpointer:
             raise
 
     def _save_alone(self, manifest: Manifest) -> None:
-        """Save this worker as the only one, without an answer of the others."""
+        """Save this worker as the only one, without the others."""
         path, world = folders.checkpoint_path(self._run, manifest.step), self._world
         mesh, rank, ranks = world.host_mesh, world.rank_in_worker, world.ranks_per_worker
         self._end_save()
@@ -195,8 +193,6 @@ class Checkpointer:
         state = self._outer.state_without_others(mesh)
         if state is None or path.exists():
             return
-        outer = Future[SavedState]()
-        outer.set_result(state)
         group = None if mesh is None else mesh.get_group()
         alone = replace(world, rank=rank, size=ranks, workers=1, saving=group)
         writers = _Writers(alone, [0])
@@ -206,15 +202,15 @@ class Checkpointer:
                 "are given up, and the other workers of a resumed run start from the shared "
                 "parameters"
             )
-        self._write(replace(manifest, workers=1), self._copy_inner(), outer, writers)
+        self._write(replace(manifest, workers=1), self._copy_inner(), lambda: state, writers)
 
     def close(self) -> None:
-        """Give a save under way some time. Its failure must not hide what has ended the run."""
+        """Give a save under way some time. Its failure must not hide why the run has ended."""
         self._end_save()
         self._thread.close(timeout=0.0)
 
     def _end_save(self) -> None:
-        """Wait for a save under way. After a loss it soon fails, or it waits for the lost rank."""
+        """Wait for a save under way; only briefly after a loss: it fails soon, or never ends."""
         seconds = (
             SAVE_AFTER_LOSS_SECONDS if self._world.liveness.is_lost else SAVE_AFTER_ERROR_SECONDS
         )
@@ -226,10 +222,10 @@ class Checkpointer:
         self,
         manifest: Manifest,
         inner: dict[str, Tensor],
-        outer: "Future[SavedState] | None",
+        outer: Callable[[], SavedState],
         writers: _Writers,
     ) -> str:
-        """Write a checkpoint and return why it failed, on every rank, or nothing."""
+        """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started, config = time.perf_counter(), self._config
         path = folders.checkpoint_path(self._run, manifest.step)
         written = folders.incomplete(path)
@@ -267,13 +263,11 @@ class Checkpointer:
         self,
         folder: Path,
         inner: dict[str, Tensor],
-        outer: "Future[SavedState] | None",
+        outer: Callable[[], SavedState],
         writers: _Writers,
     ) -> _Part:
-        """Write the tensors of this rank. What is not finite is refused: every restart would have
-        it."""
-        saved = SavedState({}, {}) if outer is None else outer.result()
-        rank = writers.world.rank_in_worker
+        """Write the tensors of this rank. Raise if one is not finite, as every restart would be."""
+        saved, rank = outer(), writers.world.rank_in_worker
         own = worker_folder(writers.world.worker if self._outer.fragment_names else 0)
         tensors = {own: inner | rows_to_write(saved.own, rank)}
         if writers.shares:
@@ -290,10 +284,8 @@ class Checkpointer:
 
 
 def _merge(manifest: Manifest, parts: Sequence[_Part], writers: _Writers) -> Manifest:
-    """Add what all ranks know once their parts are written: files on this disk only.
-
-    Exchanges that were in flight belong to the saved state, but are not in the totals yet.
-    """
+    """Add what is known once all parts are written: totals with the exchanges that were in flight,
+    facts of each worker, and the files on this disk."""
     totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
     ranks = writers.world.ranks_per_worker
     here = [part for rank, part in enumerate(parts) if rank // ranks in writers.workers_on_disk]
