@@ -1,11 +1,11 @@
-"""The checkpoint that a run starts from, and loading it, on the same layout or another one."""
+"""Finding the checkpoint that a run starts from, and loading it, also on another layout."""
 
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -50,7 +50,7 @@ class Start:
     """None for a run from the beginning."""
     manifest: Manifest | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
-    """Newer checkpoints that are damaged, or not in all places, and what is wrong with them."""
+    """Newer checkpoints that cannot be used, and why."""
 
     @property
     def state(self) -> RunState:
@@ -58,7 +58,7 @@ class Start:
 
 
 def find_start(world: World, resume: str, run_folder: str) -> Start:
-    """Return what `checkpoint.resume` and `run.folder` mean: the same step on every rank.
+    """Return where `checkpoint.resume` and `run.folder` start: the same step on every rank.
 
     Every rank looks for itself, as places may have no common disk.
     """
@@ -117,8 +117,8 @@ def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
 def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
     """Return the manifest of a checkpoint, and what is damaged on any rank.
 
-    The ranks of each worker check what it will read. What cannot be read raises on all ranks: it
-    is not proven that it is damaged.
+    The ranks of each worker check what it will read. Raise if a file cannot be read, which does not
+    prove that it is damaged.
     """
 
     def check() -> tuple[Manifest | None, str]:
@@ -151,6 +151,7 @@ NO_OUTER_LOOP_SAVED = (
     "the saved run had no outer loop: the shared parameters start as its model, outer momentum "
     "from zero"
 )
+NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
 
 
 def restore(
@@ -164,7 +165,7 @@ def restore(
     """Load a checkpoint and return what could not be carried over, one line each.
 
     Without an outer loop, which has no fragments, all workers hold one model and resume from worker
-    0. The inner optimizer of a worker that is new starts from zero.
+    0. The inner optimizer of a new worker starts from zero.
     """
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
@@ -183,7 +184,8 @@ def restore(
     notes = list[str]()
     if existed:
         same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
-        notes += _load_inner(own, model, optimizer, world, with_random=same_ranks)
+        states = random_states(world.device, world.rank_in_worker) if same_ranks else {}
+        notes += _load_inner(own, inner_tensors(model, optimizer), states)
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
@@ -229,27 +231,18 @@ def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
 
 
 def _load_inner(
-    saved: TensorFolder,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    *,
-    with_random: bool,
+    saved: TensorFolder, inner: dict[str, Tensor], random: dict[str, Tensor]
 ) -> list[str]:
     """Load what is a worker's own. Return what could not be carried over."""
-    states = random_states(world.device, world.rank_in_worker) if with_random else {}
-    own = inner_tensors(model, optimizer) | states
+    own = inner | random
     known = {name: tensor for name, tensor in own.items() if name in saved.shapes}
     saved.fill(known)
-    for name in states.keys() & known.keys():
+    for name in random.keys() & known.keys():
         on_gpu = name.startswith(f"{RANDOM}cuda")
-        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(states[name])
+        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(random[name])
     new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
     other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []
-
-
-NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
 
 
 def changed_settings(before: str, now: str) -> list[str]:
