@@ -1,8 +1,7 @@
-"""Saved state of the outer loop by the names of parameters, and the shared model's state dict.
+"""Saved state of the outer loop by names of parameters, and the shared model's state dict.
 
-Names make a state fit other fragments, ranks and schedules. Nothing is drained for a save: a
-fragment in flight is saved with the shared copy that its exchange ends with, to be applied when
-its turn comes.
+By names, a state fits other fragments, ranks and schedules. A save drains nothing: a fragment in
+flight is saved with the shared copy that its exchange results in, to be applied when it is due.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,15 +118,14 @@ def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Ten
 def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
     """Return the model's state dict with the shared parameters in fp32 in the place of its own."""
     drop_gathered(model)
-    shared: Named = {}
+    shared: dict[nn.Parameter, Tensor] = {}
     for state in states:
         check_identity(model, state.fragment)
-        views = named(SHARED, state, state.outer)
-        shared |= {name: value.clone() for name, value in views.items()}
-    first = {one: shared_parameter_name(name) for name, one in model.named_parameters()}
-    keys = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
+        for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
+            shared[part.parameter] = shaped_like(part.parameter, view.clone(), None)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
-        name: shared[keys[name]] if keys.get(name) in shared else value.detach().clone()
+        name: shared[parameters[name]] if parameters.get(name) in shared else value.detach().clone()
         for name, value in model.state_dict().items()
     }
 
