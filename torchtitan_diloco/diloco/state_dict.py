@@ -44,13 +44,13 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
 
 
 def facts_for_new_worker(facts: Facts) -> Facts:
-    """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
+    """Return the facts for a worker that the saved run did not have, with nothing to send."""
     own = {"weight": 0.0, "delta_norms": []}
     return facts | {"healed": 0, "fragments": [one | own for one in facts["fragments"]]}
 
 
 def copy_to_host(value: Tensor) -> Tensor:
-    """Return a copy in host memory. From a GPU it is only queued on the current stream."""
+    """Return a copy in host memory. From a GPU, it is only queued on the current stream."""
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return copy.copy_(value, non_blocking=True)
 
@@ -101,7 +101,7 @@ class SavedState:
 
 
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Shape values on this rank as a parameter is, sharded on the parameter's mesh or another."""
+    """Shape this rank's values like a parameter, sharded on its mesh or on another one."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
@@ -132,7 +132,7 @@ def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
 
 @contextmanager
 def holding_shared(model: nn.Module, states: Sequence[OuterState]) -> Iterator[None]:
-    """Let the model hold the shared parameters in the body of a with statement."""
+    """Let the model hold the shared parameters in the body of the with statement."""
     drop_gathered(model)
     parts = [part for state in states for part in state.fragment.parts]
     saved = [part.local().clone() for part in parts]
@@ -154,9 +154,9 @@ class Snapshot:
     """Buffers of one fragment at the time of a save, to be copied out in the background.
 
     They keep their content until the next exchange of the fragment, which is queued behind the
-    copy. Only the shared copy of a fragment in flight is copied at once: its apply may come first.
-    A fragment that is given up has an exchange that never ends: what it was to send is part of the
-    next delta, and its residual is forgotten.
+    copy. Only the shared copy of a fragment in flight is copied at once, as an apply may come
+    first. The exchange of a fragment that is given up never ends: the next delta contains what it
+    was to send, and its residual is forgotten.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Snapshot:
         *,
         shared: bool,
     ) -> None:
-        """`shared`: copy also what all workers share, not only this worker's own."""
+        """`shared`: copy what all workers share, too."""
         self._state, self._in_flight = state, in_flight
         self._facts: Facts = {"weight": weight}
         self._buffers: Named = {}
@@ -201,7 +201,7 @@ class Snapshot:
 
 
 def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:
-    """Complete a save in the background thread, behind the exchanges that were in flight."""
+    """Complete a save in the background thread, after the exchanges that were in flight."""
     saved = SavedState(facts | {"fragments": []}, {})
     for snapshot in snapshots:
         snapshot.copy_to(saved, mesh)
@@ -209,7 +209,7 @@ def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -
 
 
 def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
-    """Return views of a flat buffer of a fragment as tensors of a saved state."""
+    """Return views of a fragment's flat buffer as tensors of a saved state."""
     parts = zip(state.fragment.parts, state.views(buffer), strict=True)
     return {f"{kind}/{part.name}": shaped_like(part.parameter, view, mesh) for part, view in parts}
 
@@ -223,7 +223,7 @@ def load(
     config: DiLoCoConfig,
     mixing: Callable[[int, int], float],
 ) -> tuple[list[Facts], list[int], list[str]]:
-    """Fill the buffers. Return the facts of each fragment, those in flight, and notes.
+    """Fill the buffers. Return the facts of each fragment, the fragments in flight, and notes.
 
     `mixing` returns the local share for flags and participants.
     """
@@ -233,7 +233,7 @@ def load(
     changed = {key for key in settings if settings[key] != before.get(key)}
     layout = layout_of(states)
     is_split_anew = facts["layout"] != layout
-    if is_split_anew:  # each takes the facts of the one that had its first parameter, but no norms
+    if is_split_anew:  # take the facts, but no norms, of the one that had the first parameter
         records = zip(facts["layout"], fragments, strict=True)
         holders = {name: record for names, record in records for name in names}
         fragments = [holders[names[0]] | {"delta_norms": []} for names in layout]
@@ -266,7 +266,7 @@ def load(
 
 @torch.no_grad()
 def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
-    """Copy values by name into a flat buffer of a fragment."""
+    """Copy values by name into a fragment's flat buffer."""
     for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
         view.copy_(local_rows(part.name, values[part.name]))
 
