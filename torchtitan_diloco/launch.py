@@ -192,7 +192,8 @@ class _Run:
             failures = self._wait_for_ranks(ranks)
         finally:
             for process in ranks.values():  # and the data processes, which hold the run's lock
-                _send(os.killpg, process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if store is not None and not failures and not self._signals:
             with contextlib.suppress(RuntimeError):  # the first node has ended
@@ -214,13 +215,12 @@ class _Run:
                     if process.returncode:
                         failures[rank] = process.returncode
                         failed_at = min(failed_at, time.monotonic())
-            pids = {process.pid for process in running.values()}
             if self._signals:
                 self._check_signals(announce=not asked)
             if self._signals or failures:
-                for pid in pids - asked:
-                    _send(os.kill, pid, signal.SIGTERM)
-                asked |= pids
+                for rank in running.keys() - asked:
+                    running[rank].terminate()
+                asked |= running.keys()
             if time.monotonic() - failed_at > KILL_SECONDS:
                 break
         return failures
@@ -363,11 +363,6 @@ def run_rank() -> None:
     if os.getppid() != int(launcher):  # it ended before prctl
         sys.exit(1)
     run_and_exit(importlib.import_module(module).main, arguments)
-
-
-def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        kill(pid, number)
 
 
 def _say(text: str) -> None:
