@@ -54,39 +54,6 @@ class _Part:
     files: dict[str, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class _Writers:
-    """The ranks that write a checkpoint together, and the workers that share this disk."""
-
-    world: World
-    workers_on_disk: Sequence[int]
-
-    @property
-    def shares(self) -> bool:
-        """Whether this worker writes what all workers share. One on every disk does."""
-        return self.world.worker == self.workers_on_disk[0]
-
-    @property
-    def is_first(self) -> bool:
-        return self.shares and self.world.rank_in_worker == 0
-
-    def on_all(self, task: Callable[[], Value]) -> Value:
-        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
-
-        def explained() -> Value:
-            try:
-                return task()
-            except Exception as error:
-                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                raise ValueError(f"{kind}{error}") from error
-
-        return on_all_ranks(self.world.saving, explained)
-
-    def on_first(self, task: Callable[[], None]) -> None:
-        """Run `task` on the first rank of each disk."""
-        self.on_all(lambda: task() if self.is_first else None)
-
-
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
@@ -107,7 +74,10 @@ class Checkpointer:
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
-        self._writers = _Writers(world, folder.workers)
+        self._workers_on_disk = folder.workers
+        self._shares = world.worker == folder.workers[0]
+        """Whether this worker writes what all workers share. One on every disk does."""
+        self._is_first = self._shares and world.rank_in_worker == 0
         self._copied: torch.cuda.Event | None = None  # after the copies of the last save
         self._timer_start = time.monotonic()
         self.failure = ""
@@ -134,14 +104,11 @@ class Checkpointer:
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        shared = self._writers.shares
-        writes = self._outer.fragment_names or shared  # else all hold the same
+        writes = self._outer.fragment_names or self._shares  # else all hold the same
         inner = self._copy_inner() if writes else {}
-        state = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
+        state = self._outer.start_state_dict(self._world.host_mesh, shared=self._shares)
         outer = (lambda: SavedState({}, {})) if state is None else state.result
-        self._saving = self._thread.submit(
-            partial(self._write, manifest, inner, outer, self._writers)
-        )
+        self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
         if not self._config.asynchronous:
             self.wait()
         return time.perf_counter() - started
@@ -186,23 +153,28 @@ class Checkpointer:
 
     def _save_alone(self, manifest: Manifest) -> None:
         """Save this worker as the only one, without the others."""
-        path, world = folders.checkpoint_path(self._run, manifest.step), self._world
-        mesh, rank, ranks = world.host_mesh, world.rank_in_worker, world.ranks_per_worker
+        world, mesh = self._world, self._world.host_mesh
         self._end_save()
-        self._outer.heal(self._world.group(FSDP))
+        self._outer.heal(world.group(FSDP))
         state = self._outer.state_without_others(mesh)
-        if state is None or path.exists():
+        if state is None or folders.checkpoint_path(self._run, manifest.step).exists():
             return
-        group = None if mesh is None else mesh.get_group()
-        alone = replace(world, rank=rank, size=ranks, workers=1, saving=group)
-        writers = _Writers(alone, [0])
-        if writers.is_first:
+        if world.rank_in_worker == 0:
             logger.warning(
                 f"worker {world.worker} saves step {manifest.step} alone: rounds in flight "
                 "are given up, and the other workers of a resumed run start from the shared "
                 "parameters"
             )
-        self._write(replace(manifest, workers=1), self._copy_inner(), lambda: state, writers)
+        alone = replace(
+            world,
+            rank=world.rank_in_worker,
+            size=world.ranks_per_worker,
+            workers=1,
+            saving=None if mesh is None else mesh.get_group(),
+        )
+        parts = alone, self._model, self._optimizer, self._outer
+        saver = Checkpointer(self._config, RunFolder(self._run), *parts)
+        saver._write(replace(manifest, workers=1), saver._copy_inner(), lambda: state)
 
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended."""
@@ -219,11 +191,7 @@ class Checkpointer:
     # --- in the background ------------------------------------------------------------------------
 
     def _write(
-        self,
-        manifest: Manifest,
-        inner: dict[str, Tensor],
-        outer: Callable[[], SavedState],
-        writers: _Writers,
+        self, manifest: Manifest, inner: dict[str, Tensor], outer: Callable[[], SavedState]
     ) -> str:
         """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started, config = time.perf_counter(), self._config
@@ -234,20 +202,20 @@ class Checkpointer:
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            writers.on_first(lambda: folders.begin(path))
-            part = writers.on_all(lambda: self._write_part(written, inner, outer, writers))
-            merged = _merge(manifest, gather_objects(part, writers.world.saving), writers)
-            writers.on_first(lambda: folders.write_manifest(path, merged.files, merged.to_json()))
-            writers.on_first(lambda: folders.complete(path))
+            self._on_first(lambda: folders.begin(path))
+            part = self._on_all(lambda: self._write_part(written, inner, outer))
+            merged = self._merge(manifest, gather_objects(part, self._world.saving))
+            self._on_first(lambda: folders.write_manifest(path, merged.files, merged.to_json()))
+            self._on_first(lambda: folders.complete(path))
         except ValueError as error:
-            if writers.is_first:
+            if self._is_first:
                 shutil.rmtree(written, ignore_errors=True)
                 logger.error(
                     f"checkpoint of step {manifest.step} could not be saved: {error}; earlier ones "
                     "are untouched"
                 )
             return str(error)
-        if writers.is_first:
+        if self._is_first:
             try:
                 folders.prune(self._run, path, config.keep_latest, config.keep_every)
             except OSError as error:  # the checkpoint itself is saved
@@ -259,18 +227,30 @@ class Checkpointer:
         )
         return ""
 
+    def _on_all(self, task: Callable[[], Value]) -> Value:
+        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
+
+        def explained() -> Value:
+            try:
+                return task()
+            except Exception as error:
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                raise ValueError(f"{kind}{error}") from error
+
+        return on_all_ranks(self._world.saving, explained)
+
+    def _on_first(self, task: Callable[[], None]) -> None:
+        """Run `task` on the first rank of each disk."""
+        self._on_all(lambda: task() if self._is_first else None)
+
     def _write_part(
-        self,
-        folder: Path,
-        inner: dict[str, Tensor],
-        outer: Callable[[], SavedState],
-        writers: _Writers,
+        self, folder: Path, inner: dict[str, Tensor], outer: Callable[[], SavedState]
     ) -> _Part:
         """Write the tensors of this rank. Raise if one is not finite, as every restart would be."""
-        saved, rank = outer(), writers.world.rank_in_worker
-        own = worker_folder(writers.world.worker if self._outer.fragment_names else 0)
+        saved, rank = outer(), self._world.rank_in_worker
+        own = worker_folder(self._world.worker if self._outer.fragment_names else 0)
         tensors = {own: inner | rows_to_write(saved.own, rank)}
-        if writers.shares:
+        if self._shares:
             tensors[SHARED] = rows_to_write(saved.shared, rank)
         files = {}
         for name, rows in tensors.items():
@@ -282,16 +262,15 @@ class Checkpointer:
                 files[str(file.relative_to(folder))] = fingerprint(file)
         return _Part(saved.facts, saved.exchanged, files)
 
-
-def _merge(manifest: Manifest, parts: Sequence[_Part], writers: _Writers) -> Manifest:
-    """Add what is known once all parts are written: totals with the exchanges that were in flight,
-    facts of each worker, and the files on this disk."""
-    totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
-    ranks = writers.world.ranks_per_worker
-    here = [part for rank, part in enumerate(parts) if rank // ranks in writers.workers_on_disk]
-    return replace(
-        manifest,
-        state=replace(manifest.state, totals=totals),
-        outer=[part.facts for part in parts[::ranks] if part.facts],
-        files={name: known for part in here for name, known in part.files.items()},
-    )
+    def _merge(self, manifest: Manifest, parts: Sequence[_Part]) -> Manifest:
+        """Add what is known once all parts are written: totals with the exchanges that were in
+        flight, facts of each worker, and the files on this disk."""
+        totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
+        ranks, workers = self._world.ranks_per_worker, self._workers_on_disk
+        here = [part for rank, part in enumerate(parts) if rank // ranks in workers]
+        return replace(
+            manifest,
+            state=replace(manifest.state, totals=totals),
+            outer=[part.facts for part in parts[::ranks] if part.facts],
+            files={name: known for part in here for name, known in part.files.items()},
+        )
