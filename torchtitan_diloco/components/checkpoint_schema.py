@@ -158,7 +158,7 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def read_patiently(file: Path, read: Callable[[Path], Result]) -> Result:
+def read_with_retries(file: Path, read: Callable[[Path], Result]) -> Result:
     """Return `read(file)`. Retry, as errors of a disk may pass. Raise DamagedError if the file is
     missing."""
     pauses = iter(RETRY_AFTER_SECONDS)
@@ -180,7 +180,7 @@ def read_patiently(file: Path, read: Callable[[Path], Result]) -> Result:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint `path`, or raise DamagedError."""
     file = path / MANIFEST
-    content = read_patiently(file, Path.read_bytes)
+    content = read_with_retries(file, Path.read_bytes)
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
@@ -210,7 +210,7 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise DamagedError if one of the files is damaged."""
     for name in names:
         (size, crc), file = manifest.files[name], path / name
-        found = read_patiently(file, fingerprint)
+        found = read_with_retries(file, fingerprint)
         if found[0] != size:
             raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
         if found[1] != crc:

@@ -237,7 +237,7 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     if not isinstance(first, DTensor) or ranks == 1:
         return [newton_schulz(one) for one in rows]
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
-    owned = share_out(matrices, ranks)
+    owned = assign_owners(matrices, ranks)
     mine = [matrices[index] for index in owned[group.rank()]]
 
     # Rows go to the owners of their matrices in this order, and come back in it.
@@ -263,7 +263,7 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     return [found[index].view(before.shape) for index, before in enumerate(rows)]
 
 
-def share_out(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
+def assign_owners(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
     """Return the matrices that each rank works on, of about as many values in total."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks

@@ -188,14 +188,14 @@ def restore(
         notes += _load_inner(own, inner_tensors(model, optimizer), states)
     if not streamed:
         outer.restart_from_model(manifest.step)
-        return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
+        return [*notes, NO_OUTER_LOOP_SAVED] if streaming else notes
     shared = TensorFolder(path, manifest, SHARED)
     if existed:
         facts = manifest.outer[worker]
     else:
         facts = facts_for_new_worker(manifest.outer[0])
         named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
-        # Frozen parameters are not shared: they stay what the workers have agreed on.
+        # Frozen parameters are not shared: they stay as the workers have agreed.
         shared.fill({name: one.detach() for name, one in named if name in shared.shapes})
     own_names = own.shapes if existed else ()
     saved = SavedState.template(model, facts, shared.shapes, own_names, world.host_mesh)

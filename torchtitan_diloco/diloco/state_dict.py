@@ -232,12 +232,12 @@ def load(
     in_flight, fragments = list(facts["in_flight"]), list(facts["fragments"])
     changed = {key for key in settings if settings[key] != before.get(key)}
     layout = layout_of(states)
-    is_split_anew = facts["layout"] != layout
-    if is_split_anew:  # take the facts, but no norms, of the one that had the first parameter
+    has_new_layout = facts["layout"] != layout
+    if has_new_layout:  # take the facts, but no norms, of the one that had the first parameter
         records = zip(facts["layout"], fragments, strict=True)
         holders = {name: record for names, record in records for name in names}
         fragments = [holders[names[0]] | {"delta_norms": []} for names in layout]
-    if in_flight and (is_split_anew or changed - {OPTIMIZER}):
+    if in_flight and (has_new_layout or changed - {OPTIMIZER}):
         notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")
         apply_early(states, saved, mixing)
         in_flight = []
