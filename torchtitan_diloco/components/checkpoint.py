@@ -183,10 +183,9 @@ class Checkpointer:
 
     def _end_save(self) -> None:
         """Wait for a save under way; only briefly after a loss: it fails soon, or never ends."""
-        seconds = (
-            SAVE_AFTER_LOSS_SECONDS if self._world.liveness.is_lost else SAVE_AFTER_ERROR_SECONDS
-        )
-        wait([] if self._saving is None else [self._saving], timeout=seconds)
+        if self._saving is not None:
+            lost = self._world.liveness.is_lost
+            wait([self._saving], SAVE_AFTER_LOSS_SECONDS if lost else SAVE_AFTER_ERROR_SECONDS)
 
     # --- in the background ------------------------------------------------------------------------
 

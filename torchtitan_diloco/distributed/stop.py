@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections import deque
-from types import FrameType
 from typing import NamedTuple, Self
 
 from torch.distributed import ReduceOp
@@ -110,8 +109,7 @@ class StopRequest:
             liveness.wait_for_end(saver)
         os._exit(WORKER_LOST)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self._received is None:
             self._received = now
