@@ -169,8 +169,7 @@ class Snapshot:
         shared: bool,
     ) -> None:
         """`shared`: copy what all workers share, too."""
-        self._state, self._in_flight = state, in_flight
-        self._facts: Facts = {"weight": weight}
+        self._state, self._weight, self._in_flight = state, weight, in_flight
         self._buffers: Named = {}
         if state.residual is not None:
             residual = torch.zeros_like(state.residual) if given_up else state.residual
@@ -191,7 +190,7 @@ class Snapshot:
         for kind, copy in copies.items():
             values = saved.own if kind == RESIDUAL else saved.shared
             values |= named(kind, self._state, copy, mesh)
-        facts = self._facts | {"delta_norms": list(self._state.norms.latest)}
+        facts = {"weight": self._weight, "delta_norms": list(self._state.norms.latest)}
         if self._in_flight is not None:
             round_, exchanged = self._in_flight
             exchanged.result()
@@ -245,18 +244,17 @@ def load(
     if OPTIMIZER in changed:
         old, new = before[OPTIMIZER], settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
+        values[MOMENTUM] = {}
     is_sparse = states[0].residual is not None
     if values[RESIDUAL] and not is_sparse:
         notes.append("diloco.quantization.codec was topk: what it has not sent is given up")
     elif is_sparse and not values[RESIDUAL]:
         notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
-        for buffer in [*state.slots, *([] if state.residual is None else [state.residual])]:
-            buffer.zero_()  # what is not saved starts from zero
         fill(state, state.outer, values[SHARED])
-        for slot in [] if OPTIMIZER in changed else state.slots:
+        for slot in state.slots:
             fill(state, slot, values[MOMENTUM])
-        if state.residual is not None and values[RESIDUAL]:
+        if state.residual is not None:
             fill(state, state.residual, values[RESIDUAL])
         if index in in_flight:
             fill(state, state.delta, values[NEXT])
@@ -266,7 +264,10 @@ def load(
 
 @torch.no_grad()
 def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
-    """Copy values by name into a fragment's flat buffer."""
+    """Copy values by name into a fragment's flat buffer. What was not saved starts from zero."""
+    if not values:
+        buffer.zero_()
+        return
     for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
         view.copy_(local_rows(part.name, values[part.name]))
 
