@@ -75,11 +75,10 @@ class PendingReduction:
         return values
 
 
-class PendingSums:
+class PendingSums(PendingReduction):
     """Sums of numbers by name over the ranks of each worker, in the background.
 
-    Every rank gives dictionaries with the same keys in the same order. The result has those of each
-    worker, with the sums over its ranks.
+    Every rank gives dictionaries with the same keys in the same order.
     """
 
     def __init__(self, world: World, numbers: Sequence[Mapping[str, float]], where: str) -> None:
@@ -87,19 +86,14 @@ class PendingSums:
         values = [value for one in numbers for value in one.values()]
         before, after = world.worker, world.workers - world.worker - 1
         nothing = [0.0] * len(values)
-        self._sums = PendingReduction(world, nothing * before + values + nothing * after, where)
-        self._workers = world.workers
+        super().__init__(world, nothing * before + values + nothing * after, where)
 
-    @property
-    def is_complete(self) -> bool:
-        return self._sums.is_complete
-
-    def result(self) -> list[list[dict[str, float]]]:
-        """Wait for the sums and return them."""
-        values = iter(self._sums.result())
+    def by_worker(self) -> list[list[dict[str, float]]]:
+        """Wait for the sums and return the dictionaries of each worker."""
+        values = iter(self.result())
         return [
             [{key: next(values) for key in keys} for keys in self._keys]
-            for _ in range(self._workers)
+            for _ in range(self._world.workers)
         ]
 
 
