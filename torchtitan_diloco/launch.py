@@ -258,22 +258,24 @@ class _Run:
     def _meet(self) -> "TCPStore":
         """Return the store through which ranks find each other, once all nodes are connected."""
         node, timeout = self._node, self._config.distributed.init_timeout_seconds
-        stores: list[TCPStore] = []
+        store: TCPStore | None = None
 
         def first_node() -> str:
-            reason = connect(node, stores)
+            nonlocal store
+            store, reason = connect(node)
             return f"the first node at {node.endpoint} ({reason})" if reason else ""
 
         deadline = time.monotonic() + timeout
         try:
             if node.rank == 0:
-                stores.append(open_store(node))
-            missing = "" if stores else self._wait(first_node, timeout, announce=True)
-            if not missing:
+                store = open_store(node)
+            else:
+                missing = self._wait(first_node, timeout, announce=True)
+            if store is not None:
                 left = deadline - time.monotonic()
-                missing = self._wait_for_nodes(stores[0], "come", left, announce=True)
-            if not missing:
-                return stores[0]
+                missing = self._wait_for_nodes(store, "come", left, announce=True)
+                if not missing:
+                    return store
             reason = f"no answer from {missing}"
         except (RuntimeError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -314,8 +316,8 @@ def open_store(node: Node) -> "TCPStore":
     )
 
 
-def connect(node: Node, stores: "list[TCPStore]") -> str:
-    """Append the first node's store, in which this node has not been, or return why there is none.
+def connect(node: Node) -> "tuple[TCPStore | None, str]":
+    """Return the first node's store, in which this node has not been, or why there is none.
 
     Each start has its own. A node that starts again may find the one before still open, because the
     others have not noticed the crash yet.
@@ -324,15 +326,15 @@ def connect(node: Node, stores: "list[TCPStore]") -> str:
     try:  # TCPStore would print a page for each failure
         socket.create_connection(place, timeout=1.0).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return None, error.strerror or str(error)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with contextlib.suppress(RuntimeError):  # it may close at any time
         patience = timedelta(seconds=10)
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
         if store.add(f"{node.run_id}/node {node.rank}", 1) == 1:
-            stores.append(store)
-    return "" if stores else "the start before this one has not ended there"
+            return store, ""
+    return None, "the start before this one has not ended there"
 
 
 def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:

@@ -73,7 +73,7 @@ def complete(path: Path) -> None:
 
 
 def prune(run: Path, newest: Path, keep_latest: int, keep_every: int) -> None:
-    """Delete all checkpoints but the newest, the latest and those at steps to keep."""
+    """Delete all checkpoints but `newest`, the latest and those at steps to keep."""
     known = [path for path in complete_checkpoints(run) if (path / MANIFEST).exists()]
     for path in known[:-keep_latest]:
         if path != newest and (not keep_every or step_of(path) % keep_every):
