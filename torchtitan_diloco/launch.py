@@ -43,6 +43,7 @@ from torchtitan_diloco.utils import (
     USER_ERROR,
     WORKER_LOST,
     available_cores,
+    cause_of,
     end_with_parent,
     raise_open_files_limit,
     run_and_exit,
@@ -278,7 +279,7 @@ class _Run:
                     return store
             reason = f"no answer from {missing}"
         except (RuntimeError, OSError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = cause_of(error)
         raise LaunchError(
             f"node {node.rank} of {node.count} did not meet the others at "
             f"RDZV_ENDPOINT={node.endpoint} within {timeout} s; "

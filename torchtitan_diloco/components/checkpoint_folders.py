@@ -63,13 +63,13 @@ def write_manifest(path: Path, files: Iterable[str], manifest: str) -> None:
                 "nodes must share run.folder"
             )
     write_whole(written / MANIFEST, manifest.encode())
-    _sync_folder(written)
+    flush_to_disk(written)
 
 
 def complete(path: Path) -> None:
     """Rename the folder, which makes the checkpoint visible."""
     incomplete(path).rename(path)
-    _sync_folder(path.parent)
+    flush_to_disk(path.parent)
 
 
 def prune(run: Path, newest: Path, keep_latest: int, keep_every: int) -> None:
@@ -87,7 +87,8 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(name for name in names if not Path(name).exists()))
 
 
-def _sync_folder(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,7 +16,6 @@ Describe what users see in docs/checkpoint.md.
 """
 
 import json
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.components.checkpoint_folders import MANIFEST
+from torchtitan_diloco.components.checkpoint_folders import MANIFEST, flush_to_disk
 from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
@@ -243,8 +242,7 @@ def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Path:
     except SafetensorError as error:  # such as a full disk; it does not name the file
         raise OSError(f"{file} cannot be written ({error})") from error
     file.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    flush_to_disk(file)
     return file
 
 
