@@ -7,11 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.components.checkpoint_folders import (
-    MANIFEST,
-    complete_checkpoints,
-    is_checkpoint,
-)
+from torchtitan_diloco.components import checkpoint_folders as folders
 from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
     OPTIMIZER,
@@ -99,13 +95,13 @@ def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
     """Return the folder of the run to continue and the checkpoints that it may start from."""
     own = Path(run_folder).expanduser() if run_folder else None
     if resume in ("auto", "strict", "never"):
-        found = complete_checkpoints(own) if own and resume != "never" else []
+        found = folders.complete_checkpoints(own) if own and resume != "never" else []
         begun = own and resume != "never" and (found or (own / "metrics.jsonl").exists())
         return own if begun else None, found
     path = Path(resume).expanduser()
-    if (path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path)):
+    if (path / folders.MANIFEST).exists() or (path.is_dir() and folders.is_checkpoint(path)):
         return None, [path]
-    if found := complete_checkpoints(path):
+    if found := folders.complete_checkpoints(path):
         continued = own is None or own.resolve() == path.resolve()
         return path if continued else None, found
     raise ValueError(
@@ -124,9 +120,9 @@ def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
     def check() -> tuple[Manifest | None, str]:
         try:
             manifest = read_manifest(path)
-            folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
+            read = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
             by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-            names = [name for name in by_size if name.startswith(folders)]
+            names = [name for name in by_size if name.startswith(read)]
             check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
         except DamagedError as error:
             return None, f"{error} (found by rank {world.rank})"
