@@ -81,7 +81,14 @@ def claim_run_folder(
 def _claim(path: Path, start: Start, toml: str) -> TextIO:
     lock = lock_run_folder(path)
     try:
-        _check_still_latest(path, start)
+        found = [one for one in complete_checkpoints(path) if one not in start.damaged]
+        latest = found[-1] if found else None
+        if start.folder and latest != start.checkpoint:
+            raise ValueError(
+                f"run.folder = {path}: another run has just ended there, so this one would resume "
+                f"from {start.checkpoint or 'the beginning'} instead of "
+                f"{latest or 'the beginning'}: start it again"
+            )
         for damaged, wrong in start.damaged.items():
             aside = set_aside(damaged)
             logger.warning(f"{wrong}: resuming from {start.checkpoint}; kept as {aside}")
@@ -114,18 +121,6 @@ def lock_run_folder(path: Path) -> TextIO:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
     return lock
-
-
-def _check_still_latest(path: Path, start: Start) -> None:
-    """Raise if another run has saved since this one looked."""
-    found = [one for one in complete_checkpoints(path) if one not in start.damaged]
-    latest = found[-1] if found else None
-    if start.folder and latest != start.checkpoint:
-        raise ValueError(
-            f"run.folder = {path}: another run has just ended there, so this one would resume "
-            f"from {start.checkpoint or 'the beginning'} instead of {latest or 'the beginning'}: "
-            "start it again"
-        )
 
 
 def _workers_on_disk(world: World, path: Path) -> list[int]:
