@@ -210,8 +210,8 @@ class _Run:
         asked: set[int] = set()
         while running:
             time.sleep(POLL_SECONDS)
-            for rank, process in ranks.items():
-                if rank in running and process.poll() is not None:
+            for rank, process in list(running.items()):
+                if process.poll() is not None:
                     del running[rank]
                     if process.returncode:
                         failures[rank] = process.returncode
