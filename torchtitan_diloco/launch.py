@@ -1,7 +1,7 @@
 """Start a run: `python -m torchtitan_diloco.launch [--config NAME_OR_PATH] [--section.key value]`.
 
-The training processes are children of the launcher, with the environment variables of torchrun. It
-meets the launchers of other nodes in a store on the first one, through which ranks find each other.
+The training processes are children of the launcher, with the environment variables of torchrun. The
+launchers of several nodes meet in a store on the first one, through which ranks find each other.
 """
 
 import signal
@@ -43,6 +43,7 @@ from torchtitan_diloco.utils import (
     USER_ERROR,
     WORKER_LOST,
     available_cores,
+    cause_of,
     end_with_parent,
     raise_open_files_limit,
     run_and_exit,
@@ -55,15 +56,15 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 RUN_RANK = "from torchtitan_diloco import launch; launch.run_rank()"
 POLL_SECONDS, TELL_SECONDS = 0.05, 30.0
 LAST_NODE_SECONDS = 10.0
-"""From the end of the first node's ranks until its store closes, if other nodes still train."""
+"""From the end of the first node's ranks until its store closes, while other nodes train."""
 
 
 class StoppedError(Exception):
-    """Signals have ended the run. The message says how."""
+    """A signal has ended the run. The message says how."""
 
 
 def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
-    """Run `module.main(arguments)` in every process of this machine. Return the exit code."""
+    """Run `module.main(arguments)` in every process of this machine and return the exit code."""
     try:
         config = from_command_line(arguments)
         if config is None:  # --help or --print-config
@@ -99,7 +100,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
 
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:
-    """Start a server and islands on this machine, each as if it was started by hand."""
+    """Start a server and islands on this machine, each as if by hand."""
     from torchtitan_diloco.islands.server import run_islands
 
     count = config.islands.local
@@ -121,11 +122,10 @@ class _Run:
     def __init__(self, node: Node, processes: int, config: Config, shutdown_seconds: float) -> None:
         self._node, self._processes, self._config = node, processes, config
         self._shutdown_seconds = shutdown_seconds
-        self._signals: list[tuple[float, signal.Signals]] = []
-        """Time and number of each signal received."""
+        self._signals: list[tuple[float, signal.Signals]] = []  # received, and when
 
     def wait(self, module: str, arguments: list[str]) -> int:
-        """Run `module.main(arguments)` in all ranks to its end, and return the exit code."""
+        """Run `module.main(arguments)` in all ranks and return the exit code."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._on_signal)
@@ -141,7 +141,7 @@ class _Run:
         self._signals.append((time.monotonic(), signal.Signals(number)))
 
     def _train(self, program: list[str], note: Path) -> int:
-        """Run the ranks, and again after each crash that `run.restarts` covers."""
+        """Run the ranks, again after each crash that `run.restarts` covers."""
         os.environ[FOLDER_NOTE] = str(note)
         limit = self._config.run.restarts
         restarts, resume = Restarts(limit, self._config.checkpoint, note), list[str]()
@@ -193,7 +193,8 @@ class _Run:
             failures = self._wait_for_ranks(ranks)
         finally:
             for process in ranks.values():  # and the data processes, which hold the run's lock
-                _send(os.killpg, process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if store is not None and not failures and not self._signals:
             with contextlib.suppress(RuntimeError):  # the first node has ended
@@ -203,31 +204,30 @@ class _Run:
     def _wait_for_ranks(self, ranks: Mapping[int, "subprocess.Popen[bytes]"]) -> dict[int, int]:
         """Return the exit codes of the ranks that failed, in order, once all have ended.
 
-        After a failure the others are asked to stop, and have some time for it.
+        After a failure, ask the others to stop and give them some time.
         """
         running, failures, failed_at = dict(ranks), dict[int, int](), math.inf
         asked: set[int] = set()
         while running:
             time.sleep(POLL_SECONDS)
-            for rank, process in ranks.items():
-                if rank in running and process.poll() is not None:
+            for rank, process in list(running.items()):
+                if process.poll() is not None:
                     del running[rank]
                     if process.returncode:
                         failures[rank] = process.returncode
                         failed_at = min(failed_at, time.monotonic())
-            pids = {process.pid for process in running.values()}
             if self._signals:
                 self._check_signals(announce=not asked)
             if self._signals or failures:
-                for pid in pids - asked:
-                    _send(os.kill, pid, signal.SIGTERM)
-                asked |= pids
+                for rank in running.keys() - asked:
+                    running[rank].terminate()
+                asked |= running.keys()
             if time.monotonic() - failed_at > KILL_SECONDS:
                 break
         return failures
 
     def _check_signals(self, *, announce: bool) -> None:
-        """Raise if ranks that were asked to stop have to be killed."""
+        """Raise if it is time to kill the ranks, which were asked to stop."""
         (first_at, first), (last_at, last) = self._signals[0], self._signals[-1]
         if last_at - first_at > SAME_SIGNAL_SECONDS:
             raise StoppedError(f"killed, as {last.name} came again")
@@ -238,7 +238,7 @@ class _Run:
             _say(f"{first.name}: training stops after this step; a second signal kills it")
 
     def _wait(self, missing: Callable[[], str], seconds: float, *, announce: bool = False) -> str:
-        """Wait while nothing trains until nothing is missing. Return what is after the seconds."""
+        """Wait, while nothing trains, until nothing is missing. Return what still is at the end."""
         node, started = self._node, time.monotonic()
         told = started
         while found := missing():
@@ -259,25 +259,27 @@ class _Run:
     def _meet(self) -> "TCPStore":
         """Return the store through which ranks find each other, once all nodes are connected."""
         node, timeout = self._node, self._config.distributed.init_timeout_seconds
-        stores: list[TCPStore] = []
+        store: TCPStore | None = None
 
         def first_node() -> str:
-            reason = connect(node, stores)
+            nonlocal store
+            store, reason = connect(node)
             return f"the first node at {node.endpoint} ({reason})" if reason else ""
 
         deadline = time.monotonic() + timeout
         try:
             if node.rank == 0:
-                stores.append(open_store(node))
-            missing = "" if stores else self._wait(first_node, timeout, announce=True)
-            if stores:
+                store = open_store(node)
+            else:
+                missing = self._wait(first_node, timeout, announce=True)
+            if store is not None:
                 left = deadline - time.monotonic()
-                missing = self._wait_for_nodes(stores[0], "come", left, announce=True)
-            if not missing:
-                return stores[0]
+                missing = self._wait_for_nodes(store, "come", left, announce=True)
+                if not missing:
+                    return store
             reason = f"no answer from {missing}"
         except (RuntimeError, OSError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = cause_of(error)
         raise LaunchError(
             f"node {node.rank} of {node.count} did not meet the others at "
             f"RDZV_ENDPOINT={node.endpoint} within {timeout} s; "
@@ -288,7 +290,7 @@ class _Run:
     def _wait_for_nodes(
         self, store: "TCPStore", what: str, seconds: float, *, announce: bool = False
     ) -> str:
-        """Tell the other nodes that this one is there, and return which did not come in time."""
+        """Tell the other nodes that this one is here, and return which did not come in time."""
         node = self._node
         keys = {f"node {rank}": f"{node.run_id}/{what} {rank}" for rank in range(node.count)}
         store.set(keys[f"node {node.rank}"], "")
@@ -303,7 +305,7 @@ class _Run:
 
 
 def open_store(node: Node) -> "TCPStore":
-    """Open the store of the first node. On one address: by itself it listens on all interfaces."""
+    """Open the store of the first node, on one address: torch's default is all interfaces."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = node.listen()
@@ -315,31 +317,31 @@ def open_store(node: Node) -> "TCPStore":
     )
 
 
-def connect(node: Node, stores: "list[TCPStore]") -> str:
-    """Connect to a store of the first node that this node has not been in, and append it.
+def connect(node: Node) -> "tuple[TCPStore | None, str]":
+    """Return the first node's store, in which this node has not been, or why there is none.
 
     Each start has its own. A node that starts again may find the one before still open, because the
-    others have not noticed yet that the run has crashed. Returns why there is none, or nothing.
+    others have not noticed the crash yet.
     """
     place = node.host, node.port
     try:  # TCPStore would print a page for each failure
         socket.create_connection(place, timeout=1.0).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return None, error.strerror or str(error)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     with contextlib.suppress(RuntimeError):  # it may close at any time
         patience = timedelta(seconds=10)
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
         if store.add(f"{node.run_id}/node {node.rank}", 1) == 1:
-            stores.append(store)
-    return "" if stores else "the start before this one has not ended there"
+            return store, ""
+    return None, "the start before this one has not ended there"
 
 
 def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:
-    """Return the exit code of the run, and which ranks failed by themselves and how.
+    """Return the exit code of the run, and which ranks failed and how.
 
-    Ranks that were asked to stop, or found that another one is lost, did not: unless all did.
+    Leave out ranks that were asked to stop or lost another one, unless there are no others.
     """
     consequences = (-signal.SIGTERM, 128 + signal.SIGTERM, WORKER_LOST)
     causes = {rank: code for rank, code in exit_codes.items() if code not in consequences}
@@ -358,17 +360,12 @@ def describe_failures(exit_codes: Mapping[int, int]) -> tuple[int, str]:
 
 
 def run_rank() -> None:
-    """Run one training process. On Linux it ends when the launcher does."""
+    """Run one training process. On Linux, it ends when the launcher does."""
     launcher, module, *arguments = sys.argv[1:]
     end_with_parent()
     if os.getppid() != int(launcher):  # it ended before prctl
         sys.exit(1)
     run_and_exit(importlib.import_module(module).main, arguments)
-
-
-def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        kill(pid, number)
 
 
 def _say(text: str) -> None:

@@ -15,12 +15,12 @@ DEFAULT_PORT = 29500
 
 
 class LaunchError(ValueError):
-    """Mistake in the environment variables of a run. The message says how to correct it."""
+    """Mistake in the environment variables of a run, with the remedy."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Place of this machine in the run. On one machine, port 0 takes a free port for each run."""
+    """Place of this machine in the run. On one machine, port 0 lets each run take a free port."""
 
     count: int = 1
     rank: int = 0
@@ -41,10 +41,10 @@ class Node:
         return int(self.endpoint.rpartition(":")[2])
 
     def listen(self) -> socket.socket:
-        """Open the port where the nodes meet, on the address of `endpoint` only.
+        """Open the port where the nodes meet, only on the address of `endpoint`.
 
-        If that is the address of a router, or is known only here (127.0.1.1 in /etc/hosts), the
-        port is open on all interfaces.
+        Open it on all interfaces if that is the address of a router, or is known only here
+        (127.0.1.1 in /etc/hosts).
         """
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)

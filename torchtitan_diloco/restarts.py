@@ -9,7 +9,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 60.0
 
 
 class NotRestartedError(Exception):
-    """A crashed run is not started again. The message says why."""
+    """A crashed run is not started again, for the reason in the message."""
 
 
 class Restarts:
@@ -20,15 +20,13 @@ class Restarts:
 
     def __init__(self, limit: int, checkpoint: Checkpoint, note: Path) -> None:
         self._limit, self._config, self._note = limit, checkpoint, note
-        self._started_from: int | None = None
-        """Step of the checkpoint that the last restart began with; 0 for the beginning."""
-        self._in_a_row = 0
-        """Crashes since the last new checkpoint."""
+        self._started_from: int | None = None  # step of a checkpoint, or 0 for the beginning
+        self._in_a_row = 0  # crashes since the last new checkpoint
+        self._reasons: list[str] = []
         self.pause_seconds = 0.0
         """Seconds before the next start: a machine that has failed may need some time."""
         self.announcement = self.summary = ""
         """Line on what comes next, and on how often and why the run was started again so far."""
-        self._reasons: list[str] = []
 
     def after_crash(self, reason: str) -> list[str]:
         """Return the arguments that resume the run, or raise NotRestartedError."""
@@ -46,10 +44,10 @@ class Restarts:
         if self._in_a_row > self._limit:
             times = f"{self._limit} restarts" if self._limit > 1 else "a restart"
             raise NotRestartedError(f"{times} from {origin} brought no new checkpoint")
-        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** (self._in_a_row - 1), LONGEST_PAUSE_SECONDS)
-        self.pause_seconds = pause
+        pause = FIRST_PAUSE_SECONDS * 2.0 ** (self._in_a_row - 1)
+        self.pause_seconds = min(pause, LONGEST_PAUSE_SECONDS)
         self.announcement = (
-            f"starting again from {origin} in {pause:g} s "
+            f"starting again from {origin} in {self.pause_seconds:g} s "
             f"(restart {self._in_a_row} of {self._limit} without a new checkpoint)"
         )
         self._reasons.append(reason)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.components.test_resume import STEPS, TOPK, chosen, last, run
 from tests.processes import ProcessPool
 from tests.test_trainer import around_steps, records
-from torchtitan_diloco.components import checkpoint, checkpoint_schema
+from torchtitan_diloco.components import checkpoint_folders, checkpoint_schema
 from torchtitan_diloco.components.checkpoint import Checkpointer
 from torchtitan_diloco.components.checkpoint_folders import (
     MANIFEST,
@@ -212,7 +212,7 @@ def test_a_late_save_holds_its_own_step_and_is_finished_although_the_run_fails(
         if trainer.step == 8:  # a save has begun after it
             raise ValueError("no further")
 
-    monkeypatch.setattr(checkpoint, "complete", finish_late)
+    monkeypatch.setattr(checkpoint_folders, "complete", finish_late)
     with around_steps(before=fail), pytest.raises(ValueError, match="no further"):
         run(chosen(text, tmp_path / "run"))
     assert saved_steps(tmp_path / "run") == [4, 8]

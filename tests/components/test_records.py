@@ -70,7 +70,7 @@ def measured_round(world: World, clock: float) -> Round:
 def gather(world: World, rounds: list[Round], clock: float = 0.0) -> list[dict[str, Any]]:
     """Gather rounds over all ranks, as telemetry does, and return what is written of them."""
     table = RoundTable(world, ["blocks"], clock_start=clock)
-    sums = PendingSums(world, list(map(table.numbers, rounds)), "").result()
+    sums = PendingSums(world, list(map(table.numbers, rounds)), "").by_worker()
     found = map(table.record, rounds, zip(*sums, strict=True))
     return [msgspec.json.decode(to_line(record)) for record in found]
 

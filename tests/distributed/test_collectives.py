@@ -30,7 +30,7 @@ def _combine() -> tuple[Any, ...]:
     named = PendingSums(world, [{"one": 1.0}, {}, {"rank": world.rank, "two": 2.0}], "in the test")
     assert on_all_ranks(world.control, lambda: world.rank) == world.rank
     assert_agreement(world, {"corpus": "same"})
-    found = total.result(), largest.result(), named.result()
+    found = total.result(), largest.result(), named.by_worker()
     assert total.is_complete
     return found
 

@@ -13,14 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchtitan_diloco.components.checkpoint_folders import (
-    begin,
-    checkpoint_path,
-    complete,
-    incomplete,
-    prune,
-    write_manifest,
-)
+from torchtitan_diloco.components import checkpoint_folders as folders
 from torchtitan_diloco.components.checkpoint_schema import (
     SHARED,
     Manifest,
@@ -61,44 +54,11 @@ class _Part:
     files: dict[str, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class _Writers:
-    """The ranks that write a checkpoint together, and those of them that share this disk."""
-
-    world: World
-    workers_on_disk: Sequence[int]
-
-    @property
-    def shares(self) -> bool:
-        """Return whether this worker writes what all share, once on every disk."""
-        return self.world.worker == self.workers_on_disk[0]
-
-    @property
-    def is_first(self) -> bool:
-        return self.shares and self.world.rank_in_worker == 0
-
-    def on_all(self, task: Callable[[], Value]) -> Value:
-        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
-
-        def explained() -> Value:
-            try:
-                return task()
-            except Exception as error:
-                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                raise ValueError(f"{kind}{error}") from error
-
-        return on_all_ranks(self.world.saving, explained)
-
-    def on_first(self, task: Callable[[], None]) -> None:
-        """Run `task` on the first rank of each disk."""
-        self.on_all(lambda: task() if self.is_first else None)
-
-
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
-    `torch.distributed.checkpoint.async_save` would copy the whole state dict when it is called, but
-    what comes back for fragments in flight is known only later. Its metadata are also pickled.
+    `torch.distributed.checkpoint.async_save` copies the whole state dict when it is called, but the
+    results of fragments in flight are known only later. Its metadata is pickled, too.
     """
 
     def __init__(
@@ -114,18 +74,20 @@ class Checkpointer:
         self._model, self._optimizer, self._outer = model, optimizer, outer
         self._thread = BackgroundThread("checkpoint")
         self._saving: Future[str] | None = None
-        self._writers = _Writers(world, folder.workers)
-        self._copied: torch.cuda.Event | None = None
-        """After the copies of the last save. Only one save at a time is under way."""
+        self._workers_on_disk = folder.workers
+        self._shares = world.worker == folder.workers[0]
+        """Whether this worker writes what all workers share. One on every disk does."""
+        self._is_first = self._shares and world.rank_in_worker == 0
+        self._copied: torch.cuda.Event | None = None  # after the copies of the last save
         self._timer_start = time.monotonic()
         self.failure = ""
         """Why the last save failed; empty if it did not."""
 
     def due_by_time(self) -> bool:
-        """Return whether `every_minutes` have passed by the clock of rank 0.
+        """Return whether `every_minutes` have passed on the clock of rank 0, and no save is under
+        way, which training would have to wait for.
 
-        A save under way ends first, so that training does not wait for a slow disk. The timer
-        starts again at once, as all ranks agree on the save some steps later.
+        The timer starts again at once, as all ranks agree on the save some steps later.
         """
         minutes = self._config.every_minutes
         seconds = time.monotonic() - self._timer_start
@@ -136,28 +98,24 @@ class Checkpointer:
         return due
 
     def save(self, manifest: Manifest) -> float:
-        """Start a save; every rank calls it after the same step.
-
-        Returns the seconds that training waited.
-        """
+        """Start a save and return the seconds that training waited. Every rank calls it after the
+        same step."""
         started = time.perf_counter()
         self.wait()
         self._timer_start = time.monotonic()
         self._outer.heal(self._world.group(FSDP))
-        shared = self._writers.shares
-        writes = self._outer.fragment_names or shared  # else all hold the same
+        writes = self._outer.fragment_names or self._shares  # else all hold the same
         inner = self._copy_inner() if writes else {}
-        outer = self._outer.start_state_dict(self._world.host_mesh, shared=shared)
-        self._saving = self._thread.submit(
-            partial(self._write, manifest, inner, outer, self._writers)
-        )
+        state = self._outer.start_state_dict(self._world.host_mesh, shared=self._shares)
+        outer = (lambda: SavedState({}, {})) if state is None else state.result
+        self._saving = self._thread.submit(partial(self._write, manifest, inner, outer))
         if not self._config.asynchronous:
             self.wait()
         return time.perf_counter() - started
 
     def _copy_inner(self) -> dict[str, Tensor]:
-        """Copy to host memory. On a GPU the copies are queued before the next step, which changes
-        what is copied; `_write` waits for them."""
+        """Copy the model, the inner optimizer and random states to host memory. On a GPU the copies
+        are only queued, before the next step; `_write` waits for them."""
         rank, tensors = self._world.rank_in_worker, inner_tensors(self._model, self._optimizer)
         rows = rows_to_write(tensors, rank)
         inner = {name: copy_to_host(value) for name, value in rows.items()}
@@ -167,7 +125,7 @@ class Checkpointer:
         return inner | random_states(self._world.device, rank)
 
     def wait(self) -> None:
-        """Wait for the save under way. A worker that is found lost meanwhile ends the wait."""
+        """Wait for the save under way. Raise if a worker is lost meanwhile."""
         if self._saving is None:
             return
         while not wait([self._saving], timeout=1.0).done:
@@ -178,9 +136,9 @@ class Checkpointer:
 
     @contextmanager
     def saving_alone(self, stop: StopRequest, manifest: Callable[[], Manifest]) -> Iterator[None]:
-        """If the body ends because others hang after a stop request, save the first worker left.
+        """If the body fails because ranks hang after a stop request, save the first worker left.
 
-        The others wait for its end: launchers end all processes when the first one has failed.
+        The others wait until it ends: launchers kill all processes when the first one fails.
         """
         try:
             yield
@@ -194,72 +152,71 @@ class Checkpointer:
             raise
 
     def _save_alone(self, manifest: Manifest) -> None:
-        """Save this worker as the only one, without an answer of the others."""
-        path, world = checkpoint_path(self._run, manifest.step), self._world
-        mesh, rank, ranks = world.host_mesh, world.rank_in_worker, world.ranks_per_worker
+        """Save this worker as the only one, without the others."""
+        world, mesh = self._world, self._world.host_mesh
         self._end_save()
-        self._outer.heal(self._world.group(FSDP))
+        self._outer.heal(world.group(FSDP))
         state = self._outer.state_without_others(mesh)
-        if state is None or path.exists():
+        if state is None or folders.checkpoint_path(self._run, manifest.step).exists():
             return
-        outer = Future[SavedState]()
-        outer.set_result(state)
-        group = None if mesh is None else mesh.get_group()
-        alone = replace(world, rank=rank, size=ranks, workers=1, saving=group)
-        writers = _Writers(alone, [0])
-        if writers.is_first:
+        if world.rank_in_worker == 0:
             logger.warning(
                 f"worker {world.worker} saves step {manifest.step} alone: rounds in flight "
                 "are given up, and the other workers of a resumed run start from the shared "
                 "parameters"
             )
-        self._write(replace(manifest, workers=1), self._copy_inner(), outer, writers)
+        alone = replace(
+            world,
+            rank=world.rank_in_worker,
+            size=world.ranks_per_worker,
+            workers=1,
+            saving=None if mesh is None else mesh.get_group(),
+        )
+        parts = alone, self._model, self._optimizer, self._outer
+        saver = Checkpointer(self._config, RunFolder(self._run), *parts)
+        saver._write(replace(manifest, workers=1), saver._copy_inner(), lambda: state)
 
     def close(self) -> None:
-        """Give a save under way some time. Its failure must not hide what has ended the run."""
+        """Give a save under way some time. Its failure must not hide why the run has ended."""
         self._end_save()
         self._thread.close(timeout=0.0)
 
     def _end_save(self) -> None:
-        """Wait for a save under way. After a loss it soon fails, or it waits for the lost rank."""
-        seconds = (
-            SAVE_AFTER_LOSS_SECONDS if self._world.liveness.is_lost else SAVE_AFTER_ERROR_SECONDS
-        )
-        wait([] if self._saving is None else [self._saving], timeout=seconds)
+        """Wait for a save under way; only briefly after a loss: it fails soon, or never ends."""
+        if self._saving is not None:
+            lost = self._world.liveness.is_lost
+            wait([self._saving], SAVE_AFTER_LOSS_SECONDS if lost else SAVE_AFTER_ERROR_SECONDS)
 
     # --- in the background ------------------------------------------------------------------------
 
     def _write(
-        self,
-        manifest: Manifest,
-        inner: dict[str, Tensor],
-        outer: "Future[SavedState] | None",
-        writers: _Writers,
+        self, manifest: Manifest, inner: dict[str, Tensor], outer: Callable[[], SavedState]
     ) -> str:
-        """Write a checkpoint and return why it failed, on every rank, or nothing."""
+        """Write a checkpoint. Return on every rank why it failed, or an empty text."""
         started, config = time.perf_counter(), self._config
-        path = checkpoint_path(self._run, manifest.step)
+        path = folders.checkpoint_path(self._run, manifest.step)
+        written = folders.incomplete(path)
         if self._world.device.type == "cuda":  # else a thread uses GPU 0
             torch.cuda.set_device(self._world.device)
         if self._copied is not None:
             self._copied.synchronize()
         try:
-            writers.on_first(lambda: begin(path))
-            part = writers.on_all(lambda: self._write_part(incomplete(path), inner, outer, writers))
-            merged = _merge(manifest, gather_objects(part, writers.world.saving), writers)
-            writers.on_first(lambda: write_manifest(path, merged.files, merged.to_json()))
-            writers.on_first(lambda: complete(path))
+            self._on_first(lambda: folders.begin(path))
+            part = self._on_all(lambda: self._write_part(written, inner, outer))
+            merged = self._merge(manifest, gather_objects(part, self._world.saving))
+            self._on_first(lambda: folders.write_manifest(path, merged.files, merged.to_json()))
+            self._on_first(lambda: folders.complete(path))
         except ValueError as error:
-            if writers.is_first:
-                shutil.rmtree(incomplete(path), ignore_errors=True)
+            if self._is_first:
+                shutil.rmtree(written, ignore_errors=True)
                 logger.error(
                     f"checkpoint of step {manifest.step} could not be saved: {error}; earlier ones "
                     "are untouched"
                 )
             return str(error)
-        if writers.is_first:
+        if self._is_first:
             try:
-                prune(self._run, path, config.keep_latest, config.keep_every)
+                folders.prune(self._run, path, config.keep_latest, config.keep_every)
             except OSError as error:  # the checkpoint itself is saved
                 logger.warning(f"old checkpoints in {path.parent} could not be deleted: {error}")
         megabytes = sum(size for size, _ in merged.files.values()) / 1e6
@@ -269,23 +226,33 @@ class Checkpointer:
         )
         return ""
 
+    def _on_all(self, task: Callable[[], Value]) -> Value:
+        """Return the result of `task`, or raise ValueError if it failed on one of the ranks."""
+
+        def explained() -> Value:
+            try:
+                return task()
+            except Exception as error:
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                raise ValueError(f"{kind}{error}") from error
+
+        return on_all_ranks(self._world.saving, explained)
+
+    def _on_first(self, task: Callable[[], None]) -> None:
+        """Run `task` on the first rank of each disk."""
+        self._on_all(lambda: task() if self._is_first else None)
+
     def _write_part(
-        self,
-        folder: Path,
-        inner: dict[str, Tensor],
-        outer: "Future[SavedState] | None",
-        writers: _Writers,
+        self, folder: Path, inner: dict[str, Tensor], outer: Callable[[], SavedState]
     ) -> _Part:
-        """Write the tensors of this rank. What is not finite is refused: every restart would have
-        it."""
-        saved = SavedState({}, {}) if outer is None else outer.result()
-        rank = writers.world.rank_in_worker
-        own = worker_folder(writers.world.worker if self._outer.fragment_names else 0)
-        folders = {own: inner | rows_to_write(saved.own, rank)}
-        if writers.shares:
-            folders[SHARED] = rows_to_write(saved.shared, rank)
+        """Write the tensors of this rank. Raise if one is not finite, as every restart would be."""
+        saved, rank = outer(), self._world.rank_in_worker
+        own = worker_folder(self._world.worker if self._outer.fragment_names else 0)
+        tensors = {own: inner | rows_to_write(saved.own, rank)}
+        if self._shares:
+            tensors[SHARED] = rows_to_write(saved.shared, rank)
         files = {}
-        for name, rows in folders.items():
+        for name, rows in tensors.items():
             for tensor, value in rows.items():
                 if value.is_floating_point() and not is_finite([value]):
                     raise ValueError(f"{name}/{tensor} is not finite")
@@ -294,18 +261,15 @@ class Checkpointer:
                 files[str(file.relative_to(folder))] = fingerprint(file)
         return _Part(saved.facts, saved.exchanged, files)
 
-
-def _merge(manifest: Manifest, parts: Sequence[_Part], writers: _Writers) -> Manifest:
-    """Add what all ranks know once their parts are written: files on this disk only.
-
-    Exchanges that were in flight belong to the saved state, but are not in the totals yet.
-    """
-    totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
-    ranks = writers.world.ranks_per_worker
-    here = [part for rank, part in enumerate(parts) if rank // ranks in writers.workers_on_disk]
-    return replace(
-        manifest,
-        state=replace(manifest.state, totals=totals),
-        outer=[part.facts for part in parts[::ranks] if part.facts],
-        files={name: known for part in here for name, known in part.files.items()},
-    )
+    def _merge(self, manifest: Manifest, parts: Sequence[_Part]) -> Manifest:
+        """Add what is known once all parts are written: totals with the exchanges that were in
+        flight, facts of each worker, and the files on this disk."""
+        totals = total([manifest.state.totals, *(part.exchanged for part in parts)])
+        ranks, workers = self._world.ranks_per_worker, self._workers_on_disk
+        here = [part for rank, part in enumerate(parts) if rank // ranks in workers]
+        return replace(
+            manifest,
+            state=replace(manifest.state, totals=totals),
+            outer=[part.facts for part in parts[::ranks] if part.facts],
+            files={name: known for part in here for name, known in part.files.items()},
+        )

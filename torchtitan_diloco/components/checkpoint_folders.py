@@ -1,6 +1,6 @@
-"""The folders of checkpoints: RUN/checkpoints/step-00001000 and those that are not complete.
+"""The folders of checkpoints: RUN/checkpoints/step-00001000, and those that are not complete.
 
-A folder has its name only once it is complete. The launcher reads this too, without torch.
+A folder gets its name once it is complete. The launcher imports this module, without torch.
 """
 
 import errno
@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+
+from torchtitan_diloco.utils import write_whole
 
 MANIFEST = "manifest.json"
 INCOMPLETE, DAMAGED = ".incomplete", ".damaged"
@@ -24,7 +26,7 @@ def step_of(path: Path) -> int:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run whose save was completed, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     found = (run / "checkpoints").glob("step-*")
     return sorted((path for path in found if is_checkpoint(path)), key=step_of)
 
@@ -35,10 +37,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def begin(path: Path) -> None:
-    """Create an empty folder beside `path` to write into.
+    """Create an empty folder to write the checkpoint `path` into, which must not exist.
 
-    A checkpoint that exists is never replaced. Folders that earlier saves have not completed are
-    deleted: they may be what fills the disk.
+    Delete what earlier saves have not completed: it may be what fills the disk.
     """
     if path.exists():
         raise FileExistsError(errno.EEXIST, "a checkpoint of this step exists", str(path))
@@ -48,12 +49,12 @@ def begin(path: Path) -> None:
 
 
 def incomplete(path: Path) -> Path:
-    """Return the folder that a checkpoint is written to."""
+    """Return the folder that a checkpoint is written into."""
     return path.with_name(path.name + INCOMPLETE)
 
 
 def write_manifest(path: Path, files: Iterable[str], manifest: str) -> None:
-    """Write the last file of a checkpoint that is not complete, once all others are there."""
+    """Write the last file of an incomplete checkpoint, once all others are there."""
     written = incomplete(path)
     for name in files:
         if not (written / name).exists():
@@ -61,21 +62,18 @@ def write_manifest(path: Path, files: Iterable[str], manifest: str) -> None:
                 f"{written / name} was written by another node of the worker and is not here: its "
                 "nodes must share run.folder"
             )
-    with (written / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(manifest)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(written)
+    write_whole(written / MANIFEST, manifest.encode())
+    flush_to_disk(written)
 
 
 def complete(path: Path) -> None:
-    """Give the folder its name, which makes the checkpoint visible."""
+    """Rename the folder, which makes the checkpoint visible."""
     incomplete(path).rename(path)
-    _sync_folder(path.parent)
+    flush_to_disk(path.parent)
 
 
 def prune(run: Path, newest: Path, keep_latest: int, keep_every: int) -> None:
-    """Delete all checkpoints but the latest and those at steps to keep."""
+    """Delete all checkpoints but `newest`, the latest and those at steps to keep."""
     known = [path for path in complete_checkpoints(run) if (path / MANIFEST).exists()]
     for path in known[:-keep_latest]:
         if path != newest and (not keep_every or step_of(path) % keep_every):
@@ -84,12 +82,13 @@ def prune(run: Path, newest: Path, keep_latest: int, keep_every: int) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither found nor deleted, and return its path."""
+    """Rename a damaged checkpoint, so that it is neither found nor deleted. Return its path."""
     names = (f"{path}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
     return path.rename(next(name for name in names if not Path(name).exists()))
 
 
-def _sync_folder(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the list of files in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,18 +5,17 @@ RUN/checkpoints/step-00001000/manifest.json  `Manifest`
                               worker-0/ ...  each worker: its model, inner optimizer and random
                                              states, and `SavedState.own` of the outer loop
 
-In a folder of tensors, each rank of the worker that writes it has a safetensors file of its rows.
-Reading a checkpoint runs no code of it.
+Each rank of the worker that writes a folder of tensors has a safetensors file of its rows there.
+Reading a checkpoint never runs code from it.
 
-To add a number: declare it in `RunState` with a default, which checkpoints without it get, fill it
-in `Trainer._manifest`, and read it from `Trainer.resumed`. `Trainer._resumed_state` says what a
-change of settings resets. To add a tensor of a worker: return it from `inner_tensors`; what the
-outer loop saves is in diloco/state_dict.py. A change after which older checkpoints would be read
-wrongly takes a new VERSION. Describe what users see in docs/checkpoint.md.
+To add a number: declare it in `RunState` with a default for older checkpoints, fill it in
+`Trainer._manifest`, and read it from `Trainer.resumed`. `Trainer._resumed_state` says what a change
+of settings resets. To add a tensor of a worker: return it from `inner_tensors`; what the outer loop
+saves is in diloco/state_dict.py. If older checkpoints would be read wrongly, raise VERSION.
+Describe what users see in docs/checkpoint.md.
 """
 
 import json
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_diloco.components.checkpoint_folders import MANIFEST
+from torchtitan_diloco.components.checkpoint_folders import MANIFEST, flush_to_disk
 from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
 
 Result = TypeVar("Result")
@@ -44,7 +43,7 @@ MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run beside its tensors. A new run starts from `RunState()`."""
+    """State of a run beside its tensors. A new run starts from `RunState()`."""
 
     step: int = 0
     tokens: int = 0
@@ -58,7 +57,7 @@ class RunState:
     totals: dict[str, float] = field(default_factory=dict)
     """`Telemetry.totals`: bytes and seconds."""
     counted_after_step: int = 0
-    """Step after which the totals were counted: that of a change of `diloco.method`, or 0."""
+    """Step from which the totals count: that of the last change of `diloco.method`, or 0."""
     elapsed_seconds: float = 0.0
 
 
@@ -68,7 +67,7 @@ class Manifest:
 
     state: RunState
     workers: int
-    """Workers that were saved; 1 with data parallelism."""
+    """Saved workers; 1 with data parallelism."""
     ranks_per_worker: int
     data: dict[str, Any]
     """Corpus, sequence length and order that `RunState.position` refers to."""
@@ -79,8 +78,8 @@ class Manifest:
     outer: list[dict[str, Any]] = field(default_factory=list)
     """`SavedState.facts` of each worker; empty with data parallelism."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Size in bytes and CRC-32 of every other file, by path below the folder. Where places have no
-    common disk, each has `shared/` and the folders of its own workers."""
+    """Size in bytes and CRC-32 of every other file, by path in the folder. Without a common disk,
+    each place has `shared/` and the folders of its own workers."""
     version: int = VERSION
 
     @property
@@ -94,12 +93,12 @@ class Manifest:
         return [worker for worker in range(self.workers) if worker_folder(worker) in found]
 
     def nearest(self, worker: int) -> int:
-        """Return this worker if its state is in this folder, else another one that is."""
+        """Return this worker if its state is in this folder, else another one."""
         present = self.present or [0]
         return worker if worker in present else present[worker % len(present)]
 
     def identity(self) -> int:
-        """Return a number that tells saves apart. It is the same in the parts of one save."""
+        """Return a number that tells saves apart. All places of one save have the same."""
         state = replace(self.state, elapsed_seconds=0.0)
         return _crc(asdict(replace(self, state=state, config="", files={})))
 
@@ -109,7 +108,7 @@ class Manifest:
 
 
 class DamagedError(ValueError):
-    """A file of the checkpoint is missing, or has other content than was saved."""
+    """A file of the checkpoint is missing or has changed since the save."""
 
 
 def _crc(values: dict[str, Any]) -> int:
@@ -120,10 +119,8 @@ def _crc(values: dict[str, Any]) -> int:
 
 
 def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the parameters and the optimizer's state by name: the tensors themselves.
-
-    State that does not exist yet is created as in the first step.
-    """
+    """Return the parameters and the optimizer's state by name, not copied. Create state that does
+    not exist yet as the first step does."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{MODEL}{name}": parameter.detach() for parameter, name in names.items()}
     pairs = [(group, one) for group in optimizer.param_groups for one in group["params"]]
@@ -137,7 +134,7 @@ def inner_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def random_states(device: torch.device, rank: int) -> dict[str, Tensor]:
-    """Return copies of the random states of a rank in its worker, by name."""
+    """Return copies of a rank's random states by name. `rank`: in its worker."""
     states = {f"{RANDOM}cpu/{rank}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"{RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
@@ -160,9 +157,9 @@ def fingerprint(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def read_patiently(file: Path, read: Callable[[Path], Result]) -> Result:
-    """Return what `read` returns. Errors of a disk may pass: it is called four times. Raise
-    DamagedError for a file that is missing."""
+def read_with_retries(file: Path, read: Callable[[Path], Result]) -> Result:
+    """Return `read(file)`. Retry, as errors of a disk may pass. Raise DamagedError if the file is
+    missing."""
     pauses = iter(RETRY_AFTER_SECONDS)
     while True:
         try:
@@ -180,9 +177,9 @@ def read_patiently(file: Path, read: Callable[[Path], Result]) -> Result:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in the folder `path`, or raise DamagedError."""
+    """Return the manifest of the checkpoint `path`, or raise DamagedError."""
     file = path / MANIFEST
-    content = read_patiently(file, Path.read_bytes)
+    content = read_with_retries(file, Path.read_bytes)
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
@@ -199,7 +196,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_tokenizer(path: Path | None, manifest: Manifest, name: str, fingerprint: str) -> None:
-    """Raise if the tokenizer is another one: the same ids would stand for other text."""
+    """Raise if the tokenizer is another one, for which the same ids mean other text."""
     if manifest.tokenizer not in ("", fingerprint):
         raise ValueError(
             f'{path} was trained with another tokenizer than data.tokenizer = "{name}" is now '
@@ -209,10 +206,10 @@ def check_tokenizer(path: Path | None, manifest: Manifest, name: str, fingerprin
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise DamagedError if one of these files of a checkpoint is damaged."""
+    """Raise DamagedError if one of the files is damaged."""
     for name in names:
         (size, crc), file = manifest.files[name], path / name
-        found = read_patiently(file, fingerprint)
+        found = read_with_retries(file, fingerprint)
         if found[0] != size:
             raise DamagedError(f"{file} has {found[0]:,} bytes instead of {size:,}")
         if found[1] != crc:
@@ -227,8 +224,8 @@ def rank_file(rank: int) -> str:
 
 
 def rows_to_write(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Return this rank's rows of sharded tensors, and on the first rank also the others, which are
-    whole on every rank."""
+    """Return this rank's rows of sharded tensors, and on the first rank also the tensors that all
+    ranks hold whole."""
     return {
         name: local_of(value)
         for name, value in tensors.items()
@@ -245,22 +242,21 @@ def write_tensors(folder: Path, rows: dict[str, Tensor], rank: int) -> Path:
     except SafetensorError as error:  # such as a full disk; it does not name the file
         raise OSError(f"{file} cannot be written ({error})") from error
     file.chmod(folder.stat().st_mode & 0o666)  # safetensors ignores the umask
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    flush_to_disk(file)
     return file
 
 
 class TensorFolder:
-    """The tensors in one folder of a checkpoint, whatever ranks wrote them.
+    """The tensors in one folder of a checkpoint, of any number of ranks.
 
-    Only files in the manifest are read, whose checksums have been compared before.
+    Reads only files in the manifest, whose checksums have been compared before.
     """
 
     def __init__(self, path: Path, manifest: Manifest, folder: str) -> None:
         self._folder = path / folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
-        """By name: first row, last row + 1 and file of each rank's rows."""
+        """First row, last row + 1 and file of each rank's rows, by name."""
         count = sum(name.startswith(f"{folder}/") for name in manifest.files)
         for file in (self._folder / rank_file(rank) for rank in range(count)):
             try:
@@ -275,7 +271,7 @@ class TensorFolder:
                 self.shapes[name] = (end, *shape[1:]) if shape else ()
 
     def fill(self, template: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of the template; of sharded ones the rows of this rank."""
+        """Fill the tensors of the template, or this rank's rows of them if they are sharded."""
         for name, tensor in template.items():
             if self.shapes.get(name) != tuple(tensor.shape):
                 raise ValueError(f"{self._folder} has no {name} of shape {tuple(tensor.shape)}")

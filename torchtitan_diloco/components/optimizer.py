@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
     """
     blocks = model.blocks.parameters() if config.name == "muon" else ()  # type: ignore[union-attr]
     in_blocks = [one for one in blocks if one.requires_grad and one.dim() == 2]
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    others = [one for one in parameters if all(one is not matrix for matrix in in_blocks)]
+    for_muon = set(in_blocks)
+    others = [one for one in model.parameters() if one.requires_grad and one not in for_muon]
     decay = 1 / total_steps if isinstance(config.weight_decay, str) else config.weight_decay
     groups = [
         {"params": [one for one in others if one.dim() > 1], "weight_decay": decay},
@@ -55,8 +56,8 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
 
 
 def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak learning rate in `step`, from 1 to `total_steps`. It is a pure
-    function, so a resumed run has nothing to restore."""
+    """Return the share of the peak learning rate in `step`, from 1 to `total_steps`. A resumed run
+    has no state to restore for it."""
     if step < config.warmup_steps:
         return step / config.warmup_steps
     if config.decay == "constant":
@@ -78,8 +79,8 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
     """Turn the sum of gradients over workers on or off, in data parallelism.
 
-    With gradient accumulation it waits for the last micro-batch, as links between workers are
-    slow. In a worker every micro-batch is reduced at once, so that gradients stay sharded.
+    Only the last micro-batch needs it, as links between workers are slow. Inside a worker, every
+    micro-batch is reduced at once, so that gradients stay sharded.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(enabled)
@@ -89,7 +90,7 @@ def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
 def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the norm of the gradient, which is sharded over `group`, as a tensor on its device."""
+    """Return the norm of the gradient, which is sharded over `group`, on its device."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = get_total_norm([local_of(gradient) for gradient in gradients])
@@ -102,11 +103,11 @@ def gradient_norm(
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
-    """Step with the gradient of this norm scaled down to `max_norm` (0: never). Change nothing if
-    the norm is not finite.
+    """Scale the gradient of this norm down to `max_norm` (0: never) and step, unless the norm is
+    not finite.
 
-    Both happen in the kernels of the optimizer, as GradScaler has them do it: the host does not
-    wait for the norm, so a GPU always has work.
+    The kernels of the optimizer do both, as for GradScaler: the host does not wait for the norm, so
+    a GPU always has work.
     """
     optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
     optimizer.grad_scale = (norm / (max_norm or math.inf)).clamp(min=1)  # type: ignore[attr-defined]
@@ -114,8 +115,8 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float
 
 
 def read_later(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a small tensor to the host. The returned function waits for it, but not for
-    work that is queued on the GPU after this call."""
+    """Start to copy a small tensor to the host. The returned function waits for the copy, but not
+    for what is queued on the GPU after this call."""
     if not values.is_cuda:
         return values.tolist
     host, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -129,11 +130,12 @@ def read_later(values: Tensor) -> Callable[[], list[float]]:
     return read
 
 
+@dataclass
 class SkippedSteps:
-    """Counts the steps in a row whose gradient is not finite, and ends the run after too many."""
+    """Counts steps in a row whose gradient is not finite, and raises after too many."""
 
-    def __init__(self, limit: int, in_a_row: int = 0) -> None:
-        self._limit, self.in_a_row = limit, in_a_row
+    limit: int
+    in_a_row: int = 0
 
     def count(self, step: int, norm: float) -> bool:
         """Return whether to skip the step."""
@@ -143,10 +145,10 @@ class SkippedSteps:
         self.in_a_row += 1
         if self.in_a_row == 1:
             logger.warning(f"step {step}: gradient norm is {norm}; skip steps until it is finite")
-        if self.in_a_row > self._limit:
+        if self.in_a_row > self.limit:
             raise ValueError(
                 f"{self.in_a_row} steps in a row, up to step {step}, had gradients that are not "
-                f"finite, more than training.max_skipped_steps = {self._limit}: lower "
+                f"finite, more than training.max_skipped_steps = {self.limit}: lower "
                 "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data; the last "
                 "checkpoint has only finite values"
             )
@@ -160,28 +162,25 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 EPSILON = 1e-7
 ADAMW_RMS = 0.2
-"""Usual root mean square of AdamW's updates: with the same one, its learning rates transfer."""
+"""Usual root mean square of AdamW's updates, so that its learning rates transfer."""
 
 
 class Muon(torch.optim.Optimizer):
     """Muon (arXiv 2502.16982) for its first group, and AdamW for the others.
 
-    Muon makes the momentum of a matrix nearly orthogonal before it is applied. That needs the whole
-    matrix. With FSDP2 each is sent to one rank, which works on it alone and sends back the rows of
-    the others: the same result with any number of ranks, and no work is done twice.
+    Muon makes the momentum of a matrix nearly orthogonal before it is applied, which needs the
+    whole matrix. With FSDP2, one rank gathers it, works on it and sends back the rows of the
+    others: the result is the same with any number of ranks, and no work is done twice.
 
-    Like fused AdamW it divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
+    Like fused AdamW, it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: AdamW, **settings: float) -> None:
         """`settings`: lr, momentum and weight_decay of the matrices."""
         super().__init__([{"params": list(matrices)}], dict(settings))
         self._others = others
-        device = matrices[0].device
-        self.grad_scale, self.found_inf = (
-            torch.ones((), device=device),
-            torch.zeros((), device=device),
-        )
+        self.grad_scale = torch.ones((), device=matrices[0].device)
+        self.found_inf = torch.zeros_like(self.grad_scale)
         self.param_groups += others.param_groups
 
     @torch.no_grad()
@@ -200,7 +199,7 @@ class Muon(torch.optim.Optimizer):
         self._others.step()
 
     def _nesterov(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum and return the direction to orthogonalise, of this rank's rows."""
+        """Update the momentum and return this rank's rows of what to orthogonalise."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
@@ -232,13 +231,13 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's rows of the orthogonalised matrices. `rows`: those before."""
+    """Return this rank's rows of the orthogonalised matrices, given its rows of each matrix."""
     first = matrices[0] if matrices else None
     ranks = first.device_mesh.size(-1) if isinstance(first, DTensor) else 1
     if not isinstance(first, DTensor) or ranks == 1:
         return [newton_schulz(one) for one in rows]
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
-    owned = share_out(matrices, ranks)
+    owned = assign_owners(matrices, ranks)
     mine = [matrices[index] for index in owned[group.rank()]]
 
     # Rows go to the owners of their matrices in this order, and come back in it.
@@ -253,21 +252,19 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     arrived = packed.new_empty(sum(received))
     dist.all_to_all_single(arrived, packed, received, sent, group)
 
-    shards = [
-        part.split(of_rank) for part, of_rank in zip(arrived.split(received), sizes, strict=True)
-    ]
-    for number, matrix in enumerate(mine):
-        whole = torch.cat([of_rank[number] for of_rank in shards]).view(matrix.shape)
-        parts = newton_schulz(whole).flatten().split([of_rank[number] for of_rank in sizes])
-        for of_rank, part in zip(shards, parts, strict=True):
-            of_rank[number].copy_(part)
+    by_rank = zip(arrived.split(received), sizes, strict=True)
+    by_matrix = zip(*(part.split(of_rank) for part, of_rank in by_rank), strict=True)
+    for matrix, shards in zip(mine, by_matrix, strict=True):
+        update = newton_schulz(torch.cat(shards).view(matrix.shape)).flatten()
+        for shard, part in zip(shards, update.split([len(one) for one in shards]), strict=True):
+            shard.copy_(part)
     dist.all_to_all_single(packed, arrived, sent, received, group)
     found = dict(zip(order, packed.split([rows[index].numel() for index in order]), strict=True))
     return [found[index].view(before.shape) for index, before in enumerate(rows)]
 
 
-def share_out(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
-    """Return the matrices that each rank works on: about as many values for each."""
+def assign_owners(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
+    """Return the matrices that each rank works on, of about as many values in total."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].numel()):
@@ -278,13 +275,13 @@ def share_out(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> range:
-    """Return the rows of a rank under FSDP2: equal runs, the last ones short or empty."""
+    """Return the rows of a rank under FSDP2: equal ranges, the last ones shorter or empty."""
     size = -(-rows // ranks)
     return range(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return the nearest matrix with equal singular values, roughly: they end near 1."""
+    """Return about the nearest orthogonal matrix: all singular values end near 1."""
     a, b, c = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if tall else matrix

@@ -1,17 +1,13 @@
-"""The checkpoint that a run starts from, and loading it, on the same layout or another one."""
+"""Finding the checkpoint that a run starts from, and loading it, also on another layout."""
 
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchtitan_diloco.components.checkpoint_folders import (
-    MANIFEST,
-    complete_checkpoints,
-    is_checkpoint,
-)
+from torchtitan_diloco.components import checkpoint_folders as folders
 from torchtitan_diloco.components.checkpoint_schema import (
     MODEL,
     OPTIMIZER,
@@ -50,7 +46,7 @@ class Start:
     """None for a run from the beginning."""
     manifest: Manifest | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
-    """Newer checkpoints that are damaged, or not in all places, and what is wrong with them."""
+    """Newer checkpoints that cannot be used, and why."""
 
     @property
     def state(self) -> RunState:
@@ -58,7 +54,7 @@ class Start:
 
 
 def find_start(world: World, resume: str, run_folder: str) -> Start:
-    """Return what `checkpoint.resume` and `run.folder` mean: the same step on every rank.
+    """Return where `checkpoint.resume` and `run.folder` start: the same step on every rank.
 
     Every rank looks for itself, as places may have no common disk.
     """
@@ -99,13 +95,13 @@ def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
     """Return the folder of the run to continue and the checkpoints that it may start from."""
     own = Path(run_folder).expanduser() if run_folder else None
     if resume in ("auto", "strict", "never"):
-        found = complete_checkpoints(own) if own and resume != "never" else []
+        found = folders.complete_checkpoints(own) if own and resume != "never" else []
         begun = own and resume != "never" and (found or (own / "metrics.jsonl").exists())
         return own if begun else None, found
     path = Path(resume).expanduser()
-    if (path / MANIFEST).exists() or (path.is_dir() and is_checkpoint(path)):
+    if (path / folders.MANIFEST).exists() or (path.is_dir() and folders.is_checkpoint(path)):
         return None, [path]
-    if found := complete_checkpoints(path):
+    if found := folders.complete_checkpoints(path):
         continued = own is None or own.resolve() == path.resolve()
         return path if continued else None, found
     raise ValueError(
@@ -117,16 +113,16 @@ def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
 def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
     """Return the manifest of a checkpoint, and what is damaged on any rank.
 
-    The ranks of each worker check what it will read. What cannot be read raises on all ranks: it
-    is not proven that it is damaged.
+    The ranks of each worker check what it will read. Raise if a file cannot be read, which does not
+    prove that it is damaged.
     """
 
     def check() -> tuple[Manifest | None, str]:
         try:
             manifest = read_manifest(path)
-            folders = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
+            read = f"{SHARED}/", f"{worker_folder(manifest.nearest(world.worker))}/"
             by_size = sorted(manifest.files, key=manifest.files.__getitem__, reverse=True)
-            names = [name for name in by_size if name.startswith(folders)]
+            names = [name for name in by_size if name.startswith(read)]
             check_files(path, manifest, names[world.rank_in_worker :: world.ranks_per_worker])
         except DamagedError as error:
             return None, f"{error} (found by rank {world.rank})"
@@ -151,6 +147,7 @@ NO_OUTER_LOOP_SAVED = (
     "the saved run had no outer loop: the shared parameters start as its model, outer momentum "
     "from zero"
 )
+NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
 
 
 def restore(
@@ -164,7 +161,7 @@ def restore(
     """Load a checkpoint and return what could not be carried over, one line each.
 
     Without an outer loop, which has no fragments, all workers hold one model and resume from worker
-    0. The inner optimizer of a worker that is new starts from zero.
+    0. The inner optimizer of a new worker starts from zero.
     """
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
@@ -183,17 +180,18 @@ def restore(
     notes = list[str]()
     if existed:
         same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
-        notes += _load_inner(own, model, optimizer, world, with_random=same_ranks)
+        states = random_states(world.device, world.rank_in_worker) if same_ranks else {}
+        notes += _load_inner(own, inner_tensors(model, optimizer), states)
     if not streamed:
         outer.restart_from_model(manifest.step)
-        return [*notes, *([NO_OUTER_LOOP_SAVED] if streaming else [])]
+        return [*notes, NO_OUTER_LOOP_SAVED] if streaming else notes
     shared = TensorFolder(path, manifest, SHARED)
     if existed:
         facts = manifest.outer[worker]
     else:
         facts = facts_for_new_worker(manifest.outer[0])
         named = ((shared_parameter_name(name), one) for name, one in model.named_parameters())
-        # Frozen parameters are not shared: they stay what the workers have agreed on.
+        # Frozen parameters are not shared: they stay as the workers have agreed.
         shared.fill({name: one.detach() for name, one in named if name in shared.shapes})
     own_names = own.shapes if existed else ()
     saved = SavedState.template(model, facts, shared.shapes, own_names, world.host_mesh)
@@ -229,27 +227,18 @@ def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
 
 
 def _load_inner(
-    saved: TensorFolder,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    *,
-    with_random: bool,
+    saved: TensorFolder, inner: dict[str, Tensor], random: dict[str, Tensor]
 ) -> list[str]:
     """Load what is a worker's own. Return what could not be carried over."""
-    states = random_states(world.device, world.rank_in_worker) if with_random else {}
-    own = inner_tensors(model, optimizer) | states
+    own = inner | random
     known = {name: tensor for name, tensor in own.items() if name in saved.shapes}
     saved.fill(known)
-    for name in states.keys() & known.keys():
+    for name in random.keys() & known.keys():
         on_gpu = name.startswith(f"{RANDOM}cuda")
-        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(states[name])
+        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(random[name])
     new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
     other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []
-
-
-NOT_COMPARED = ("run.folder", "run.name", "checkpoint.", "metrics.", "profiling.")
 
 
 def changed_settings(before: str, now: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The folder of a run: created, locked for one run, and visible to all nodes that write to it."""
+"""The folder of a run: creating it, and locking it for one run."""
 
 import fcntl
 import os
@@ -42,7 +42,7 @@ class RunFolder:
     workers: Sequence[int] = (0,)
     """Workers that have this folder. Others may have one on another disk."""
     lock: TextIO | None = None
-    """Held by one rank for each disk until it is closed."""
+    """Held by one rank on each disk until it is closed."""
 
 
 def claim_run_folder(
@@ -50,7 +50,7 @@ def claim_run_folder(
 ) -> RunFolder:
     """Create the folder of a run, lock it and write the configuration `toml` into it.
 
-    If the run saves, this is done on every disk: workers in other places may have one of their own.
+    Do so on every disk if the run saves, as workers in other places may have one of their own.
     `stops_early`: by `training.stop_after`, which saves.
     """
     saves = checkpoint.every or checkpoint.every_minutes or checkpoint.at_end or stops_early
@@ -81,7 +81,14 @@ def claim_run_folder(
 def _claim(path: Path, start: Start, toml: str) -> TextIO:
     lock = lock_run_folder(path)
     try:
-        _check_still_latest(path, start)
+        found = [one for one in complete_checkpoints(path) if one not in start.damaged]
+        latest = found[-1] if found else None
+        if start.folder and latest != start.checkpoint:
+            raise ValueError(
+                f"run.folder = {path}: another run has just ended there, so this one would resume "
+                f"from {start.checkpoint or 'the beginning'} instead of "
+                f"{latest or 'the beginning'}: start it again"
+            )
         for damaged, wrong in start.damaged.items():
             aside = set_aside(damaged)
             logger.warning(f"{wrong}: resuming from {start.checkpoint}; kept as {aside}")
@@ -95,10 +102,8 @@ def _claim(path: Path, start: Start, toml: str) -> TextIO:
 
 
 def lock_run_folder(path: Path) -> TextIO:
-    """Lock a folder until the returned file is closed or the process ends.
-
-    Two runs in one folder would overwrite each other's files.
-    """
+    """Lock a folder until the returned file is closed or the process ends. Otherwise two runs could
+    overwrite each other's files."""
     lock = (path / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,23 +123,11 @@ def lock_run_folder(path: Path) -> TextIO:
     return lock
 
 
-def _check_still_latest(path: Path, start: Start) -> None:
-    """Raise if the run that held the lock before has saved since this one looked."""
-    found = [one for one in complete_checkpoints(path) if one not in start.damaged]
-    latest = found[-1] if found else None
-    if start.folder and latest != start.checkpoint:
-        raise ValueError(
-            f"run.folder = {path}: another run has just ended there, so this one would resume "
-            f"from {start.checkpoint or 'the beginning'} instead of {latest or 'the beginning'}: "
-            "start it again"
-        )
-
-
 def _workers_on_disk(world: World, path: Path) -> list[int]:
     """Return the workers that see the same folder as this rank. All ranks of a worker have to.
 
-    The first rank of a worker creates a file with its number, unless another one on the same disk
-    has, and every rank looks whose file it sees.
+    The first rank of each worker creates a file with its number, unless one on the same disk has,
+    and every rank looks whose file it sees.
     """
     mark = path / f".place-{broadcast_object(secrets.token_hex(8), str, world.control)}"
 

@@ -23,7 +23,7 @@ from torchtitan_diloco.utils import (
 )
 
 CORE_FLOPS, LONG_DAYS = 1e11, 60
-"""FLOP/s that few CPU cores reach, and days after which a run is unlikely to be meant."""
+"""FLOP/s that few CPU cores reach, and days that a run is unlikely to be meant to take."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class RunPlan:
     """Tokens of all workers together."""
     total_steps: int
     start_step: int = 0
-    """Step from which this process resumed the run."""
+    """Step that this process resumed from."""
     start_tokens: int = 0
     ranks: int = 1
-    """Ranks of all workers, those of other islands included."""
+    """Ranks of all workers, also on other islands."""
     inner_bytes: float = 16
-    """Bytes that a parameter, its gradient and its moments take on average, all in fp32."""
+    """Average bytes of a parameter, its gradient and its moments, all in fp32."""
 
     def tokens_at(self, step: int) -> int:
-        """Return the tokens of all workers, also those of earlier starts with other batches."""
+        """Return the tokens of all workers, also of earlier starts with other batches."""
         return self.start_tokens + (step - self.start_step) * self.tokens_per_step
 
 
@@ -58,7 +58,7 @@ def plan_run(
     start_tokens: int = 0,
     muon: bool = False,
 ) -> RunPlan:
-    """Compute the numbers of a run. `muon` has one moment for each matrix of a block, not two."""
+    """Compute the numbers of a run. `muon` has one moment instead of two for matrices of blocks."""
     share = ranks * training.batch_size
     sequences = training.global_batch_size or share
     accumulation = sequences // share
@@ -82,10 +82,10 @@ def plan_run(
 
 
 class AfterStep(NamedTuple):
-    """Actions after a training step, in this order. They are the same on every rank."""
+    """Actions after a training step, in this order, the same on every rank."""
 
     finished: bool
-    """It was the last step: apply everything in flight."""
+    """Apply everything in flight: it was the last step."""
     log: bool
     """Log the steps since the last logged one."""
     validate: bool
@@ -124,7 +124,7 @@ def validation_due(step: int, finished: bool, every: int) -> bool:
 def log_plan(
     plan: RunPlan, training: Training, world: World, model_line: str, data_line: str
 ) -> None:
-    """Log how the numbers of the run are derived, one line each, before memory is taken."""
+    """Log how the numbers of the run are derived, one line each."""
     ranks, start = world.ranks_per_worker, plan.start_step
     workers = plan.ranks // ranks
     here = f", of which {world.size} here" if plan.ranks > world.size else ""
@@ -151,7 +151,7 @@ def log_plan(
 
 
 def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_bytes: int) -> None:
-    """Raise if the state of the run cannot fit into memory, and warn if it can hardly end.
+    """Raise if the state of the run cannot fit into memory. Warn if it takes very long.
 
     `outer_bytes`: bytes of a parameter in the outer loop's buffers.
     """

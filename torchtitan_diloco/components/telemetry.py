@@ -227,7 +227,7 @@ class Telemetry:
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
-            counters, memory, gaps, *rounds = zip(*logged.sums.result(), strict=True)
+            counters, memory, gaps, *rounds = zip(*logged.sums.by_worker(), strict=True)
             self.count("time/agreement_seconds", time.perf_counter() - started)
             records = list(map(self._table.record, logged.rounds, rounds))
             self.round_records += records

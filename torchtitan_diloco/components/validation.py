@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,11 +31,7 @@ class ValidationResult(NamedTuple):
 
 @torch.no_grad()
 def validate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    world: World,
-    *,
-    chunk_tokens: int,
+    model: nn.Module, batches: Iterable[Batch], world: World, *, chunk_tokens: int
 ) -> ValidationResult:
     """Return the loss of the model. Every rank must have the same number of batches."""
     was_training = model.training
@@ -46,35 +43,30 @@ def validate(
         totals += torch.stack([sums.cross_entropy.double(), sums.tokens.double()]).cpu()
     model.train(was_training)
     drop_gathered(model)
-    sums_over_ranks = PendingReduction(world, totals.tolist(), "in a validation")
-    cross_entropy, tokens = sums_over_ranks.result()
+    cross_entropy, tokens = PendingReduction(world, totals.tolist(), "in a validation").result()
     return ValidationResult(cross_entropy / tokens, int(tokens))
 
 
+@dataclass
 class Validator:
-    """Validates the shared parameters, and if `local` is set the workers' own parameters."""
+    """Validates the shared parameters, and with `local` the workers' own parameters, too."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Batch],
-        world: World,
-        outer: OuterLoop,
-        *,
-        chunk_tokens: int,
-        local: bool,
-        validated: tuple[int, float] | None,
-    ) -> None:
-        self._evaluate = partial(validate, model, batches, world, chunk_tokens=chunk_tokens)
-        self._outer, self._local = outer, local
-        self.validated = validated
-        """Step of the last validation and its loss."""
+    model: nn.Module
+    batches: Iterable[Batch]
+    world: World
+    outer: OuterLoop
+    chunk_tokens: int
+    local: bool
+    validated: tuple[int, float] | None
+    """Step of the last validation and its loss."""
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
         """Validate, report the result, and return the seconds it took."""
         started = time.perf_counter()
-        with self._outer.global_parameters():
-            shared = self._evaluate()
+        parts = self.model, self.batches, self.world
+        evaluate = partial(validate, *parts, chunk_tokens=self.chunk_tokens)
+        with self.outer.global_parameters():
+            shared = evaluate()
         self.validated = step, shared.loss
         record: dict[str, float | None] = {
             "validation/loss_nats_per_token_global": shared.loss,
@@ -82,8 +74,8 @@ class Validator:
             "validation/tokens_global": shared.tokens,
         }
         local = ""
-        if self._local:
-            own = self._evaluate()
+        if self.local:
+            own = evaluate()
             record["validation/local_loss_nats_per_token_mean_over_workers"] = own.loss
             local = f" (the workers' own parameters: {own.loss:.4f})"
         telemetry.write(step, record)

@@ -1,8 +1,7 @@
-"""Saved state of the outer loop by the names of parameters, and the shared model's state dict.
+"""Saved state of the outer loop by names of parameters, and the shared model's state dict.
 
-Names make a state fit other fragments, ranks and schedules. Nothing is drained for a save: a
-fragment in flight is saved with the shared copy that its exchange ends with, to be applied when
-its turn comes.
+By names, a state fits other fragments, ranks and schedules. A save drains nothing: a fragment in
+flight is saved with the shared copy that its exchange results in, to be applied when it is due.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,13 +44,13 @@ def resume_settings(config: DiLoCoConfig) -> dict[str, Any]:
 
 
 def facts_for_new_worker(facts: Facts) -> Facts:
-    """Return the facts for a worker that the saved run did not have: nothing of its own to send."""
+    """Return the facts for a worker that the saved run did not have, with nothing to send."""
     own = {"weight": 0.0, "delta_norms": []}
     return facts | {"healed": 0, "fragments": [one | own for one in facts["fragments"]]}
 
 
 def copy_to_host(value: Tensor) -> Tensor:
-    """Return a copy in host memory. From a GPU it is only queued on the current stream."""
+    """Return a copy in host memory. From a GPU, it is only queued on the current stream."""
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return copy.copy_(value, non_blocking=True)
 
@@ -102,7 +101,7 @@ class SavedState:
 
 
 def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Shape values on this rank as a parameter is, sharded on the parameter's mesh or another."""
+    """Shape this rank's values like a parameter, sharded on its mesh or on another one."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return flat.view(value.shape)
@@ -119,22 +118,21 @@ def shaped_like(parameter: Tensor, flat: Tensor, mesh: DeviceMesh | None) -> Ten
 def shared_state_dict(model: nn.Module, states: Sequence[OuterState]) -> Named:
     """Return the model's state dict with the shared parameters in fp32 in the place of its own."""
     drop_gathered(model)
-    shared: Named = {}
+    shared: dict[nn.Parameter, Tensor] = {}
     for state in states:
         check_identity(model, state.fragment)
-        views = named(SHARED, state, state.outer)
-        shared |= {name: value.clone() for name, value in views.items()}
-    first = {one: shared_parameter_name(name) for name, one in model.named_parameters()}
-    keys = {name: first[one] for name, one in model.named_parameters(remove_duplicate=False)}
+        for part, view in zip(state.fragment.parts, state.views(state.outer), strict=True):
+            shared[part.parameter] = shaped_like(part.parameter, view.clone(), None)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
-        name: shared[keys[name]] if keys.get(name) in shared else value.detach().clone()
+        name: shared[parameters[name]] if parameters.get(name) in shared else value.detach().clone()
         for name, value in model.state_dict().items()
     }
 
 
 @contextmanager
 def holding_shared(model: nn.Module, states: Sequence[OuterState]) -> Iterator[None]:
-    """Let the model hold the shared parameters in the body of a with statement."""
+    """Let the model hold the shared parameters in the body of the with statement."""
     drop_gathered(model)
     parts = [part for state in states for part in state.fragment.parts]
     saved = [part.local().clone() for part in parts]
@@ -156,9 +154,9 @@ class Snapshot:
     """Buffers of one fragment at the time of a save, to be copied out in the background.
 
     They keep their content until the next exchange of the fragment, which is queued behind the
-    copy. Only the shared copy of a fragment in flight is copied at once: its apply may come first.
-    A fragment that is given up has an exchange that never ends: what it was to send is part of the
-    next delta, and its residual is forgotten.
+    copy. Only the shared copy of a fragment in flight is copied at once, as an apply may come
+    first. The exchange of a fragment that is given up never ends: the next delta contains what it
+    was to send, and its residual is forgotten.
     """
 
     def __init__(
@@ -170,9 +168,8 @@ class Snapshot:
         *,
         shared: bool,
     ) -> None:
-        """`shared`: copy also what all workers share, not only this worker's own."""
-        self._state, self._in_flight = state, in_flight
-        self._facts: Facts = {"weight": weight}
+        """`shared`: copy what all workers share, too."""
+        self._state, self._weight, self._in_flight = state, weight, in_flight
         self._buffers: Named = {}
         if state.residual is not None:
             residual = torch.zeros_like(state.residual) if given_up else state.residual
@@ -193,7 +190,7 @@ class Snapshot:
         for kind, copy in copies.items():
             values = saved.own if kind == RESIDUAL else saved.shared
             values |= named(kind, self._state, copy, mesh)
-        facts = self._facts | {"delta_norms": list(self._state.norms.latest)}
+        facts = {"weight": self._weight, "delta_norms": list(self._state.norms.latest)}
         if self._in_flight is not None:
             round_, exchanged = self._in_flight
             exchanged.result()
@@ -203,7 +200,7 @@ class Snapshot:
 
 
 def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -> SavedState:
-    """Complete a save in the background thread, behind the exchanges that were in flight."""
+    """Complete a save in the background thread, after the exchanges that were in flight."""
     saved = SavedState(facts | {"fragments": []}, {})
     for snapshot in snapshots:
         snapshot.copy_to(saved, mesh)
@@ -211,7 +208,7 @@ def save(snapshots: Sequence[Snapshot], facts: Facts, mesh: DeviceMesh | None) -
 
 
 def named(kind: str, state: OuterState, buffer: Tensor, mesh: DeviceMesh | None = None) -> Named:
-    """Return views of a flat buffer of a fragment as tensors of a saved state."""
+    """Return views of a fragment's flat buffer as tensors of a saved state."""
     parts = zip(state.fragment.parts, state.views(buffer), strict=True)
     return {f"{kind}/{part.name}": shaped_like(part.parameter, view, mesh) for part, view in parts}
 
@@ -225,7 +222,7 @@ def load(
     config: DiLoCoConfig,
     mixing: Callable[[int, int], float],
 ) -> tuple[list[Facts], list[int], list[str]]:
-    """Fill the buffers. Return the facts of each fragment, those in flight, and notes.
+    """Fill the buffers. Return the facts of each fragment, the fragments in flight, and notes.
 
     `mixing` returns the local share for flags and participants.
     """
@@ -234,12 +231,12 @@ def load(
     in_flight, fragments = list(facts["in_flight"]), list(facts["fragments"])
     changed = {key for key in settings if settings[key] != before.get(key)}
     layout = layout_of(states)
-    is_split_anew = facts["layout"] != layout
-    if is_split_anew:  # each takes the facts of the one that had its first parameter, but no norms
+    has_new_layout = facts["layout"] != layout
+    if has_new_layout:  # take the facts, but no norms, of the one that had the first parameter
         records = zip(facts["layout"], fragments, strict=True)
         holders = {name: record for names, record in records for name in names}
         fragments = [holders[names[0]] | {"delta_norms": []} for names in layout]
-    if in_flight and (is_split_anew or changed - {OPTIMIZER}):
+    if in_flight and (has_new_layout or changed - {OPTIMIZER}):
         notes.append(f"{len(in_flight)} fragments in flight are applied now: turns have changed")
         apply_early(states, saved, mixing)
         in_flight = []
@@ -247,18 +244,17 @@ def load(
     if OPTIMIZER in changed:
         old, new = before[OPTIMIZER], settings[OPTIMIZER]
         notes.append(f"{OPTIMIZER} was {old} and is {new}: its state starts from zero")
+        values[MOMENTUM] = {}
     is_sparse = states[0].residual is not None
     if values[RESIDUAL] and not is_sparse:
         notes.append("diloco.quantization.codec was topk: what it has not sent is given up")
     elif is_sparse and not values[RESIDUAL]:
         notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
-        for buffer in [*state.slots, *([] if state.residual is None else [state.residual])]:
-            buffer.zero_()  # what is not saved starts from zero
         fill(state, state.outer, values[SHARED])
-        for slot in [] if OPTIMIZER in changed else state.slots:
+        for slot in state.slots:
             fill(state, slot, values[MOMENTUM])
-        if state.residual is not None and values[RESIDUAL]:
+        if state.residual is not None:
             fill(state, state.residual, values[RESIDUAL])
         if index in in_flight:
             fill(state, state.delta, values[NEXT])
@@ -268,7 +264,10 @@ def load(
 
 @torch.no_grad()
 def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
-    """Copy values by name into a flat buffer of a fragment."""
+    """Copy values by name into a fragment's flat buffer. What was not saved starts from zero."""
+    if not values:
+        buffer.zero_()
+        return
     for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
         view.copy_(local_rows(part.name, values[part.name]))
 

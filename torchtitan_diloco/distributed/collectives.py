@@ -1,4 +1,4 @@
-"""Collectives between all ranks for bookkeeping: agreement, small reductions, and lost ranks."""
+"""Collectives between all ranks for bookkeeping: agreement, small sums, and lost ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,28 +27,21 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> Value:
-    """Run `task` on every rank and return its result. A ValueError or OSError of one is raised on
-    all.
-
-    A rank that fails raises the error itself, so that its traceback is not lost.
-    """
-    failure: Exception | None = None
+    """Run `task` on every rank and return its result. If a rank gets a ValueError or OSError, raise
+    it there, with its traceback, and as a ValueError on the others."""
     try:
         value = task()
     except (ValueError, OSError) as error:
-        failure = error
-    mistake = "" if failure is None else str(failure) or repr(failure)
-    mistakes = gather_objects(mistake, group)
-    if failure is not None:
-        raise failure
-    for rank, mistake in enumerate(mistakes):
+        gather_objects(str(error) or repr(error), group)
+        raise
+    for rank, mistake in enumerate(gather_objects("", group)):
         if mistake:
             raise ValueError(f"{mistake} (on rank {rank})")
     return value
 
 
 class PendingReduction:
-    """Element-wise sum or maximum over all ranks in the background; counts up to 2**53 are exact.
+    """Element-wise sum or maximum over all ranks in the background, exact for counts up to 2**53.
 
     `where` completes the error message if ranks are lost meanwhile.
     """
@@ -82,11 +75,10 @@ class PendingReduction:
         return values
 
 
-class PendingSums:
-    """Sums over the ranks of each worker in the background, of numbers by name.
+class PendingSums(PendingReduction):
+    """Sums of numbers by name over the ranks of each worker, in the background.
 
-    Every rank gives dictionaries with the same keys in the same order. The result has those of each
-    worker, by worker, with the sums over its ranks.
+    Every rank gives dictionaries with the same keys in the same order.
     """
 
     def __init__(self, world: World, numbers: Sequence[Mapping[str, float]], where: str) -> None:
@@ -94,19 +86,14 @@ class PendingSums:
         values = [value for one in numbers for value in one.values()]
         before, after = world.worker, world.workers - world.worker - 1
         nothing = [0.0] * len(values)
-        self._sums = PendingReduction(world, nothing * before + values + nothing * after, where)
-        self._workers = world.workers
+        super().__init__(world, nothing * before + values + nothing * after, where)
 
-    @property
-    def is_complete(self) -> bool:
-        return self._sums.is_complete
-
-    def result(self) -> list[list[dict[str, float]]]:
-        """Wait for the sums and return them."""
-        values = iter(self._sums.result())
+    def by_worker(self) -> list[list[dict[str, float]]]:
+        """Wait for the sums and return the dictionaries of each worker."""
+        values = iter(self.result())
         return [
             [{key: next(values) for key in keys} for keys in self._keys]
-            for _ in range(self._workers)
+            for _ in range(self._world.workers)
         ]
 
 
@@ -116,7 +103,7 @@ class RanksLostError(RuntimeError):
 
 @contextmanager
 def naming_lost_ranks(world: World, where: str) -> Iterator[None]:
-    """Turn a failure in the body, which waits for all ranks, into one that names the lost ranks."""
+    """Turn a failure of the body, which waits for all ranks, into one that names the lost ranks."""
     try:
         yield
     except WorkerLostError as error:

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections import deque
-from types import FrameType
 from typing import NamedTuple, Self
 
 from torch.distributed import ReduceOp
@@ -23,16 +22,14 @@ from torchtitan_diloco.utils import (
 )
 
 ASK_EVERY = 2
-"""Steps between two questions of workers that train on their own: each takes time on the links."""
+"""Steps between two questions of workers that train on their own. Each takes time on the links."""
 STEPS_APART = 6
-"""Steps by which workers that train on their own may run apart before they wait for an answer."""
+"""Steps that workers that train on their own may be apart before they wait for an answer."""
 
 
 def answer_lag(world: World, diloco: DiLoCoConfig) -> int:
-    """Return the steps between a question to the other ranks and reading their answer.
-
-    Workers that train on their own should not wait for each other.
-    """
+    """Return the steps between a question to the other ranks and reading the answer, for which
+    workers that train on their own should not have to wait."""
     if diloco.method == "none" or world.workers == 1:
         return 1
     return max(STEPS_APART, diloco.overlap.delay)
@@ -46,16 +43,16 @@ class Requests(NamedTuple):
 
 
 class StopRequest:
-    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or to save, after one step.
+    """Agreement of all ranks to stop on SIGINT, SIGTERM or SIGHUP, or to save, after the same step.
 
-    Signals reach ranks at different moments, and a rank that stopped alone would leave the others
-    waiting in a collective. So the ranks ask each other in the background and read the answer
-    `lag` steps later. A second signal ends the process at once.
+    Signals reach ranks at different moments, and a rank that stops alone leaves the others waiting
+    in a collective. So the ranks ask each other in the background and read the answer `lag` steps
+    later. A second signal ends the process at once.
 
-    While a rank hangs there is no answer. A thread gives it up then, which ends the waits of the
-    training thread: the first worker that is left saves alone (`Checkpointer.saving_alone`), and
-    the others end after it. The thread ends this process if the training thread waits inside torch,
-    where it hears of nothing.
+    There is no answer while a rank hangs. Then a thread gives that rank up, which ends the waits of
+    the training thread: the first worker left saves alone (`Checkpointer.saving_alone`), and the
+    others end after it. If the training thread waits inside torch and does not learn of it, the
+    thread ends this process.
     """
 
     def __init__(self, world: World, lag: int = 1) -> None:
@@ -69,7 +66,7 @@ class StopRequest:
         handled = [one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
         self._ended, self.loss_is_known = threading.Event(), threading.Event()
-        """The second is set by the training thread when it hears that a worker is lost."""
+        """The training thread sets the second when it learns that a worker is lost."""
         if world.control is not None:
             read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
@@ -77,7 +74,7 @@ class StopRequest:
             threading.Thread(target=self._watch, args=(read_end,), daemon=True).start()
 
     def _watch(self, read_end: int) -> None:
-        """After a signal, give up ranks that hang, and end with them."""
+        """After a signal, give up ranks that hang, and end this process with them."""
         with os.fdopen(read_end, "rb", buffering=0) as signals:
             number = signals.read(1)
             while number and number[0] not in self._previous:  # such as SIGCHLD
@@ -112,8 +109,7 @@ class StopRequest:
             liveness.wait_for_end(saver)
         os._exit(WORKER_LOST)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self._received is None:
             self._received = now
@@ -122,10 +118,8 @@ class StopRequest:
             os.kill(os.getpid(), number)
 
     def agreed(self, step: int, save: bool = False) -> Requests:
-        """Return what all ranks do after this step. Every rank calls it once after each step.
-
-        `save` asks all ranks to save soon.
-        """
+        """Return what all ranks do after this step; `save` asks them to save soon. Every rank calls
+        it once after each step."""
         if self._world.control is None:
             return Requests(self._received is not None, save)
         found = Requests(stop=False, save=False)
@@ -137,17 +131,14 @@ class StopRequest:
                 self._ended.set()  # a rank that is silent now has time until it has saved
         self._save |= save
         if step % self._every == 0:
-            self._ask(step)
+            stop = self._received is not None
+            asked, where = [stop, self._save], f"up to step {step}"
+            question = PendingReduction(self._world, asked, where, ReduceOp.MAX)
+            self._questions.append((step, question))
+            if stop and not self._announced:
+                logger.info(f"signal received: the run stops after step {step + self._lag}")
+            self._save, self._announced = False, stop
         return found
-
-    def _ask(self, step: int) -> None:
-        stop = self._received is not None
-        asked, where = [stop, self._save], f"up to step {step}"
-        question = PendingReduction(self._world, asked, where, ReduceOp.MAX)
-        self._questions.append((step, question))
-        if stop and not self._announced:
-            logger.info(f"signal received: the run stops after step {step + self._lag}")
-        self._save, self._announced = False, stop
 
     def __enter__(self) -> Self:
         return self

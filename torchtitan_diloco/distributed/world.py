@@ -20,15 +20,15 @@ from torchtitan_diloco.utils import logger
 WORKER, FSDP = "worker", "fsdp"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LONGER_THAN_LINK_SECONDS = 60
-"""For which ranks of a worker wait longer for each other than for another worker. Else those that
-wait for the rank that waits for the link would give up first, and the lost worker is not named."""
+"""By which ranks of a worker wait longer for each other than for another worker. Otherwise they
+would give up first, and the error would not name the lost worker."""
 SAVING_TIMEOUT_SECONDS = 7200
-"""Seconds that ranks wait for each other in a save. Disks may be slow."""
+"""For which ranks wait for each other in a save. Disks may be slow."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks. A single process has no groups but those of FSDP2 on a GPU."""
+    """This rank among all ranks. A single process has groups only for FSDP2 on a GPU."""
 
     rank: int
     size: int
@@ -41,7 +41,7 @@ class World:
     liveness: Liveness = field(default_factory=partial(Liveness, None))
     """Watches the ranks of this worker, and this rank's counterparts in the other workers."""
     shards: dist.ProcessGroup | None = None
-    """The ranks of this worker, on the CPU, only for the background thread of the outer loop."""
+    """The ranks of this worker, on the CPU, only for the outer loop's background thread."""
     saving: dist.ProcessGroup | None = None
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
@@ -68,10 +68,10 @@ class World:
         return None if self.mesh is None else self.mesh.get_group(dim)
 
     def fsdp_mesh(self, *, all_workers: bool) -> DeviceMesh | None:
-        """Return the ranks that average gradients: those of all workers, or of this one."""
+        """Return the ranks that average gradients: of all workers, or of this one."""
         if self.mesh is None or (all_workers and self.workers > 1):
             return self.mesh
-        # A single GPU also computes under FSDP2, so that there is one kind of mixed precision.
+        # Also on a single GPU, so that there is only one kind of mixed precision.
         return self.mesh[FSDP] if self.ranks_per_worker > 1 or self.device.type == "cuda" else None
 
 
@@ -129,9 +129,9 @@ def join_world(
 ) -> World:
     """Connect to the processes that the launcher started (torchrun's environment variables).
 
-    With `outer_loop`, workers train on their own. Then the group between them is of gloo also on
-    GPUs: NCCL needs one order of operations on all streams of a GPU, which the outer loop's
-    background thread and the collectives of FSDP2 do not have.
+    With `outer_loop`, the group between workers uses gloo also on GPUs: NCCL needs one order of
+    operations on all streams of a GPU, which the outer loop's background thread and the collectives
+    of FSDP2 do not have.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -148,23 +148,18 @@ def join_world(
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
     inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
-    link_timeout = timedelta(seconds=link.timeout_seconds)
-    saving_timeout = timedelta(seconds=SAVING_TIMEOUT_SECONDS)
     # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
     init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
+    worker, column = divmod(rank, ranks_per_worker)
     with _groups_over(link.interface, nccl=not outer_loop):
         dist.init_process_group("gloo", timeout=init_timeout)
         across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
-        control = dist.new_group(backend="gloo", timeout=link_timeout)
-        saving = dist.new_group(backend="gloo", timeout=saving_timeout)
+        control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
+        saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
         # Watch a row and a column of the grid: who loses a rank tells both, so that all hear of it.
-        peers = {
-            *grid[rank // ranks_per_worker].tolist(),
-            *grid[:, rank % ranks_per_worker].tolist(),
-        }
+        peers = {*grid[worker].tolist(), *grid[:, column].tolist()} - {rank}
         worker_of = [one // ranks_per_worker for one in range(size)]
-        watching = dist.new_group(backend="gloo")
-        liveness = Liveness(watching, workers=worker_of, peers=peers - {rank})
+        liveness = Liveness(dist.new_group(backend="gloo"), workers=worker_of, peers=peers)
     inside = _own_group(grid, inner_backend, inner_timeout, chosen)
     own_ranks = _own_group(grid, "gloo", SAVING_TIMEOUT_SECONDS)
     return World(
@@ -180,7 +175,7 @@ def join_world(
         shards=_own_group(grid, "gloo", link.timeout_seconds) if ranks_per_worker > 1 else None,
         saving=saving,
         host_mesh=DeviceMesh.from_group(
-            own_ranks, "cpu", mesh=grid[rank // ranks_per_worker], mesh_dim_names=(FSDP,)
+            own_ranks, "cpu", mesh=grid[worker], mesh_dim_names=(FSDP,)
         ),
     )
 
@@ -201,9 +196,9 @@ def world_of_one(device: torch.device, backend: str) -> World:
 
 @contextmanager
 def _groups_over(name: str, *, nccl: bool) -> Iterator[None]:
-    """Let the gloo groups that are made inside use a network interface, if it has a name.
+    """Let the gloo groups that are made in the body use this network interface, if it has a name.
 
-    NCCL has one interface for all groups of a process, which is then this one.
+    NCCL uses one interface for all groups of a process, which is then this one.
     """
     if not name:
         yield
