@@ -137,8 +137,12 @@ def _workers_on_disk(world: World, path: Path) -> list[int]:
                 file.write(str(world.worker))
 
     on_all_ranks(world.control, create)
-    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-    while not (seen := mark.read_text() if mark.exists() else "") and time.monotonic() < deadline:
+    seen, deadline = "", time.monotonic() + VISIBLE_WITHIN_SECONDS
+    while True:
+        with suppress(OSError):  # not visible yet, or a disk of the network that has an error
+            seen = mark.read_text()
+        if seen or time.monotonic() > deadline:
+            break
         time.sleep(0.2)
     answers = gather_objects(seen, world.control)
     if world.rank_in_worker == 0 and seen == str(world.worker):
