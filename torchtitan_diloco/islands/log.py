@@ -213,18 +213,13 @@ class State:
             self._set_facts(record)
             return None
         self._check_writer(record)
-        if isinstance(record, Take):
-            self._take(record)
-            return None
-        if isinstance(record, Close):
-            return self._close(record)
-        slot = self.slots[record.slot]
-        _check(not (slot.done and isinstance(record, Open | Part | Done)), "its writer is done")
         match record:
+            case Take():
+                self._take(record)
             case Give():
-                slot.owner = None
+                self.slots[record.slot].owner = None
             case Done():
-                slot.done = True
+                self.slots[record.slot].done = True
             case Open():
                 fragment = self.fragments[record.fragment]
                 _check(record.version == fragment.version + 1, "not the next version")
@@ -232,6 +227,8 @@ class State:
                 fragment.open = record
             case Part():
                 self._part(record)
+            case Close():
+                return self._close(record)
             case End():
                 self._end(record)
         return None
@@ -244,11 +241,14 @@ class State:
         _check(record.slot < len(self.slots), f"there is no slot {record.slot}")
         if isinstance(record, Take):
             return
-        owner = self.slots[record.slot].owner
-        _check(owner == record.incarnation, f"slot {record.slot} belongs to {owner or 'nobody'}")
+        slot = self.slots[record.slot]
+        owned_by = f"slot {record.slot} belongs to {slot.owner or 'nobody'}"
+        _check(slot.owner == record.incarnation, owned_by)
         if isinstance(record, Open | Part | Close):
             known = record.fragment < len(self.fragments)
             _check(known, f"there is no fragment {record.fragment}")
+        if isinstance(record, Open | Part | Done):
+            _check(not slot.done, "its writer is done")
 
     def _set_facts(self, facts: Facts) -> None:
         head = digest(encode(facts))
