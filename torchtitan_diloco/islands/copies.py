@@ -21,9 +21,10 @@ from torchtitan_diloco.diloco.codecs import UNIT, Codec, build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.exchange import PIECE
 from torchtitan_diloco.diloco.fields import flat_settings
+from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.islands.shards import Layout, Ranks, collect, share, sum_modulo
+from torchtitan_diloco.islands.shards import Layout, Ranks, collect, sum_modulo
 from torchtitan_diloco.utils import code_fingerprint
 
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
@@ -96,13 +97,13 @@ class Copies:
     ) -> Result:
         """Call a method on all ranks, and return its result here. Only the first rank does this."""
         call = Call(method.__name__, list(arguments), [one.numel() for one in content])
-        result: Result = self._call(share(call, Call, self.ranks.copies), content)
+        result: Result = self._call(broadcast_object(call, Call, self.ranks.copies), content)
         return result
 
     def follow(self) -> None:
         """Call what the first rank calls, until `stop`."""
         while not self._stopped:
-            call: Call = share(None, Call, self.ranks.copies)
+            call = broadcast_object(None, Call, self.ranks.copies)
             self._call(call, [torch.empty(size, dtype=torch.uint8) for size in call.sizes])
 
     def _call(self, call: Call, content: Sequence[Tensor]) -> Any:

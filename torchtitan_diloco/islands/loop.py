@@ -25,6 +25,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, Positive, diloco_mista
 from torchtitan_diloco.diloco.fields import convert, field_mistakes, raise_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_measured
@@ -38,7 +39,7 @@ from torchtitan_diloco.islands.leader import Apply, Boundary, Leader, Seat
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rules import Mode, Timing
-from torchtitan_diloco.islands.shards import Ranks, collect, share
+from torchtitan_diloco.islands.shards import Ranks, collect
 from torchtitan_diloco.utils import logger
 
 
@@ -126,7 +127,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         else:
             self._follower = BackgroundThread("islands")
             self._following = self._follower.submit(self._copies.follow)
-        self.seat = seat = share(seat, Seat, self._ranks.decisions)
+        self.seat = seat = broadcast_object(seat, Seat, self._ranks.decisions)
         self.total_tokens, self._last = seat.total_tokens, Boundary(seat.clock)
         self._take_versions(seat.versions)
         logger.info(
@@ -248,7 +249,7 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def _do_due(self, *, applies: bool, sends: bool) -> None:
         mine = None if self._leader is None else self._leader.decide(applies, sends)
-        self._last = share(mine, Boundary, self._ranks.decisions)
+        self._last = broadcast_object(mine, Boundary, self._ranks.decisions)
         for one in self._last.applied:
             self._apply_version(one)
         for part in self._last.sent:

@@ -1,16 +1,14 @@
 """The ranks of an island, and which values of a fragment each of them has."""
 
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_diloco.diloco.fragments import Fragment
-from torchtitan_diloco.diloco.object_collectives import broadcast_object
 
-Value = TypeVar("Value")
 PATIENCE = timedelta(days=365)
 """Ranks wait for the first one, which may wait for other islands. A death is seen elsewhere."""
 BLOCK = 65_536
@@ -39,15 +37,6 @@ class Ranks:
             else None
             for _ in range(3)
         )
-
-
-def share(value: Value | None, kind: Any, group: dist.ProcessGroup | None) -> Value:
-    """Return the value of the first rank, which only that one gives. `kind`: its type."""
-    if group is None:
-        assert value is not None
-        return value
-    shared: Value = broadcast_object(value, kind, group)
-    return shared
 
 
 def sum_modulo(value: int, group: dist.ProcessGroup | None) -> int:
