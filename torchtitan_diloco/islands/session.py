@@ -253,7 +253,7 @@ class Session:
         if not self.lost.done():
             self.lost.set_result(reason)
 
-    async def run(self, operation: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+    async def run(self, operation: Coroutine[Any, Any, T], seconds: float) -> T:
         """Return the operation's result. Raises ConnectionError once the connection is lost."""
         task = asyncio.ensure_future(operation)
         try:
