@@ -26,7 +26,6 @@ class IslandRun:
     ) -> None:
         """`identity`: what a position in the data refers to, the same on all islands."""
         self._plan, self._apart = plan, config.data.shard_by == "random"
-        facts = {**identity, **flat_settings(config.model, "model.")}
         samples = plan.tokens_per_step // config.workers // config.training.sequence_length
         self.outer = IslandDiLoCo(
             model,
@@ -37,7 +36,7 @@ class IslandRun:
             ranks=world.control,
             liveness=world.liveness,
             samples_per_step=samples,
-            facts={key: str(value) for key, value in facts.items()},
+            facts={**identity, **flat_settings(config.model, "model.")},
         )
 
     def join(self) -> tuple[int, Stream]:
