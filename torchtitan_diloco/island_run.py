@@ -1,4 +1,4 @@
-"""A worker that is an island, as the trainer sees it: its outer loop, its data and its clock."""
+"""Outer loop, data stream and clock of a worker that is an island, for the trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class IslandRun:
         optimizer: torch.optim.Optimizer,
         identity: Mapping[str, Any],
     ) -> None:
-        """`identity`: what a position in the data refers to, the same on all islands."""
+        """`identity`: data and tokenizer, which must be the same on all islands."""
         self._plan, self._apart = plan, config.data.shard_by == "random"
         samples = plan.tokens_per_step // config.workers // config.training.sequence_length
         self.outer = IslandDiLoCo(
@@ -40,19 +40,19 @@ class IslandRun:
         )
 
     def join(self) -> tuple[int, Stream]:
-        """Join the run; return the sample that this island begins with, and its stream."""
+        """Join the run. Return the first sample of this island, and its stream."""
         self.outer.join()
         seat = self.outer.seat
         return seat.position, Stream(seat.slot, seat.slots, 0 if self._apart else seat.block)
 
     def close(self) -> bool:
-        """Disconnect. Return whether this island has left before the end of the run."""
+        """Disconnect. Return whether this island left before the end of the run."""
         left = self.outer.left
         self.outer.close()
         return left
 
     @property
     def step(self) -> float:
-        """Step of the run that begins, by the tokens of all islands."""
+        """Next step of the run, counted by the tokens of all islands."""
         outer = self.outer
         return outer.clock * self._plan.total_steps / outer.seat.total_tokens + 1

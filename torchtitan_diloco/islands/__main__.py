@@ -28,7 +28,7 @@ from torchtitan_diloco.islands.session import Leave, check_installed
 from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR, markdown_table
 
 LISTEN_SECONDS = 3.0
-"""Time to hear heartbeats before the first answer."""
+"""Time to receive heartbeats before the first output."""
 REFRESH_SECONDS = 2.0
 LEAVE_SECONDS = 60.0
 READ_SECONDS = 30.0
@@ -116,13 +116,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 class Reader:
-    """A reader of the log that takes no part in the run."""
+    """Reader of the log that does not take part in the run."""
 
     def __init__(self, connection: Connection, note: Callable[[Outcome], object]) -> None:
         self.connection, self.state, self._note = connection, State(None), note
 
     def read(self, seconds: float = 0.0) -> None:
-        """Read what comes in, at least for so long."""
+        """Read incoming records for at least this long."""
         end = time.monotonic() + seconds
         while True:
             while self.connection.records:
@@ -135,7 +135,7 @@ class Reader:
 
 @contextmanager
 def open_reader(join: Join, note: Callable[[Outcome], object] = lambda _: None) -> Iterator[Reader]:
-    """Yield a reader that has read the whole log. `note` is given what became of each record."""
+    """Yield a reader that has read the whole log. `note` receives the outcome of each record."""
     connection = Connection(join, f"status/{secrets.token_hex(4)}")
     connection.start(0)
     try:
@@ -186,7 +186,7 @@ def _island(member: Member | None, name: str, slot: int | None) -> dict[str, Any
 
 
 def _slot(state: State, number: int) -> dict[str, Any]:
-    """Return what became of a slot's samples, in the mean over the fragments."""
+    """Count the samples of a slot by their fate, averaged over the fragments."""
     slot, counts = state.slots[number], Counter(merged=0, lost=0, waiting=0)
     for fragment, ledger in zip(state.fragments, slot.ledgers, strict=True):
         for span in ledger.spans:
@@ -217,7 +217,7 @@ def _cell(value: Any) -> str:
 
 
 def print_status(join: Join, *, as_json: bool, once: bool) -> None:
-    """Print once, or again and again on a terminal."""
+    """Print the status once, or repeatedly on a terminal."""
     repeat = sys.stdout.isatty() and not once
     with open_reader(join) as reader:
         reader.read(LISTEN_SECONDS)
@@ -231,7 +231,7 @@ def print_status(join: Join, *, as_json: bool, once: bool) -> None:
 
 
 def ask_to_leave(join: Join, name: str) -> None:
-    """Ask an island to leave, and wait until its slot is free."""
+    """Ask an island to leave and wait until its slot is free."""
     with open_reader(join) as reader:
         owners = reader.state.owners().values()
         asked = {owner for owner in owners if name_of(owner) == name}

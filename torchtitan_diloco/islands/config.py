@@ -40,7 +40,7 @@ class Islands(Section):
 
     @property
     def outer_loop(self) -> Any:
-        """Return the class that `StreamingDiLoCo` creates for these settings."""
+        """Class that `StreamingDiLoCo` creates for these settings."""
         from torchtitan_diloco.islands.loop import IslandDiLoCo  # needs torch
 
         return IslandDiLoCo
@@ -50,7 +50,7 @@ NAME = r"[\w.-]{1,60}"
 
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
-    """Check settings of an island. `begin`: how many really begin together."""
+    """Check the settings of an island. `begin`: number of islands that start together."""
     if islands.join and not _FILE.fullmatch(islands.join):  # a file need not be here to plan
         try:
             Join.parse(islands.join)
@@ -69,7 +69,7 @@ def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
 
 
 def own_loop_mistakes(islands: Islands) -> Mistakes:
-    """Check settings that the trainer has acted on before it builds an island."""
+    """Check settings that the trainer handles itself, for a loop without the trainer."""
     if not islands.join:
         yield "islands.join", "is empty: give the join string that `serve` prints, or its file"
     if islands.local:
@@ -88,30 +88,29 @@ _JOIN = re.compile(
     rf"(?P<addresses>[^@/#]+)#(?P<run>{RUN_PATTERN})(?:\.(?P<certificate>[A-Za-z0-9_-]+))?"
 )
 _FILE = re.compile(r"[^:@#]+")
-"""A path. Join strings have all these characters, and what is left of one may be a password."""
+"""A path. Text with these characters counts as a join string, whose password is not shown."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 _ADDRESS = re.compile(rf"(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
 _NO_CHECK_TIME = 0x200000
-"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python has no name for."""
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """What an island needs to know of the server. It contains a password: never log its text."""
+    """Address and login of a server. It contains a password: never log its text."""
 
     addresses: tuple[str, ...]
-    """HOST:PORT of the server, or of several servers of a cluster."""
+    """HOST:PORT of the server, or of the servers of a cluster."""
     run: str
     user: str = ""
     password: str = field(default="", repr=False)
     tls: bool = True
     certificate: bytes = b""
-    """DER of the only certificate that is trusted. Empty: those that the system trusts are, and
-    the host name must be the server's."""
+    """The only trusted certificate, as DER. Empty: trust the system's, and check the host name."""
 
     @classmethod
     def parse(cls, text: str) -> "Join":
-        """Read a join string, or a file that holds one."""
+        """Parse a join string, or a file that contains one."""
         if _FILE.fullmatch(text):
             try:
                 content = Path(text).read_text()
@@ -147,7 +146,7 @@ class Join:
         return text
 
     def context(self) -> ssl.SSLContext | None:
-        """Return how to check the server. None: without TLS."""
+        """Return the TLS context for checking the server, or None without TLS."""
         if not self.tls:
             return None
         if not self.certificate:
@@ -155,7 +154,7 @@ class Join:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.load_verify_locations(cadata=self.certificate)
-        # Clocks of sites may differ, and this certificate is trusted until the run is over.
+        # Clocks of sites may differ, and the certificate is trusted until the run ends.
         context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
         return context
 
@@ -186,7 +185,7 @@ def _decode_certificate(text: str, encoded: str) -> bytes:
 
 
 def _error(text: str, reason: str) -> ValueError:
-    """Return an error with the join string, but without what may be its password."""
+    """Return an error that shows the join string without its password."""
     shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
     remedy = "copy the whole line that `python -m torchtitan_diloco.islands serve` prints"
     return ValueError(f"islands.join = {shown!r}: {reason}; {remedy}")

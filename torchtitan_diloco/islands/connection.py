@@ -1,7 +1,7 @@
-"""Connection of an island to the NATS server: the log, the chunks, and messages between islands.
+"""Connection of an island to the NATS server: the log, chunks, and messages between islands.
 
-All that waits for the network is in a thread with an event loop. The log and the chunks have a
-session each, so that records are not held up.
+All network I/O runs in a thread with an event loop. The log and the chunks have separate sessions,
+so that chunks do not delay records.
 """
 
 import asyncio
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Bulk: TypeAlias = Literal["parts", "snapshots"]
 CHUNK_BYTES = RECORD_BYTES = 1_000_000
-"""A server takes messages of at most 1 MiB, if it is not configured otherwise."""
+"""By default, a server accepts messages of at most 1 MiB."""
 UNDER_WAY: dict[Bulk, int] = {"parts": 8, "snapshots": 4}
-"""Chunks under way at a time. Parts go first, so they have more."""
+"""Concurrent chunks. Parts have more, as they are more urgent."""
 FIRST_CONNECTION_SECONDS, SERVER_IS_BACK_SECONDS = 10.0, 600.0
-"""Patience of an island that starts, and of one that has been in the run: a server may reboot."""
+"""Time to connect for a new island, and for one that was in the run: a server may reboot."""
 LOG_PATIENCE, BULK_PATIENCE = 3.0, 120.0
-"""Seconds that the server may leave pings without an answer. Those about chunks come behind chunks,
-which may go over a slow link. When one session is lost, both are made anew."""
+"""Seconds without an answer to a ping until a session is lost. In the session of the chunks, pings
+queue behind chunks, and links may be slow. When one session is lost, both are replaced."""
 UNCONFIRMED_SECONDS = 30.0
-"""Seconds in which the other end of a socket must confirm some bytes of those that it was sent. A
-slow link does. One that has dropped a connection without a word does not, nor does a server that
-reads nothing for so long, such as one whose disk stands still."""
+"""Seconds in which the other end of a socket must acknowledge some of the bytes sent. A slow link
+does. A link that silently dropped the connection does not, nor does a server that stops reading,
+such as one with a stalled disk."""
 ANSWER_SECONDS = 10.0
-"""Time for the answer about a chunk, twice as long with each attempt, as links may be slow."""
+"""Timeout to store or get a chunk. It doubles with each attempt, as links may be slow."""
 NO_MESSAGE = 10037
-"""Error code of the server."""
+"""Error code of the server: no message found."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
 """Seconds between attempts."""
 EXPIRY = 5.0
-"""Seconds of silence after which an island counts as gone."""
+"""Seconds without a heartbeat until an island counts as gone."""
 
 
 class ClosedError(RuntimeError):
@@ -67,18 +67,18 @@ class ClosedError(RuntimeError):
 
 
 class GoneError(ValueError):
-    """A chunk is not in its stream any more."""
+    """A chunk is no longer in its stream."""
 
 
 class CorruptError(ValueError):
-    """A chunk has not the size or the hash that its record says."""
+    """A chunk does not have the size or the hash in its record."""
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """Lets the kernel end a connection on which nothing is confirmed any more.
+    """Event loop whose connections are closed by the kernel if the peer acknowledges nothing.
 
-    There always is something to confirm, as pings are sent. The answers to pings alone would not
-    tell a dead connection from one with megabytes under way.
+    Pings ensure that there is always something to acknowledge. Their answers alone would not
+    distinguish a dead connection from one with megabytes in flight.
     """
 
     async def create_connection(self, *arguments: Any, **named: Any) -> Any:
@@ -89,15 +89,15 @@ class EventLoop(asyncio.SelectorEventLoop):
 
 
 class Connection(Inbox):
-    """What an island sends, and all that it has heard.
+    """Connection that is restored whenever it is lost. Its `Inbox` holds what was received.
 
-    Any thread may call `append`, `beat`, `ask`, `store`, `fetch` and `close`: they hand what is to
-    be done to the connection's thread, which alone uses the sessions and all other attributes here.
-    `_closed` is written under `_lock`, so that nothing is handed over after the end.
+    Any thread may call `append`, `beat`, `ask`, `store`, `fetch` and `close`. They submit
+    coroutines to the connection's thread, which alone uses the sessions and all other attributes.
+    `_closed` is written under `_lock`, so that nothing is submitted after the end.
     """
 
     def __init__(self, join: Join, name: str) -> None:
-        """`name`: this incarnation."""
+        """`name`: the incarnation."""
         super().__init__(EXPIRY)
         self._join, self._name = join, name
         self._subject, self._stream = partial(subject_of, join.run), partial(stream_of, join.run)
@@ -115,10 +115,9 @@ class Connection(Inbox):
         self._closed, self._lock = False, threading.Lock()
 
     def start(self, after: int, *, known: bool = False) -> None:
-        """Connect, and follow the log behind record `after`.
+        """Connect, and follow the log after record `after`.
 
-        Raises a ValueError if that is not possible within some seconds, or minutes if the server is
-        `known`. Later on, the connection is made again whenever it is lost.
+        Raises a ValueError if this fails for some seconds, or minutes if the server is `known`.
         """
         check_installed()
         self.received = after
@@ -133,7 +132,7 @@ class Connection(Inbox):
             raise
 
     def close(self) -> None:
-        """End after what was appended before has been sent. All that waits raises ClosedError."""
+        """Send what was appended before, and disconnect. Calls that wait raise ClosedError."""
         with self._lock:
             if self._closed or not self._thread.is_alive():
                 return
@@ -144,7 +143,7 @@ class Connection(Inbox):
         self._loop.close()
 
     def append(self, raw: bytes) -> None:
-        """Send a record for the log. Whether it is in there is known when it is read back."""
+        """Send a record to the log. It is in the log only once it is read back."""
         if len(raw) > RECORD_BYTES:
             raise ValueError(
                 f"a record of {len(raw)} bytes is larger than {RECORD_BYTES}, which a server "
@@ -160,13 +159,13 @@ class Connection(Inbox):
         self._send(ask_subject(self._join.run, incarnation), msgspec.msgpack.encode(message))
 
     def store(self, payload: bytes | memoryview, bulk: Bulk) -> tuple[Chunk, ...]:
-        """Store a payload in chunks, and return when all are acknowledged."""
+        """Store a payload in chunks and wait until all are acknowledged."""
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
         return tuple(self._run_all(self._store(piece, bulk) for piece in pieces))
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
-        """Return the chunks. Raises GoneError or CorruptError if one is not as it was stored."""
+        """Return the chunks. Raises GoneError or CorruptError."""
         return self._run_all(self._fetch(chunk, bulk) for chunk in chunks)
 
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -183,7 +182,7 @@ class Connection(Inbox):
             raise ClosedError("the connection was closed") from error
 
     def _send(self, subject: str, raw: bytes) -> None:
-        """Publish, unless there is no connection, or it was closed."""
+        """Publish if there is a connection."""
         with suppress(ClosedError):
             self._submit(self._publish(subject, raw))
 
@@ -191,7 +190,7 @@ class Connection(Inbox):
 
     async def _publish(self, subject: str, raw: bytes) -> None:
         if self._log is not None:
-            with suppress(Exception):  # the connection fails, and then all that was sent is lost
+            with suppress(Exception):  # the connection fails, and with it everything sent
                 await self._log.client.publish(subject, raw)
 
     async def _keep_connected(self, known: bool) -> None:
@@ -208,7 +207,7 @@ class Connection(Inbox):
                     log.open(self._join, address, self._name),
                     bulk.open(self._join, address, f"{self._name} bulk"),
                 )
-                self._log, self._bulk = log, bulk  # before the event that says so
+                self._log, self._bulk = log, bulk  # before _is_there is set
                 await log.follow(self._join.run, self._name, self.received)
                 self._is_there.set()
                 if not self._first.done():
@@ -216,7 +215,7 @@ class Connection(Inbox):
                 reason, pause = "", PAUSE
                 lost, _ = await asyncio.wait([log.lost, bulk.lost], return_when="FIRST_COMPLETED")
                 failure: Exception = ConnectionError(lost.pop().result())
-            except Exception as error:  # whatever a damaged server makes the client raise
+            except Exception as error:  # a damaged server makes the client raise anything
                 failure = error
             finally:
                 self._is_there.clear()
@@ -242,7 +241,7 @@ class Connection(Inbox):
     async def _retry(
         self, bulk: Bulk, operation: Callable[["JetStreamContext"], Coroutine[Any, Any, T]]
     ) -> T:
-        """Repeat an operation on chunks until the server has answered."""
+        """Repeat an operation on chunks until the server answers."""
         from nats import errors
 
         pause, patience = PAUSE, ANSWER_SECONDS
@@ -266,7 +265,7 @@ class Connection(Inbox):
         raise ClosedError("the connection was closed")
 
     async def _store(self, piece: memoryview, bulk: Bulk) -> Chunk:
-        subject = self._subject(bulk)  # all chunks of a payload wait in here: copy one when it goes
+        subject = self._subject(bulk)  # copy a piece only when it is sent: all wait in `_retry`
         stored = await self._retry(bulk, lambda stream: stream.publish(subject, bytes(piece)))
         return Chunk(stored.seq, len(piece), digest(piece))
 
@@ -277,15 +276,15 @@ class Connection(Inbox):
         async def get(jetstream: "JetStreamContext") -> bytes | None:
             from nats.js.errors import NotFoundError
 
-            # Any replica answers the first request, which is fast; only the leader knows that a
-            # message is gone.
+            # Any replica answers the first request, which is fast. Only the leader of the stream
+            # knows that a message is gone.
             place = self._stream(bulk), chunk.sequence
             with suppress(NotFoundError):
                 return (await jetstream.get_msg(*place, direct=True)).data
             try:
                 return (await jetstream.get_msg(*place)).data
             except NotFoundError as error:
-                if error.err_code != NO_MESSAGE:  # a server that is just starting or ending
+                if error.err_code != NO_MESSAGE:  # the server is starting or ending
                     raise
                 return None
 
@@ -296,7 +295,7 @@ class Connection(Inbox):
             raise CorruptError(f"chunk {chunk.sequence} of {bulk} is not the one recorded")
         return found
 
-    # --- in the thread: its end -------------------------------------------------------------------
+    # --- in the thread: shutdown ------------------------------------------------------------------
 
     def _in_background(self, operation: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(operation)
@@ -319,7 +318,7 @@ class Connection(Inbox):
 
 
 async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all, and none any more after the first failure."""
+    """Run all concurrently, and cancel the others after the first failure."""
     tasks = [asyncio.create_task(operation) for operation in operations]
     try:
         return await asyncio.gather(*tasks)
@@ -329,7 +328,7 @@ async def _gather(operations: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Keep quiet about tasks of nats-py that fail because a connection is lost."""
+    """Log failures of nats-py's tasks on a lost connection at debug level only."""
     error = context.get("exception")
     lost = isinstance(error, OSError) or type(error).__module__.startswith("nats.")
     level = logging.DEBUG if lost else logging.ERROR

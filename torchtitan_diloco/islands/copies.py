@@ -1,7 +1,7 @@
-"""Shared copies of the fragments on each rank of an island, made by replaying entries of the log.
+"""Shared copies of the fragments on each rank of an island, computed from the entries of the log.
 
-All ranks call the same methods in the same order, each on its own shard. The first rank does so by
-`run`; the others are in `follow`.
+All ranks call the same methods in the same order, each on its own shard: the first rank through
+`Copies.run`, the others in `Copies.follow`.
 """
 
 import hashlib
@@ -30,21 +30,20 @@ from torchtitan_diloco.utils import code_fingerprint
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
 """Settings in which islands may differ."""
 
-
 Result = TypeVar("Result")
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """A method of `Copies`, and what all ranks give it."""
+    """A method of `Copies` and its arguments, the same on all ranks."""
 
     method: str
     arguments: list[Any]
     sizes: list[int]
-    """Bytes of what the first rank gives them, too."""
+    """Bytes of each tensor of the content."""
 
 
 class SharedCopy:
-    """Versions of a fragment on this rank. Only the newest can be advanced."""
+    """Versions of a fragment on this rank. Only the newest one can be advanced."""
 
     def __init__(self, state: OuterState, layout: Layout) -> None:
         self.state, self.layout = state, layout
@@ -52,9 +51,9 @@ class SharedCopy:
         self.declare(0)
 
     def declare(self, version: int) -> None:
-        """Let what the outer state holds be this version."""
+        """Declare the outer state to be this version."""
         self.versions = {version: self.state.outer}
-        """Those that are not applied yet, and the last one that is."""
+        """The last applied version, and those not applied yet."""
         self.newest = version
 
     def buffers(self) -> list[Tensor]:
@@ -66,7 +65,7 @@ class SharedCopy:
             del self.versions[old]
 
     def recycle(self, buffer: Tensor) -> None:
-        """Keep a buffer that nothing else uses for the next version.
+        """Keep an unused buffer for the next version.
 
         On a CPU, the first write to fresh memory costs more than the arithmetic on it.
         """
@@ -86,22 +85,22 @@ class Copies:
             SharedCopy(state, Layout(state.fragment, ranks.size, ranks.rank)) for state in states
         ]
         self.saves: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        """What `save` does on this rank, in order."""
+        """Tasks of `save` on this rank, in order."""
         self._content: Sequence[Tensor] = ()
-        """What the first rank gives with the call that is under way."""
+        """Tensors from the first rank for the current call."""
         self._stopped = False
         self._decoder = build_codec(config.quantization)
 
     def run(
         self, method: Callable[..., Result], *arguments: Any, content: Sequence[Tensor] = ()
     ) -> Result:
-        """Call a method on all ranks, and return its result here. Only the first rank does this."""
+        """Call a method on all ranks and return this rank's result. Only for the first rank."""
         call = Call(method.__name__, list(arguments), [one.numel() for one in content])
         result: Result = self._call(broadcast_object(call, Call, self.ranks.copies), content)
         return result
 
     def follow(self) -> None:
-        """Call what the first rank calls, until `stop`."""
+        """Call the methods that the first rank calls, until `stop`."""
         while not self._stopped:
             call = broadcast_object(None, Call, self.ranks.copies)
             self._call(call, [torch.empty(size, dtype=torch.uint8) for size in call.sizes])
@@ -120,14 +119,14 @@ class Copies:
         self._stopped = True
 
     def save(self) -> None:
-        """Do what is next in `saves`, while no copy changes."""
+        """Run the next task in `saves`, while no copy changes."""
         self.saves.get()()
 
     def declare(self, fragment: int, version: int, fresh: bool = False) -> str:
-        """Let what the outer state holds be this version, and return its checksum.
+        """Declare the outer state to be this version, and return its checksum.
 
-        The content, if there is any, is a whole copy and its optimizer state, which are taken
-        first. `fresh`: the optimizer state is zero, as what was loaded of it is of another run.
+        The content, if any, is a whole copy and its optimizer state, which are loaded first.
+        `fresh`: zero the optimizer state, as a loaded one may be of another run.
         """
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
@@ -148,7 +147,7 @@ class Copies:
         return self.fragments[fragment].newest
 
     def payload_sizes(self, fragment: int, ranks: int) -> list[int]:
-        """Return the bytes that each rank of an island encodes its shard of a fragment into."""
+        """Return the encoded bytes of each rank's shard of a fragment, for so many ranks."""
         sizes = self.fragments[fragment].layout.sizes(ranks)
         return [self._decoder.wire_bytes(size) for size in sizes]
 
@@ -157,12 +156,12 @@ class Copies:
         return 4 * copy.layout.values * len(copy.buffers())
 
     def is_finite(self, fragment: int, payload: Tensor, ranks: int) -> bool:
-        """Return whether all values of a part are. Any thread may ask."""
+        """Return whether all values of a part are finite. Any thread may call this."""
         decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
         lengths = self.fragments[fragment].layout.sizes(ranks)
         shards = zip(payload.split(sizes), lengths, strict=True)
         pieces = (piece for shard in shards for piece in _decoded_pieces(decoder, *shard))
-        # A sum is several times as fast, but may overflow.
+        # The sum is several times faster, but may overflow.
         return all(bool(one.sum().isfinite()) or bool(one.isfinite().all()) for one in pieces)
 
     @torch.no_grad()
@@ -175,11 +174,11 @@ class Copies:
         ranks: list[int],
         only_newest: bool = False,
     ) -> str:
-        """Make a version from the payloads of parts, which are the content; return its checksum.
+        """Compute a version from the content, the payloads of parts. Return its checksum.
 
         Args:
-            ranks: those of the island that has sent each part.
-            only_newest: drop the versions before, as nobody will apply this one.
+            ranks: number of ranks of the island that sent each part.
+            only_newest: drop all older versions, as none will be applied.
         """
         copy = self.fragments[fragment]
         with copy.state.background(copy.state.moment()):
@@ -192,7 +191,7 @@ class Copies:
                 total += weight
                 pieces = self.decode(fragment, payload, sent_by)
                 for mean, values in zip(new.split(PIECE), pieces, strict=True):
-                    if total == weight:  # the first one: what is in the mean may not be finite
+                    if total == weight:  # the first one: the mean is not initialized
                         mean.copy_(values)
                     else:
                         mean.lerp_(values, weight / total)
@@ -207,9 +206,9 @@ class Copies:
             return self._checksum(copy)
 
     def decode(self, fragment: int, payload: Tensor, ranks: int) -> Iterator[Tensor]:
-        """Yield this rank's values of a part that was sent by an island of `ranks` ranks.
+        """Yield this rank's values of a part from an island with `ranks` ranks, in pieces.
 
-        Those of a piece may be in the memory of the piece before: use them at once.
+        The pieces may share memory: use each one before the next.
         """
         copy, lengths = self.fragments[fragment], self.fragments[fragment].layout.sizes(ranks)
         layout, device = copy.layout, copy.state.outer.device
@@ -228,7 +227,7 @@ class Copies:
         yield from values.split(PIECE)
 
     def collect(self, fragment: int) -> Tensor:
-        """Return a whole copy and its optimizer state, on the first rank."""
+        """Return a whole copy and its optimizer state on the first rank."""
         copy, wholes = self.fragments[fragment], []
         layout, sizes = copy.layout, copy.layout.sizes(self.ranks.size)
         for buffer in copy.buffers():
@@ -243,7 +242,7 @@ class Copies:
 
 
 def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the values that a rank has encoded, a piece at a time, in the same memory."""
+    """Yield the decoded values of a rank's payload, a piece at a time, in the same memory."""
     room = torch.empty(min(size, PIECE), device=payload.device)
     for number, encoded in enumerate(payload.split(decoder.wire_bytes(PIECE))):
         values = room[: size - number * PIECE]
@@ -253,7 +252,7 @@ def _decoded_pieces(decoder: Codec, payload: Tensor, size: int) -> Iterator[Tens
 
 @torch.no_grad()
 def encode_delta(codec: Codec, delta: Tensor) -> Tensor:
-    """Return the payload of this rank's delta. The codec must not be in use in another thread."""
+    """Return the payload of this rank's delta. No other thread may use the codec meanwhile."""
     payload = torch.empty(codec.wire_bytes(delta.numel()), dtype=torch.uint8, device=delta.device)
     pieces = payload.split(codec.wire_bytes(PIECE))
     for values, encoded in zip(delta.split(PIECE), pieces, strict=True):
@@ -273,7 +272,7 @@ def add_change(state: OuterState, new: Tensor, old: Tensor) -> None:
             local.copy_(added.add_(local))
 
 
-# --- what all islands of a run must have equal ----------------------------------------------------
+# --- what must be equal on all islands of a run ---------------------------------------------------
 
 
 def fingerprints(
@@ -292,7 +291,7 @@ def fingerprints(
 
 
 def _short(value: str) -> str:
-    """Return the value, or its hash if a record cannot hold it."""
+    """Return the value, or its hash if it is not a valid `Name` of a record."""
     fits = re.fullmatch(r"[\x21-\x7e]{1,100}", value)
     return value if fits else hashlib.sha256(value.encode()).hexdigest()[:16]
 
@@ -301,7 +300,7 @@ def _short(value: str) -> str:
 def arithmetic(config: DiLoCoConfig, device: torch.device) -> str:
     """Return a hash of a decode, a mean and an outer step on fixed numbers.
 
-    Processors, and versions of torch, may round them differently. Then shared copies would differ.
+    Processors and versions of torch may round differently, and shared copies would then differ.
     """
     codec, optimizer = build_codec(config.quantization), config.outer_optimizer
     values = 5 * UNIT + 7

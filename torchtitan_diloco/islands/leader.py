@@ -1,7 +1,7 @@
-"""First rank of an island: it reads the log, keeps the shared copies up to date, and decides.
+"""First rank of an island: it reads the log, updates the shared copies, and decides.
 
-`join` takes a slot. From then on a thread handles what comes in, in order, and appends what is due.
-The training thread asks at each boundary between two steps what is to be sent and applied.
+After `join` has taken a slot, a thread handles incoming records in order and appends what is due.
+Between two steps, the training thread asks for what to send and apply.
 """
 
 import threading
@@ -32,11 +32,11 @@ from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
 from torchtitan_diloco.utils import logger
 
 BEAT, REPORT = 0.5, 10.0
-"""Seconds between heartbeats, and lines about waiting."""
+"""Seconds between heartbeats, and between log messages about waiting."""
 AWAY = 10.0
-"""Seconds without a connection after which an island that leaves does not wait for it."""
+"""Seconds without a connection after which a leaving island gives up sending its work."""
 LOOK = 0.1
-"""Seconds after which a wait is thought over: the connection may be gone."""
+"""Longest single wait of training, as the connection may be lost meanwhile."""
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -46,59 +46,59 @@ class Seat(msgspec.Struct, frozen=True):
     slots: int
     block: int
     position: int
-    """Sample of the slot with which the island begins."""
+    """First sample of the slot for this island."""
     total_tokens: int
-    """Length of the run, as its first island has set it."""
+    """Length of the run, as set by its first island."""
     clock: int
     versions: list[int]
-    """Of the fragments, with which the island begins."""
+    """Versions of the fragments with which the island begins."""
 
 
 class Apply(msgspec.Struct, frozen=True):
-    """Change the parameters by the next version of a fragment."""
+    """Apply the next version of a fragment to the parameters."""
 
     fragment: int
     version: int
     mode: Mode
     own: bool
-    """Whether a part of this island is in it."""
+    """Whether the version contains a part of this island."""
     weight: int
     participants: int
     received: int
-    """Bytes of the others' parts."""
+    """Bytes of the parts of other islands."""
     waited: float
-    """Seconds that training has waited for it."""
+    """Seconds for which training has waited."""
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """What all ranks do between two steps, and what they know then."""
+    """Decisions of the first rank for all ranks, between two steps."""
 
     clock: int
     stopped: bool = False
     over: bool = False
-    """The island has nothing more to send or to apply."""
+    """Nothing is left to send or apply."""
     applied: list[Apply] = []
     sent: list[Part] = []
-    """Parts whose deltas are taken now, after the changes."""
+    """Parts whose deltas are taken now, after the applies."""
 
 
 class Leader(Replay):
-    """A `Replay` that takes a slot, and from then on decides and writes.
+    """A `Replay` that owns a slot, decides, and writes to the log.
 
-    After `join`, its own thread reads what comes in and makes new versions (`_work`). The training
-    thread calls what is public, but for `store`, which the thread of the uploads calls. All three
-    decide under the lock of `changed`. A version is made before the state has its entry, without
-    the lock, so that training can go on meanwhile.
+    After `join`, its thread reads records and computes new versions (`_work`). The upload thread
+    calls `store`, and the training thread all other public methods. All three hold the lock of
+    `changed` to decide. A version is computed before the state has its entry, without the lock, so
+    that training can continue meanwhile.
     """
 
     def __init__(
         self, connection: Connection, copies: Copies, facts: Facts, timing: Timing, name: str
     ) -> None:
-        """`facts`: those of the run, if this island is the first. `name`: this incarnation."""
+        """`facts`: facts of the run if this island is the first. `name`: the incarnation."""
         super().__init__(connection, copies, facts, name)
         self._timing = timing
         self._attempts: dict[tuple[object, ...], float] = {}
-        """When each record was appended last."""
+        """Time at which each record was last appended."""
         self._reported = 0.0
         self._failure: Exception | None = None
         self._giver = BackgroundThread("islands-snapshots")
@@ -109,7 +109,7 @@ class Leader(Replay):
     # --- join -------------------------------------------------------------------------------------
 
     def join(self, saved: Saved | None) -> Seat:
-        """Catch up with the log, take a slot, and wait until the run has begun."""
+        """Catch up with the log, take a slot, and wait for the run to begin."""
         self._beats.start()
         facts = self.replay(saved)
         slot = self._take_slot(facts)
@@ -125,7 +125,7 @@ class Leader(Replay):
         return Seat(*place, facts.total_tokens, island.clock, versions)
 
     def _take_slot(self, facts: Facts) -> int:
-        """Take a free slot, or that of an earlier start of this island."""
+        """Take a free slot, or the one of an earlier start of this island."""
         while True:
             now = time.monotonic()
             for slot, owner in self.state.owners().items():
@@ -147,7 +147,7 @@ class Leader(Replay):
 
     def _report(self, line: str) -> None:
         if time.monotonic() - self._reported > REPORT:
-            say = logger.warning if self._reported else logger.info  # seen without a logging set-up
+            say = logger.warning if self._reported else logger.info  # shown without logging set-up
             self._reported = time.monotonic()
             say(line)
 
@@ -166,13 +166,13 @@ class Leader(Replay):
             island.stopped = island.leaving or island.clock >= island.total_tokens
 
     def stop(self) -> None:
-        """Take no more steps: leave the run, if it has not had its tokens."""
+        """Take no more steps. Before the end of the run, leave it."""
         with self.changed:
             self.joined.leaving = self.joined.leaving or not self.joined.stopped
             self.joined.stopped = True
 
     def decide(self, applies: bool, sends: bool) -> Boundary:
-        """Return what is due at this boundary. What is applied is waited for, as the rules say."""
+        """Return what is due between two steps, after waiting for entries if the rules say so."""
         island = self.joined
         applied = list(self._due_applies()) if applies else []
         with self.changed:
@@ -216,11 +216,11 @@ class Leader(Replay):
             if rounds.send_is_due(now):
                 part = rounds.send(self._checksum(fragment, rounds.applied), now)
                 yield msgspec.structs.replace(part, ranks=self._copies.ranks.size)
-                # At once: an opening counts from the step at which it is made.
+                # Open at once: the step of an opening counts.
                 self._attempt(rounds.open())
 
     def _is_over(self) -> bool:
-        """Return whether a stopped island has nothing more to do."""
+        """Return whether a stopped island has nothing left to do."""
         if any(rounds.unapplied for rounds in self.joined.rounds):
             return False
         if self.joined.leaving and self._connection.seconds_away() > AWAY:
@@ -232,22 +232,22 @@ class Leader(Replay):
         return self.state.ended or self.joined.left
 
     def store(self, part: Part, payload: Tensor) -> int:
-        """Store the chunks of an own part, and have it appended. Return the bytes sent."""
+        """Store the chunks of an own part and append the part. Return the bytes sent."""
         if part.finite:
             chunks = self._connection.store(as_buffer(payload), "parts")
             part = msgspec.structs.replace(part, chunks=chunks)
         self._own[part.fragment] = part, payload
-        with self.changed:  # not in the thread, which may be waiting for another island's part
+        with self.changed:  # not in the reading thread: it may wait for another island's part
             self._react()
         return payload.numel() if part.finite else 0
 
     def check(self) -> None:
-        """Raise what has failed in the thread."""
+        """Raise an error of the reading thread."""
         if self._failure is not None:
             raise self._failure
 
     def to_save(self) -> Saved:
-        """Return what a checkpoint with the newest copies needs to know of the log."""
+        """Return the position in the log for a checkpoint of the newest copies."""
         assert self.state.facts is not None
         versions = [one.newest for one in self._copies.fragments]
         place = self.state.sequence, self.state.digest
@@ -262,7 +262,7 @@ class Leader(Replay):
         self._fetcher.close(timeout=1.0)
         self._giver.close(timeout=1.0)
 
-    # --- the thread -------------------------------------------------------------------------------
+    # --- the reading thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         torch.set_num_threads(self._copies.threads)
@@ -277,12 +277,12 @@ class Leader(Replay):
                 self.changed.notify_all()
 
     def _work(self) -> None:
-        """Handle what has come in, or wait for a moment, and do what is due."""
+        """Wait briefly for records and messages, handle them, and append what is due."""
         if self._closed.is_set():
             raise ClosedError("the island was closed")
         self._connection.receive()
         records = self._connection.records
-        while records and not (self.island and self.island.left):  # else none concerns it
+        while records and not (self.island and self.island.left):
             self._notice(self._read(records.popleft()))
         while self._connection.messages:
             message = self._connection.messages.popleft()
@@ -295,7 +295,7 @@ class Leader(Replay):
             self._react()
 
     def _beat(self) -> None:
-        """Tell the others of this island, in a thread of its own: the other one may be busy."""
+        """Send heartbeats, in a thread of their own as the reading thread may be busy."""
         while not self._closed.wait(BEAT):
             island = self.island
             caught_up = 0 <= self._connection.last <= self.state.sequence
@@ -320,7 +320,7 @@ class Leader(Replay):
         self._giver.submit(give)
 
     def _notice(self, outcome: Outcome) -> None:
-        """Log what concerns people, and notice that this island has lost its slot."""
+        """Log deltas that were left out, and fail if this island has lost its slot."""
         island = self.island
         if island is None:
             return
@@ -336,7 +336,7 @@ class Leader(Replay):
     # --- decisions --------------------------------------------------------------------------------
 
     def _react(self) -> None:
-        """Append what is due. The lock is held."""
+        """Append what is due. The caller holds the lock."""
         island, now = self.island, time.monotonic()
         if island is None:
             return
@@ -354,14 +354,14 @@ class Leader(Replay):
         self._attempt(island.last_record(now))
 
     def _attempt(self, record: Record | None) -> None:
-        """Append a record, and not again for a while: whether it counts shows in the log."""
+        """Append a record, but not again before RETRY: only the log shows whether it is valid."""
         if record is not None:
             now, attempt = time.monotonic(), attempt_of(record)
             self._attempts = {one: at for one, at in self._attempts.items() if now < at + RETRY}
             if attempt not in self._attempts:
                 self._attempts[attempt] = now
                 raw = encode(record)
-                decode(raw)  # raises if all would pass over it, for ever
+                decode(raw)  # raises if the record would always be void
                 self._connection.append(raw)
 
 

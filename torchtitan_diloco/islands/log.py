@@ -1,8 +1,8 @@
-"""State that follows from reading the log of a run with islands, in order.
+"""State of a run, computed by reading its log in order.
 
-All islands read the same records in the same order, so they have the same state. A record that is
-not valid where it stands is passed over by all of them. An island that has appended a record knows
-what became of it when it reads it back. There is no I/O, no clock and no arithmetic in here.
+All islands read the same records in the same order, so they have the same state. All of them skip
+a record that is not valid at its position. An island learns the outcome of a record that it has
+appended when it reads it back. There is no I/O, no clock and no arithmetic in this module.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -28,12 +28,12 @@ from torchtitan_diloco.islands.records import (
 )
 
 VERSIONS_LATE = 4
-"""A part that so many entries have left out may be taken by the next. Then it is given up."""
+"""Entries that may leave a part out. If the next one does too, the part is given up."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Valid close, with the parts that it names."""
+    """Valid close and the parts that it names."""
 
     close: Close
     parts: tuple[Part, ...]
@@ -44,13 +44,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a record."""
+    """Effect of a record."""
 
     record: AnyRecord | None
     void: str = ""
-    """Reason why it is passed over. Empty: it is valid."""
+    """Reason for skipping it. Empty: it is valid."""
     disputed: bool = False
-    """It is void because its writer has another checksum of a version than this process."""
+    """Void because its writer has a different checksum of a version than this process."""
     entry: Entry | None = None
 
 
@@ -63,17 +63,17 @@ class Span:
 
 @dataclass
 class Ledger:
-    """What became of the samples of a slot in a fragment. The spans follow on each other."""
+    """Fate of the samples of a slot in a fragment. The spans are contiguous."""
 
     spans: list[Span] = field(default_factory=list)
     merged_in: int = 0
-    """Version of the last entry that took a part."""
+    """Version of the last entry with a part of the slot."""
     number: int = 0
     """Number of the owner's last valid part."""
 
     @property
     def taken_to(self) -> int:
-        """Return where the next part must start."""
+        """Sample at which the next part must start."""
         return self.spans[-1].end if self.spans else 0
 
     def add(self, end: int, fate: Literal["merged", "lost"]) -> None:
@@ -86,36 +86,36 @@ class Ledger:
 @dataclass
 class Slot:
     ledgers: list[Ledger]
-    """One for each fragment."""
+    """One per fragment."""
     owner: str | None = None
     start: int = 0
-    """Sample at which the owner began to read."""
+    """First sample of the owner."""
     read_to: int = 0
-    """Last sample that a part of the owner has told of."""
+    """End of the samples in the owner's parts."""
     read_twice: int = 0
-    """Samples that an owner had trained on, as its parts tell, and the next owner reads again."""
+    """Samples in parts of an owner that the next owner reads again."""
     done: bool = False
 
 
 @dataclass
 class Fragment:
     head: str
-    """Hash of the last entry, at first of the facts."""
+    """Hash of the last entry, initially of the facts."""
     version: int = 0
     clock: int = 0
     last: int = 0
-    """Sequence number of the last valid record. Void ones do not count: else closes of several
-    islands, each void because of the one before, would go on for ever."""
+    """Sequence number of the last valid record. If void records counted, closes of several islands
+    could make each other void forever."""
     open: Open | None = None
     waiting: dict[int, Part] = field(default_factory=dict)
-    """Valid parts that no entry has taken, by sequence number."""
+    """Valid parts that are in no entry yet, by sequence number."""
 
     def waiting_of(self, slot: int) -> Part | None:
         return next((part for part in self.waiting.values() if part.slot == slot), None)
 
 
 class State:
-    """Fold of the log. Hand `read` every record, in order."""
+    """State after the records read so far. Pass every record to `read`, in order."""
 
     def __init__(
         self, checksum: Callable[[int, int], str] | None, known: tuple[int, str] | None = None
@@ -123,12 +123,12 @@ class State:
         """Start before the first record.
 
         Args:
-            checksum: returns that of a fragment's version, from this process's own arithmetic. It
-                is asked only for versions that entries read so far have made, the newest included.
-                None: checksums are not checked, for a reader without parameters that writes
-                nothing. A disputed record is then valid to it.
-            known: `sequence` and `digest` of an earlier state of this island, which this log must
-                contain.
+            checksum: returns the checksum of a fragment's version, as computed by this process. It
+                is called only for versions made by the entries read so far. None: do not verify
+                checksums, for a reader without parameters that writes nothing. A disputed record
+                is then valid.
+            known: `sequence` and `digest` of an earlier state of this island, which must be part of
+                this log.
         """
         self._checksum, self._known = checksum, known
         self.sequence, self.digest = 0, digest(b"")
@@ -139,7 +139,7 @@ class State:
         self.begun = self.ended = False
 
     def read(self, sequence: int, raw: bytes) -> Outcome:
-        """Apply a record, or pass over it. No content raises; a gap in the log does."""
+        """Apply or skip a record. Raises a ValueError only for a gap in the log or another log."""
         if sequence != self.sequence + 1:
             raise ValueError(
                 f"record {sequence} of the log comes after record {self.sequence}: records were "
@@ -162,7 +162,7 @@ class State:
         return Outcome(record, entry=entry)
 
     def preview(self, record: Close) -> Entry | None:
-        """Return the entry that this close is if it comes next, or None. The state stays."""
+        """Return the entry that a close would make as the next record, or None if it is void."""
         try:
             self._check_writer(record)
             return self._entry_of(record)
@@ -184,7 +184,7 @@ class State:
         refused: tuple[Refusal, ...],
         lr: float,
     ) -> Close:
-        """Return the one close of these parts that is valid now. `by`: slot and incarnation."""
+        """Return the only valid close of these parts. `by`: slot and incarnation."""
         assert self.facts is not None
         state = self.fragments[fragment]
         names = sorted(set(parts), key=lambda sequence: state.waiting[sequence].slot)
@@ -257,9 +257,9 @@ class State:
         self.slots = [Slot([Ledger() for _ in facts.checksums]) for _ in range(facts.slots)]
 
     def _take(self, take: Take) -> None:
-        """Let the new owner start behind all samples that any fragment has taken.
+        """Let the new owner start after all samples that any fragment has taken.
 
-        The gap of the other fragments is lost. Samples behind it are read again.
+        Earlier samples are lost to the other fragments. Later ones are read again.
         """
         slot = self.slots[take.slot]
         _check(slot.owner == take.replaces, f"slot {take.slot} belongs to {slot.owner or 'nobody'}")
@@ -286,7 +286,7 @@ class State:
         _check(part.end > part.start, "has no data")
         _check(part.finite or not part.weight, "has weight, and is not finite")
         oldest = max(ledger.merged_in, fragment.version - VERSIONS_LATE)
-        # A copy from before its own last part was merged would send that part's work once more.
+        # A delta from before the merge of the last part would contain that part again.
         _check(part.base >= oldest, f"relative to version {part.base}, older than {oldest}")
         _check(part.base <= fragment.version, f"there is no version {part.base}")
         self._check_sum(part.fragment, part.base, part.checksum)
@@ -346,10 +346,10 @@ class State:
 def checksums_before(
     records: Iterable[AnyRecord | None], fragment: int, head: str
 ) -> dict[int, str]:
-    """Return the checksums of the versions before the entry with this hash, `head`.
+    """Return the checksums of all versions before the entry with the hash `head`.
 
-    Whoever begins with a snapshot has not computed them, and needs them to judge the records that
-    came before. The chain of hashes leads from the snapshot's last entry to the valid ones.
+    An island that begins with a snapshot needs them to validate earlier records. The chain of
+    hashes identifies the valid closes, from the last entry of the snapshot back to the first.
     """
     closes = {}
     for record in records:
@@ -363,7 +363,7 @@ def checksums_before(
 
 
 class _DisputeError(VoidError):
-    """Its writer has another checksum of a version."""
+    """The writer has a different checksum of a version."""
 
 
 def _check(valid: bool, reason: str) -> None:

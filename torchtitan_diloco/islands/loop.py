@@ -1,4 +1,4 @@
-"""Streaming DiLoCo on an island: fragments are sent and applied as the rules and the log say."""
+"""Streaming DiLoCo on an island: the log and the rules decide what to send and apply."""
 
 import math
 import secrets
@@ -47,7 +47,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     """Outer loop of one island.
 
     outer = IslandDiLoCo(model, Islands(join, name), config, total_tokens=...)
-    outer.join()                               # its data begin at sample outer.seat.position
+    outer.join()                               # start reading at sample outer.seat.position
     while not outer.finished:
         loss(...).backward(); optimizer.step(); optimizer.zero_grad()
         outer.step(weight=tokens)
@@ -67,16 +67,15 @@ class IslandDiLoCo(StreamingDiLoCo):
         samples_per_step: int = 1,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        """Begin with the parameters of the model. Nothing is connected before `join`.
+        """Begin with the parameters of the model. Connect only in `join`.
 
         Args:
             group: the run to join.
-            total_tokens: weight of all steps of all islands together, at which the run ends.
+            total_tokens: tokens of all islands together, at which the run ends.
             ranks: joins the ranks of this island on the CPU.
-            liveness: watches them.
-            samples_per_step: samples of its slot that this island reads in a step.
-            facts: what all islands must have equal beside the settings and the model, such as the
-                data.
+            liveness: watches these ranks.
+            samples_per_step: samples of its slot that this island reads per step.
+            facts: what must be equal on all islands besides settings and model, such as the data.
         """
         total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
         samples_per_step = _count("samples_per_step", samples_per_step)
@@ -100,7 +99,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self.islands = replace(group, begin=begin, slots=group.slots or begin)
         self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
         self.seat: Seat
-        """The slot of this island, and the sample of it that it begins with."""
+        """Slot of this island, and its first sample."""
         self._ranks = Ranks(ranks)
         self._copies = Copies(self._states, self.config, self._ranks)
         self._encode = partial(encode_delta, build_codec(config.quantization))
@@ -109,7 +108,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._follower: BackgroundThread | None = None
         self._following = Future[None]()
         self._sent: dict[int, InFlight] = {}
-        """Round of the latest part of each fragment, and whether the part is stored."""
+        """Round of the latest part of each fragment, and the upload of the part."""
         self._durations, self._boundary_at = deque[float](maxlen=16), math.nan
         self._last = Boundary(clock=0)
         self._saved: Saved | None = None
@@ -117,7 +116,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     # --- join and leave ---------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Connect, take a slot, take the shared parameters, and wait until the run has begun."""
+        """Connect, take a slot, wait for the run to begin, and load the shared parameters."""
         if self._leader is not None or self._follower is not None:
             raise RuntimeError("join() was called before: build another loop to join again")
         seat = None
@@ -136,7 +135,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         )
 
     def build_leader(self) -> Leader:
-        """Build the part of the first rank that reads the log. It is not connected yet."""
+        """Build the leader, for the first rank. It is not connected yet."""
         chosen = self.islands
         join, incarnation = Join.parse(chosen.join), f"{chosen.name}/{secrets.token_hex(4)}"
         declare = partial(self._copies.run, self._copies.declare)
@@ -173,7 +172,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         return self._last.stopped
 
     def _take_versions(self, versions: list[int]) -> None:
-        """Let the model hold these versions of the shared copies."""
+        """Load these versions of the shared copies into the model."""
         drop_gathered(self._model)
         fragments = zip(self._states, self._copies.fragments, versions, strict=True)
         for state, copy, version in fragments:
@@ -184,7 +183,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     def drain(self) -> None:
         """Finish the run with the others or, before its end, leave it.
 
-        What was trained since the last send is sent first. At the end all islands have one copy.
+        The work since the last send is sent first. At the end, all islands have the same copy.
         """
         if self._leader is not None and self._leader.island is not None:
             self._leader.stop()
@@ -208,7 +207,7 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     @one_at_a_time
     def step(self, weight: float = 1.0) -> None:
-        """Apply and send what is due: call after every inner step.
+        """Apply and send what is due. Call this after every inner step.
 
         `weight`: tokens of the step, 0 if it was skipped.
         """
@@ -237,14 +236,14 @@ class IslandDiLoCo(StreamingDiLoCo):
                 task.result()
 
     def _boundary(self) -> None:
-        """Do what the first rank decides, on all ranks."""
+        """Send and apply on all ranks what the first rank decides."""
         started, counted = time.perf_counter(), self._meter.exposed_seconds
         if self.config.overlap.delay:
             self._do_due(applies=True, sends=True)
-        else:  # what was sent is waited for
+        else:  # wait for what was sent
             self._do_due(applies=False, sends=True)
             self._do_due(applies=True, sends=False)
-        counted -= self._meter.exposed_seconds  # by the rounds themselves
+        counted -= self._meter.exposed_seconds  # the rounds have counted these seconds
         self._meter.waited(time.perf_counter() - started + counted)
 
     def _do_due(self, *, applies: bool, sends: bool) -> None:
@@ -275,7 +274,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_.outer_round, round_.applied_step = due.version, self.step_count
         round_.weight, round_.participants = due.weight, due.participants
         round_.asked, round_.fetched = now - due.waited, now
-        if due.waited > 1e-3:  # the exchange has lasted until now
+        if due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now
         round_.traffic.bytes_received = due.received
         drop_gathered(self._model)
@@ -287,7 +286,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             round_.drift = state.apply(mixing, measured=measured)
         else:
             old, state.outer = state.outer, new
-            if old.is_cuda:  # the background thread's stream has allocated it
+            if old.is_cuda:  # allocated on the background thread's stream
                 old.record_stream(torch.cuda.current_stream())
             if due.mode is Mode.RESET:
                 state.write_model()
@@ -301,7 +300,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         self._meter.applied(round_)
 
     def _round_of(self, due: Apply) -> Round:
-        """Return the round of the own part in an entry, or a new one if it has none."""
+        """Return the round of the own part in an entry, or a new round if it has none."""
         if due.own and due.fragment in self._sent:
             return self._sent[due.fragment][0]
         values, now = self._states[due.fragment].values, time.perf_counter()
@@ -312,7 +311,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     # --- background thread ------------------------------------------------------------------------
 
     def _upload(self, state: OuterState, delta: Tensor, part: Part, round_: Round) -> None:
-        """Encode this rank's delta; the first rank stores those of all."""
+        """Encode this rank's delta. The first rank stores the deltas of all ranks."""
         round_.begun = time.perf_counter()
         group = self._ranks.uploads
         with state.background():
@@ -333,16 +332,15 @@ class IslandDiLoCo(StreamingDiLoCo):
     # --- restart ----------------------------------------------------------------------------------
 
     def start_state_dict(self, mesh: DeviceMesh | None = None, **_: bool) -> Future[SavedState]:
-        """Copy the newest shared copies, between two records of the log.
+        """Save the newest shared copies, between two records of the log. Each island does so.
 
-        What this island has trained since its last part is not saved in them: who starts again
-        reads the samples of that work once more. Each island saves what is shared, too.
+        The work since the last part is not saved. After a restart, its samples are read again.
         """
         self.check()
         facts = self._facts_now()
         saved: Future[SavedState] = Future()
 
-        def save() -> None:  # in the thread that makes the copies
+        def save() -> None:  # in the thread that computes the copies
             try:
                 saved.set_result(self._save(facts, mesh))
             except BaseException as error:
@@ -359,7 +357,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
         shared: dict[str, Tensor] = {}
-        for copy in copies:  # of sgd there is no momentum
+        for copy in copies:  # sgd has no momentum
             for kind, buffer in zip((saving.SHARED, saving.MOMENTUM), copy.buffers(), strict=False):
                 shared |= saving.named(kind, copy.state, buffer.to("cpu", copy=True), mesh)
         return SavedState(facts, shared)
@@ -367,7 +365,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
         """Resume from a saved state, before `join`."""
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
-        if saved.facts["in_flight"]:  # of a run that was one world, whose local share counts
+        if saved.facts["in_flight"]:  # of a run without islands; alpha follows its progress
             clock = round(saved.facts.get("progress", 0.0) * self.total_tokens)
             self._last = Boundary(clock)
             saving.apply_early(self._states, saved, self._mixing)

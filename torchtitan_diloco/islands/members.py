@@ -1,4 +1,4 @@
-"""Other islands, as far as one has heard of them."""
+"""Heartbeats of the other islands, and how long their parts usually take."""
 
 import math
 import statistics
@@ -12,15 +12,15 @@ from torchtitan_diloco.islands.records import Count, Name, Seconds
 
 
 class IslandFencedError(ValueError):
-    """Another start of this island, or another island, has taken its slot."""
+    """Another island, or another start of this one, has taken its slot."""
 
 
 class IslandFailedError(RuntimeError):
-    """This island cannot go on. Started again, it begins with what the log says."""
+    """This island cannot continue. Started again, it begins from the log."""
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Heartbeat of an island, for the others. Nothing valid depends on it."""
+    """Heartbeat of an island. The validity of records does not depend on it."""
 
     incarnation: Name
     step: Count
@@ -32,44 +32,44 @@ class Hint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class Member:
-    """Last heartbeat of another island, and when it came, by this island's clock."""
+    """Last heartbeat of another island, and its time of arrival on this island's clock."""
 
     hint: Hint
     heard: float
     moved: float
-    """When its step last changed."""
+    """Time at which its step last changed."""
 
 
 LAGS = 8
-"""Latest parts of a slot by which an island knows what they weigh and how long they take."""
+"""Latest parts of a slot that determine its usual lag and weight."""
 PATIENCE = 1.5
-"""Times the usual lag of a part for which a round stays open for it."""
+"""A round stays open for a part for this multiple of its usual lag."""
 
 
 class Habits:
-    """Usual lag and weight of the parts of a slot, since its owner has it."""
+    """Usual lag and weight of the parts of a slot's owner."""
 
     def __init__(self, fragments: int) -> None:
         self.lags = deque[float](maxlen=LAGS)
-        """Seconds from the opening of a round until a part could be used here."""
+        """Seconds from the opening of a round until a part could be used."""
         self.weights = [deque[int](maxlen=LAGS) for _ in range(fragments)]
 
     def patience(self, longest: float) -> float:
-        """Return for how long a round stays open for the slot: not at all if that is too long."""
+        """Return how long a round stays open for the slot, 0 if that is more than `longest`."""
         usual = PATIENCE * statistics.median(self.lags) if self.lags else longest
         return usual if usual <= longest else 0.0
 
     def weight(self, fragment: int) -> int:
-        """Return the usual weight. The first part after an outage has the work of many cycles."""
+        """Return the median weight. A part after an outage has the work of many cycles."""
         weights = self.weights[fragment]
         return statistics.median_low(weights) if weights else 0
 
 
 class Members:
-    """Heartbeats of the other islands: hints for waiting, never for what is valid.
+    """Heartbeats of the other islands. They decide about waiting, not about validity.
 
-    After a connection, and after a pause of this process, nobody counts as gone for the first
-    `expiry` seconds: an outage takes all keys, and a paused process has heard of nobody.
+    For `expiry` seconds after a connection is made or this process has paused, no island counts as
+    gone, as their heartbeats could not arrive.
 
     `connect`, `disconnect` and `hear` are called in the connection's thread, `tick` in the thread
     that reads the log. No attribute is written by both.
@@ -78,7 +78,7 @@ class Members:
     def __init__(self, expiry: float) -> None:
         self.expiry = expiry
         self.heard: dict[str, Member] = {}
-        """Grows only. Copy it before a loop, as a member may be added meanwhile."""
+        """Copy it before a loop, as a member may be added meanwhile. None is removed."""
         self._connected_at: float | None = None
         self._last_tick = self._paused_at = -math.inf
 
@@ -93,7 +93,7 @@ class Members:
         self._connected_at = None
 
     def tick(self, now: float) -> None:
-        """Notice a pause. Call this more often than every half of `expiry`, and first of all."""
+        """Detect a pause. Call this first, and then at least twice in `expiry` seconds."""
         if now - self._last_tick > self.expiry / 2:
             self._paused_at = now
         self._last_tick = now
@@ -104,12 +104,12 @@ class Members:
         self.heard[hint.incarnation] = Member(hint, now, moved)
 
     def has_caught_up(self, incarnation: str) -> bool:
-        """Return whether it was heard, and has told that it had caught up with the log."""
+        """Return whether its last heartbeat says that it has caught up with the log."""
         member = self.heard.get(incarnation)
         return member is not None and member.hint.caught_up
 
     def is_new(self, now: float) -> bool:
-        """Return whether there was no time yet to hear of all others."""
+        """Return whether heartbeats of some islands may not have arrived yet."""
         since = self._connected_at
         return since is None or now - max(since, self._paused_at) < self.expiry
 
@@ -119,7 +119,7 @@ class Members:
         return not self.is_new(now) and (member is None or now - member.heard >= self.expiry)
 
     def is_ready(self, incarnation: str, now: float, step_seconds: float) -> bool:
-        """Return whether a round waits for it. `step_seconds`: of this island's steps."""
+        """Return whether a round waits for it. `step_seconds`: time of this island's steps."""
         if self.is_new(now):
             return True
         if not self.has_caught_up(incarnation) or self.is_gone(incarnation, now):
@@ -127,10 +127,10 @@ class Members:
         return now - self.heard[incarnation].moved < max(self.expiry, 3 * step_seconds)
 
     def slot_to_take(self, state: State, own: str, now: float) -> tuple[int, str | None] | None:
-        """Return a slot for the incarnation `own` to take, and the owner that this replaces.
+        """Return a slot for the incarnation `own` to take, and the owner that it replaces.
 
-        That of an earlier start of the same island comes first. Raises a ValueError if that one is
-        running.
+        The slot of an earlier start of the same island comes first. Raises a ValueError if that
+        start is still running.
         """
         owners = [(slot, found.owner) for slot, found in enumerate(state.slots)]
         for slot, owner in owners:
@@ -150,5 +150,5 @@ class Members:
 
 
 def name_of(incarnation: str) -> str:
-    """Return the name of the island that this is a start of."""
+    """Return the name of the island that an incarnation is a start of."""
     return incarnation.partition("/")[0]

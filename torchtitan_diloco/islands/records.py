@@ -1,4 +1,4 @@
-"""Records of the log of a run with islands, and their encoding."""
+"""Records of the log of a run, and their encoding."""
 
 import hashlib
 from typing import Annotated, TypeAlias
@@ -8,7 +8,7 @@ from msgspec import Meta
 
 
 class VoidError(ValueError):
-    """A record is not valid where it stands."""
+    """A record is not valid at its position in the log."""
 
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -32,7 +32,7 @@ class Facts(Record, frozen=True):
     """First record: what all islands must agree on."""
 
     slots: Positive
-    """Data streams of the run. Each is read by one island at a time."""
+    """Data streams of the run, each read by one island at a time."""
     begin: Positive
     """Islands that start together."""
     total_tokens: Positive
@@ -41,20 +41,20 @@ class Facts(Record, frozen=True):
     fingerprints: dict[Name, Name]
     """Fingerprints of the settings, code, layout, data, tokenizer and arithmetic."""
     block: Positive = 1
-    """Samples of a slot that lie together in the order of all samples."""
+    """Consecutive samples of a slot in the order of all samples."""
 
 
 class SlotRecord(Record, frozen=True):
-    """Record of an island about the slot that it owns, or takes."""
+    """Record of an island about the slot that it owns or takes."""
 
     slot: Count
     incarnation: Name
-    """Name of one start of an island. No two starts have the same."""
+    """Unique name of one start of an island."""
 
 
 class Take(SlotRecord, frozen=True):
     replaces: Name | None
-    """Owner of the slot in the log that the writer has read: if it is another, this is void."""
+    """Owner of the slot when the writer read the log. The record is void if it has changed."""
 
 
 class Give(SlotRecord, frozen=True):
@@ -62,29 +62,29 @@ class Give(SlotRecord, frozen=True):
 
 
 class Done(SlotRecord, frozen=True):
-    """The owner sends nothing more, because the run has had its tokens."""
+    """The owner sends nothing more, as the run has had all its tokens."""
 
 
 class End(SlotRecord, frozen=True):
-    """Fix the final copy."""
+    """End the run. The shared copies are final."""
 
     absent: tuple[Name, ...]
-    """Owners that are not done and are not waited for."""
+    """Owners that are not done but gone."""
     heads: tuple[str, ...]
     """Hash of the last entry of each fragment."""
 
 
 class Open(SlotRecord, frozen=True):
-    """Begin the round of a fragment that makes this version."""
+    """Begin the round of a fragment for this version."""
 
     fragment: Count
     version: Positive
     grace: Seconds
-    """Time for parts to arrive, which each island counts from when it reads this record."""
+    """Time for parts to arrive, from when each island reads this record."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Message in the stream of parts."""
+    """Message in the stream of parts or of snapshots."""
 
     sequence: Positive
     size: Positive
@@ -92,24 +92,24 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Part(SlotRecord, frozen=True):
-    """Delta of a fragment. It is appended after all its chunks are stored."""
+    """Delta of a fragment, appended after all its chunks are stored."""
 
     fragment: Count
     number: Positive
-    """Grows with each part that an incarnation sends of a fragment: a repeated one counts once."""
+    """Grows with each part of a fragment that an incarnation sends, to detect repeated ones."""
     base: Count
-    """Version of the shared copy that the delta is relative to."""
+    """Version of the shared copy from which the delta is computed."""
     checksum: Name
     """Checksum of that version."""
     start: Count
     end: Positive
-    """Range of the slot's samples that the delta was trained on, `end` not included."""
+    """Range of the slot's samples that the delta was trained on, `end` excluded."""
     weight: Count
-    """Weight in the mean: the tokens of the range, without those of skipped steps."""
+    """Weight in the mean: the tokens of the range, without skipped steps."""
     finite: bool = True
-    """False: the parameters were not finite. The island takes the shared copy; the work is lost."""
+    """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
     ranks: Positive = 1
-    """Ranks of the island. The payload is what each has encoded of its shard, in their order."""
+    """Ranks of the island. The payload is their encoded shards, in order."""
     chunks: tuple[Chunk, ...] = ()
 
 
@@ -119,27 +119,27 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Close(SlotRecord, frozen=True):
-    """Make a version of a fragment from parts. Valid, it is an entry of that fragment.
+    """Make a version of a fragment from parts. A valid close is an entry of the fragment.
 
-    Its writer has fetched and checked all the parts that it names.
+    Its writer has fetched and checked all parts that it names.
     """
 
     fragment: Count
     version: Positive
     after: Count
-    """Sequence number of the fragment's last valid record that the writer has read. If it is not
-    the last one here, the close is void: so its writer has seen every part before it."""
+    """Sequence number of the fragment's last valid record, as read by the writer. The close is void
+    if there is a later one, so its writer has seen every part before it."""
     previous: str
     """Hash of the last entry of the fragment."""
     checksum: Name
     """Checksum of the version before."""
     parts: tuple[Positive, ...]
-    """Sequence numbers of the parts, in the order of their slots, which is that of the mean."""
+    """Sequence numbers of the parts in the order of their slots, the order of the mean."""
     weights: tuple[Count, ...]
     refused: tuple[Refusal, ...]
-    """Parts that cannot be used. They are given up."""
+    """Unusable parts, which are given up."""
     clock: Count
-    """Tokens that the fragment has merged, with these."""
+    """Tokens that the fragment has merged, these included."""
     lr: Annotated[float, Meta(ge=0)]
     """Outer learning rate."""
 
@@ -148,18 +148,18 @@ AnyRecord: TypeAlias = Facts | Take | Give | Done | End | Open | Part | Close
 
 
 def attempt_of(record: Record) -> tuple[object, ...]:
-    """Return what records have in common that ask for the same, perhaps with newer figures."""
+    """Return a key that is equal for records that ask for the same, even with newer values."""
     names = "slot", "replaces", "fragment", "version", "number", "after"
     return type(record), *(getattr(record, name, None) for name in names)
 
 
 def encode(record: Record) -> bytes:
-    """Return the one valid encoding of a record."""
+    """Return the only valid encoding of a record."""
     return msgspec.json.encode(record, order="deterministic")
 
 
 def decode(raw: bytes) -> AnyRecord:
-    """Return the record, or raise VoidError for anything that `encode` does not return."""
+    """Return the record. Raises VoidError for anything that `encode` cannot return."""
     try:
         record: AnyRecord = msgspec.json.decode(raw, type=AnyRecord)
         canonical = encode(record) == raw

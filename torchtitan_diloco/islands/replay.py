@@ -1,8 +1,4 @@
-"""The shared copies that follow from the log: how an island begins, and what it reads from then on.
-
-It reads the log, agrees on the facts, gets the copies, and makes each version from the parts that
-an entry names.
-"""
+"""Shared copies from the log: agree on the facts, get the copies, and compute each new version."""
 
 import threading
 import time
@@ -38,15 +34,15 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 RETRY = 0.5
 """Seconds between attempts to append a record."""
 SNAPSHOT_SECONDS = 3600.0
-"""Seconds without an answer after which another island is asked for a snapshot. One that is gone is
-not waited for."""
+"""Seconds without an answer after which another island is asked for a snapshot. The wait for one
+that is gone ends earlier."""
 HEAR_SECONDS = 3.0
-"""Seconds in which every island that is alive has sent a heartbeat."""
+"""Seconds in which every running island sends a heartbeat."""
 
 
 @dataclass
 class Saved:
-    """Facts of a checkpoint about the log. Its copies are loaded already."""
+    """Position in the log of a checkpoint, whose copies are already loaded."""
 
     run: str
     sequence: int
@@ -56,31 +52,30 @@ class Saved:
 
 
 class Replay:
-    """Reads the log, and keeps the copies at the newest versions that it makes."""
+    """Reads the log and updates the copies to the newest versions."""
 
     def __init__(self, connection: Connection, copies: Copies, facts: Facts, name: str) -> None:
-        """`facts`: those of the run, if this island is the first. `name`: this incarnation."""
+        """`facts`: facts of the run if this island is the first. `name`: the incarnation."""
         self._connection, self._copies, self._mine = connection, copies, facts
         self.incarnation, self._members = name, connection.members
         self.checksums: list[dict[int, str]] = [{} for _ in copies.fragments]
         """Checksums of each fragment, by version."""
         self.changed = threading.Condition()
-        """Guards the state; it is notified after every change."""
+        """Guards the state, and is notified after every change."""
         self.state = State(self._checksum)
         self.island: Island | None = None
-        """What decides, once this island has a slot."""
+        """The decisions of this island, once it has a slot."""
         self._fetched: dict[int, Future[tuple[str, Tensor]]] = {}
-        """Waiting parts by sequence number: why one cannot be used, empty if it can, and its
-        payload."""
+        """Waiting parts by sequence number: why one is unusable, or "", and its payload."""
         self._wanted: Collection[int] = ()
         self._own: dict[int, tuple[Part, Tensor]] = {}
-        """Latest own part of each fragment, once its chunks are stored, and its payload."""
+        """Latest own part of each fragment whose chunks are stored, and its payload."""
         self._fetcher = BackgroundThread("islands-fetch")
         self._loaded = False
-        """Snapshots were loaded: version 0 is not there any more."""
+        """Whether a snapshot has replaced version 0."""
 
     def replay(self, saved: Saved | None) -> Facts:
-        """Connect, and read the log as it is. Return the facts of the run."""
+        """Connect, and read the whole log. Return the facts of the run."""
         self._connection.start(after=0, known=saved is not None)
         self._connection.receive_log()
         facts = self._read_facts(saved)
@@ -95,7 +90,7 @@ class Replay:
     # --- begin ------------------------------------------------------------------------------------
 
     def _read_facts(self, saved: Saved | None) -> Facts:
-        """Return the facts of the run, written by this island if there are none."""
+        """Return the facts of the run. Write them if there are none."""
         last = self._connection.last
         if saved is not None and saved.run == self._mine.run and last < saved.sequence:
             raise ValueError(
@@ -127,7 +122,7 @@ class Replay:
     def _begin(self, facts: Facts, saved: Saved | None) -> tuple[int, str] | None:
         """Begin with saved copies, with version 0, or with snapshots of another island.
 
-        Return what `State` has to know of the log.
+        Return `known` of `State`.
         """
         declare = partial(self._copies.run, self._copies.declare)
         if saved is not None and saved.run == facts.run:
@@ -148,24 +143,24 @@ class Replay:
                     "and no island has answered with its own: start it with the same run.seed and "
                     "model.weights, or while another island is running"
                 )
-        for fragment in range(len(facts.checksums)):  # what is loaded may be of another run
+        for fragment in range(len(facts.checksums)):  # a loaded checkpoint may be of another run
             self._start_at(fragment, 0, "", declare(fragment, 0, True))
         return None
 
     def _unread(self) -> list[AnyRecord]:
         found = list[AnyRecord]()
-        for record in self._connection.records.copy():  # others may come in meanwhile
+        for record in self._connection.records.copy():  # others may arrive meanwhile
             with suppress(VoidError):
                 found.append(decode(record.raw))
         return found
 
     def _start_at(self, fragment: int, version: int, head: str, checksum: str) -> None:
-        """`head`: hash of the entry that made the version."""
+        """Set the checksums up to a version. `head`: hash of the entry that made it."""
         self.checksums[fragment].update(checksums_before(self._unread(), fragment, head))
         self.checksums[fragment][version] = checksum
 
     def _take_snapshots(self, records: list[AnyRecord]) -> bool:
-        """Load all fragments from an island that is running; return whether there is one."""
+        """Load all fragments from a running island. Return whether that succeeded."""
         takers = [record.incarnation for record in records if isinstance(record, Take)][::-1]
         until = time.monotonic() + HEAR_SECONDS
         while time.monotonic() < until and not any(map(self._members.has_caught_up, takers)):
@@ -181,7 +176,7 @@ class Replay:
         return False
 
     def _take_snapshot(self, donor: str, fragment: int) -> str:
-        """Load a fragment from another island; return what is wrong, if anything."""
+        """Load a fragment from another island. Return the problem, or ""."""
         wanted = SnapshotWanted(sender=self.incarnation, fragment=fragment)
         self._connection.ask(donor, wanted)
         answer = self._wait_for_answer(donor, fragment)
@@ -200,7 +195,7 @@ class Replay:
         return ""
 
     def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
-        """Return the answer once the log has been received up to the entry that it is of."""
+        """Return the answer once the log has been received up to its entry."""
         until, answer = time.monotonic() + SNAPSHOT_SECONDS, None
         messages = self._connection.messages
         while time.monotonic() < until:
@@ -232,9 +227,9 @@ class Replay:
         return outcome
 
     def _advance(self, record: LogRecord) -> None:
-        """Make the version of a close that is valid, before the state knows of it.
+        """Compute the version of a valid close before the state reads it.
 
-        So the training thread sees an entry only when its copy is there.
+        The training thread then sees an entry only once its copy exists.
         """
         try:
             close = decode(record.raw)
@@ -253,17 +248,17 @@ class Replay:
             close.lr,
             [part.weight for part, _ in counted],
             [part.ranks for part, _ in counted],
-            self.island is None,  # nobody will apply the versions before
+            self.island is None,  # older versions will not be applied
             content=[payload for _, payload in counted],
         )
 
     # --- parts ------------------------------------------------------------------------------------
 
     def _fetch_waiting(self) -> None:
-        """Fetch and check the parts that wait in the background, and forget all others."""
+        """Fetch and check waiting parts in the background, and drop all others."""
         waiting = dict[int, Part]()
         for number, fragment in enumerate(self.state.fragments):
-            if fragment.version >= self._copies.newest(number):  # else the copy has them already
+            if fragment.version >= self._copies.newest(number):  # else the copy contains them
                 waiting |= fragment.waiting
         self._wanted = waiting.keys()
         for sequence in self._fetched.keys() - waiting.keys():
@@ -290,12 +285,12 @@ class Replay:
         return "", payload
 
     def _checked(self) -> dict[int, str]:
-        """Return why each part that was fetched cannot be used, empty if it can."""
+        """Return for each fetched part why it cannot be used, "" if it can."""
         done = [(sequence, one) for sequence, one in self._fetched.items() if one.done()]
         return {sequence: one.result()[0] for sequence, one in done if one.exception() is None}
 
     def _payload(self, sequence: int) -> Tensor:
-        """Return the payload of a part that an entry has taken."""
+        """Return the payload of a part in an entry."""
         reason, payload = self._fetched[sequence].result()
         if reason:
             raise IslandFailedError(
@@ -306,7 +301,7 @@ class Replay:
 
 
 def join_bytes(pieces: list[bytes]) -> Tensor:
-    """Return bytes as one tensor."""
+    """Concatenate bytes into a tensor."""
     content = bytearray().join(pieces)
     return torch.frombuffer(content, dtype=torch.uint8) if content else NOTHING
 

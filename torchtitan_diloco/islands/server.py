@@ -1,4 +1,4 @@
-"""The server of a run: nats-server with a certificate, a login and streams in a folder."""
+"""Server of a run: nats-server with a certificate, logins and streams in a folder."""
 
 import asyncio
 import json
@@ -34,16 +34,16 @@ ISLAND_MAY = {
     ],
     "subscribe": ["_INBOX.>", "islands.*.beat", "islands.*.ask.*"],
 }
-"""Permissions: an island appends and reads, but does not delete, purge or change streams."""
+"""Permissions: an island may append and read, but not delete, purge or change streams."""
 SNAPSHOT_SECONDS = 6 * 3600
-"""Snapshots are made on request. Later ones replace them."""
+"""Age at which snapshots are deleted. They are made on request."""
 LOCAL_GB = 1
 PORTS_TRIED = 3
 MAKE_SECONDS = 10.0
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
-    """What is decided when a folder is new, in `run.json`. It contains passwords."""
+    """Settings of a folder, in its `run.json`. They contain passwords."""
 
     run: str
     password: str
@@ -60,7 +60,7 @@ class Server:
     """A folder, and the nats-server that runs in it."""
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], object]) -> None:
-        """`say`: takes the warnings and errors of nats-server."""
+        """`say`: receives the warnings and errors of nats-server."""
         self.folder, self.settings, self._say = folder, settings, say
         self.process: subprocess.Popen[str] | None = None
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
@@ -122,7 +122,7 @@ class Server:
                 if "no space left on device" not in line:
                     if re.search(r"\[(WRN|ERR|FTL)\]", line):
                         self._say(_message(line))
-                elif not full:  # nats-server says it for each stream and each record, in three ways
+                elif not full:  # nats-server logs this for each stream and record, in three forms
                     full = True
                     self._say(
                         f"{self.folder}: the disk is full, and nothing more is stored: free some "
@@ -142,7 +142,7 @@ class Server:
         ]
         return {
             "listen": f"{settings.host}:{settings.port}",
-            "write_deadline": "60s",  # a slow link is no reason to drop an island
+            "write_deadline": "60s",  # do not drop an island on a slow link
             "jetstream": {
                 "store_dir": str(self.folder / "store"),
                 "max_memory_store": 2**26,
@@ -158,7 +158,7 @@ class Server:
         }
 
     def _check_port(self) -> None:
-        """Two servers must not run in one folder."""
+        """Check that the port is free: a second server must not run in the same folder."""
         try:
             socket.create_server((self.settings.host, self.settings.port)).close()
         except OSError as error:
@@ -204,7 +204,7 @@ async def _session(admin: Join) -> AsyncIterator[Session]:
 
 
 async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
-    """Make the streams of a run. Those that are there already must have the same settings."""
+    """Make the streams of a run. Existing ones must have the same settings."""
     from nats.js.api import DiscardPolicy, StreamConfig
     from nats.js.errors import APIError
 
@@ -231,8 +231,8 @@ def open_folder(
 ) -> Server:
     """Return the server of a folder, which is made if it is new.
 
-    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. In a folder that is known, None means as
-    before; the first two cannot change.
+    `chosen`: `run`, `keep_gb`, `host`, `port`, `address`. In an existing folder, None keeps a
+    setting, and the first two cannot change.
     """
     folder = folder.absolute()
     changes = {key: value for key, value in chosen.items() if value is not None}
@@ -295,7 +295,7 @@ def save(folder: Path, settings: Settings) -> None:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    """Write a file, whole or not at all, that only this user can read."""
+    """Write a file atomically that only this user can read."""
     new = path.with_suffix(".new")
     new.touch(mode=0o600)
     new.write_text(text)
@@ -303,7 +303,7 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _own_address() -> str:
-    """Return the address of the interface that leads to other networks; nothing is sent."""
+    """Return the address of the interface to other networks. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
@@ -320,7 +320,7 @@ def find_server() -> str:
 
 
 def _message(line: str) -> str:
-    """Return a line of nats-server's log without its process number and time."""
+    """Strip process number and time from a line of nats-server's log."""
     return re.sub(r"^\[\d+\] \S+ \S+ ", "", line).strip()
 
 
@@ -348,10 +348,10 @@ def local_server(folder: Path) -> Iterator[Server]:
 
 
 def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
-    """Run a training command as several islands, each in a folder of its own, until all have ended.
+    """Run a training command as several islands, each in its own folder, until all have ended.
 
-    The output of the first island is that of this process, the others' is in `output.txt` of their
-    folders. Signals are passed on to all. Return the first exit code that is not 0.
+    The first island writes to the output of this process, the others to `output.txt` in their
+    folders. All receive the signals of this process. Return the first exit code that is not 0.
     """
     with ExitStack() as stack:
         join = stack.enter_context(local_server(folder / "server")).join
@@ -366,13 +366,13 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
                     preexec_fn=end_with_parent,
-                    process_group=0,  # a signal of the terminal reaches them once, from here
+                    process_group=0,  # they receive signals of the terminal only from here
                 )
             )
 
         def pass_on(number: int, _frame: object) -> None:
             for island in islands:
-                island.send_signal(number)  # not if it has ended
+                island.send_signal(number)  # does nothing if it has ended
 
         for number in STOP_SIGNALS:
             before = signal.getsignal(number)

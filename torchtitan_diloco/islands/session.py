@@ -1,4 +1,4 @@
-"""One connection to a NATS server, given up at its first failure, and what an island hears."""
+"""One connection to a NATS server, which ends at its first failure, and what it receives."""
 
 import asyncio
 import logging
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 POLL, PING = 0.1, 0.5
-"""Seconds between two looks at the state of a connection, and between pings."""
+"""Seconds between checks of a connection, and between pings."""
 TICK = 0.1
-"""Seconds between two looks at the clock."""
+"""Longest wait in `receive`, in seconds."""
 SETUP_SECONDS = 4.0
-"""Time to connect, and to subscribe."""
+"""Timeout to connect, and to subscribe."""
 NO_LIMIT = 1e6
-"""Seconds that nats-py waits for an answer: `run` has its own limit."""
+"""Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
 HEARTBEAT, SILENT_POLLS = 0.5, 30
-"""Seconds after which the server says that there is no new record, and looks without one."""
+"""Seconds until the server reports that there is no new record, and polls without a report."""
 
 
 class LogRecord(NamedTuple):
@@ -42,7 +42,7 @@ class LogRecord(NamedTuple):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What one island says to another."""
+    """Message from one island to another."""
 
     sender: str
 
@@ -67,26 +67,26 @@ AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
 
 
 class Inbox:
-    """What has come in over a connection.
+    """Records, messages and heartbeats that a connection has received.
 
-    The connection's thread writes it, by the methods that begin with `note_`; other threads read.
-    One thread at a time takes `records` and `messages` and calls `receive`: the one that calls
-    `Leader.join`, and then the leader's own. No lock is needed, because each attribute has one
-    writer, which appends to it or replaces it as a whole.
+    Only the connection's thread calls the methods that begin with `note_`. Only one thread at a
+    time takes `records` and `messages` and calls `receive`: first the caller of `Leader.join`, then
+    the leader's own thread. No lock is needed, as each attribute has one writer, which appends to
+    it or replaces it as a whole.
     """
 
     def __init__(self, expiry: float) -> None:
         self.members = Members(expiry)
-        """The other islands, as far as one has heard of them."""
+        """Heartbeats of the other islands."""
         self.records: deque[LogRecord] = deque()
-        """Records that wait to be read."""
+        """Records not read yet."""
         self.messages: deque[SnapshotWanted | Snapshot] = deque()
-        """Messages for this island that wait to be read."""
+        """Messages to this island not read yet."""
         self.leaving = False
         """This island was asked to leave the run."""
         self.received, self.last = 0, -1
-        """Number of the last record received, and of the last one in the log when the connection
-        was made last."""
+        """Sequence numbers of the last record received, and of the last one in the log when the
+        connection was made."""
         self.problem = ""
         """Why there is no connection."""
         self._away_since = math.inf
@@ -131,10 +131,10 @@ class Inbox:
         assert threading.current_thread() is self._writer, "only the connection's thread writes"
 
     def receive(self, seconds: float = TICK) -> None:
-        """Wait until something has come in, not longer than this."""
+        """Wait until something arrives, at most for this time."""
         self.members.tick(time.monotonic())
         self._news.wait(seconds)
-        self._news.clear()  # before one looks at what has come in, so nothing is overlooked
+        self._news.clear()  # before the caller reads, so that nothing is missed
         self.members.tick(time.monotonic())
 
     def wake(self) -> None:
@@ -142,7 +142,7 @@ class Inbox:
         self._news.set()
 
     def receive_log(self, patience: float = math.inf) -> None:
-        """Receive all records that the log had when the connection was made."""
+        """Wait for all records that the log had when the connection was made."""
         end = time.monotonic() + patience
         while self.last < 0 or self.received < self.last:
             self.receive()
@@ -150,12 +150,12 @@ class Inbox:
                 raise ValueError(f"the server does not send its log {self.problem}".strip())
 
     def seconds_away(self) -> float:
-        """Return for how long there has been no connection, at most 0 if there is one."""
+        """Return the time since the connection was lost, at most 0 if there is one."""
         return time.monotonic() - self._away_since
 
 
 class RefusedError(ValueError):
-    """The server refuses this island, or is not the one of the join string."""
+    """The server refuses this island, or does not match the join string."""
 
 
 def subject_of(run: str, kind: str) -> str:
@@ -163,7 +163,7 @@ def subject_of(run: str, kind: str) -> str:
 
 
 def ask_subject(run: str, incarnation: str) -> str:
-    # A name may contain what has a meaning in a subject.
+    # A name may contain special characters of subjects.
     return subject_of(run, f"ask.{digest(incarnation.encode())[:32]}")
 
 
@@ -183,18 +183,18 @@ def check_installed() -> None:
 
 
 def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
-    """Return whether it is not the warning that nats-py causes whenever a TLS connection ends."""
+    """Filter out the warning that nats-py causes whenever a TLS connection ends."""
     return not str(record.msg).startswith("returning true from eof_received()")
 
 
 class Session:
-    """A NATS client that does not reconnect. Nothing may be done with it once it is `lost`.
+    """A NATS client that does not reconnect. It must not be used once it is `lost`.
 
-    The client's own recovery takes 2 s at least and was seen to take 17, so a new one is made.
+    A new client replaces it, as the client's own recovery takes at least 2 s and up to 17.
     """
 
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds without an answer to a ping after which the connection is lost."""
+        """`patience`: seconds without an answer to a ping until the connection is lost."""
         from nats.aio.client import Client
 
         self.client: Client = Client()
@@ -204,10 +204,10 @@ class Session:
         self._problem: Exception | None = None
         self._watch: asyncio.Task[None] | None = None
         self._polls_left = math.inf
-        """Looks until it counts as silent. Not timed: a pause of this process is no silence."""
+        """Polls until the connection counts as lost. A time would include pauses of the process."""
 
     async def open(self, join: Join, address: str, name: str) -> None:
-        """Connect; raise RefusedError if it is no use to try again, else any other error."""
+        """Connect. Raises RefusedError if another attempt would fail, too, else any other error."""
         from nats import errors
 
         connect = self.client.connect(
@@ -216,7 +216,7 @@ class Session:
             user=join.user or None,
             password=join.password or None,
             tls=join.context(),
-            # Else a server in the middle could ask for the password in plain text.
+            # Otherwise a server in the middle could ask for the password in plain text.
             tls_handshake_first=join.tls,
             error_cb=self._note,
             allow_reconnect=False,
@@ -236,7 +236,7 @@ class Session:
 
     async def _note(self, error: Exception) -> None:
         self._problem = error
-        if "permissions violation" in str(error).lower():  # else one would wait for an answer
+        if "permissions violation" in str(error).lower():  # there will be no answer
             self.fail(str(error))
 
     async def _notice_loss(self) -> None:
@@ -268,17 +268,16 @@ class Session:
             task.cancel()  # without waiting for it: nats-py ignores some cancellations
 
     async def close(self) -> None:
-        """Close the socket. It may take long if the server does not answer."""
+        """Close the socket. This may take long if the server does not answer."""
         self.fail("closed")
         if self._watch is not None:
             self._watch.cancel()
-        # Whatever is wrong with a connection that is given up, there is nothing left to be done.
-        with suppress(Exception):
+        with suppress(Exception):  # nothing can be done about it
             await self.client.close()
 
 
 class LogSession(Session):
-    """Tells all that it hears: records of the log in order, without gaps."""
+    """Session that passes on what it receives: records of the log, in order and without gaps."""
 
     def __init__(self, patience: float, inbox: Inbox) -> None:
         super().__init__(patience)
@@ -286,9 +285,9 @@ class LogSession(Session):
         self._consumed = 0
 
     async def follow(self, run: str, name: str, after: int) -> None:
-        """Let the server send the log behind a record, and messages.
+        """Subscribe to the log after a record, and to messages.
 
-        Raises RefusedError if it has no such run.
+        Raises RefusedError if the server has no such run.
         """
         from nats.js.errors import NotFoundError
 
@@ -312,7 +311,7 @@ class LogSession(Session):
         self._polls_left = SILENT_POLLS
         await client.subscribe(subject_of(run, "beat"), cb=partial(self._on_message, Hint))
         await client.subscribe(ask_subject(run, name), cb=partial(self._on_message, AnyMessage))
-        # The consumer that nats-py calls ordered mends gaps by itself, but not a lost connection.
+        # The ordered consumer of nats-py repairs gaps, but not a lost connection.
         inbox = client.new_inbox()
         await client.subscribe(inbox, cb=self._on_record)
         await self.jetstream.add_consumer(
@@ -352,7 +351,7 @@ class LogSession(Session):
 
 
 def _explain(error: Exception, address: str, join: Join) -> Exception:
-    """Return what a failure to connect means for a user."""
+    """Return an error for users about a failure to connect."""
     text = str(error) or type(error).__name__
     if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
         return RefusedError(

@@ -1,4 +1,4 @@
-"""The ranks of an island, and which values of a fragment each of them has."""
+"""Ranks of an island, and the values of a fragment on each of them."""
 
 from datetime import timedelta
 from typing import NamedTuple
@@ -10,19 +10,16 @@ from torch import Tensor
 from torchtitan_diloco.diloco.fragments import Fragment
 
 PATIENCE = timedelta(days=365)
-"""Ranks wait for the first one, which may wait for other islands. A death is seen elsewhere."""
+"""Ranks wait for the first one, which may wait for other islands. `Liveness` detects failures."""
 BLOCK = 65_536
-"""Values whose checksum is computed at once, so that they stay in cache."""
+"""Values per block of a checksum, which fit into the cache."""
 
 
 class Ranks:
-    """Process groups of an island, one for each thread that uses them. One rank needs none.
-
-    The first rank decides and talks to the server, the others follow.
-    """
+    """Process groups of an island, one per thread that uses them. A single rank needs none."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Create the groups. `group` joins the ranks of the island, which call this together."""
+        """Create the groups collectively. `group`: all ranks of the island."""
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.is_first = self.rank == 0
@@ -48,9 +45,9 @@ def sum_modulo(value: int, group: dist.ProcessGroup | None) -> int:
 
 
 def collect(mine: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return the tensors of all ranks, one behind the other, on the first rank; empty elsewhere.
+    """Return the concatenated tensors of all ranks on the first rank, and an empty one elsewhere.
 
-    `sizes`: elements of each rank's.
+    `sizes`: elements of each rank's tensor.
     """
     if group is None:
         return mine
@@ -66,7 +63,7 @@ def collect(mine: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> 
 
 
 class Span(NamedTuple):
-    """Values that lie together in a rank's flat buffer and in the whole fragment."""
+    """Values that are contiguous in a rank's flat buffer and in the whole fragment."""
 
     local: int
     whole: int
@@ -76,7 +73,7 @@ class Span(NamedTuple):
 class Layout:
     """Flat order of all values of a fragment: its parameters in order, their rows in order.
 
-    Islands may have other numbers of ranks than this one.
+    Other islands may have a different number of ranks.
     """
 
     def __init__(self, fragment: Fragment, ranks: int = 1, rank: int = 0) -> None:
@@ -102,11 +99,11 @@ class Layout:
         return [span for span in found if span.size]
 
     def sizes(self, ranks: int) -> list[int]:
-        """Return how many values each of so many ranks has."""
+        """Return the number of values of each of `ranks` ranks."""
         return [sum(span.size for span in self.spans(ranks, rank)) for rank in range(ranks)]
 
     def overlap(self, ranks: int, rank: int) -> list[tuple[slice, slice]]:
-        """Return slices of another rank's flat buffer, and of this one's for the same values."""
+        """Return slices of the same values in the flat buffers of another rank and this one."""
         found = []
         for theirs in self.spans(ranks, rank):
             for mine in self.mine:
@@ -118,15 +115,15 @@ class Layout:
         return found
 
     def scatter(self, whole: Tensor, values: Tensor) -> None:
-        """Copy this rank's values out of the whole fragment."""
+        """Copy this rank's values from the whole fragment."""
         for span in self.mine:
             values[span.local :][: span.size].copy_(whole[span.whole :][: span.size])
 
     def checksum(self, values: Tensor) -> int:
-        """Return this rank's share of the checksum of a fragment: the shares add up, mod 2**64.
+        """Return this rank's summand of the checksum of a fragment, modulo 2**64.
 
-        Each word is weighted by its place in the whole fragment. No single change of bits keeps
-        the sum, as the weights are odd.
+        Each word is weighted by its place in the whole fragment. The weights are odd, so any change
+        of a single word changes the sum.
         """
         total = 0
         for span in self.mine:
