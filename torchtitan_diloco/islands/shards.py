@@ -77,13 +77,11 @@ class Layout:
     """
 
     def __init__(self, fragment: Fragment, ranks: int = 1, rank: int = 0) -> None:
-        self._parts = [
-            (
-                rows := part.parameter.shape[0] if part.parameter.dim() else 1,
-                part.parameter.numel() // max(1, rows),
-            )
-            for part in fragment.parts
-        ]
+        self._parts = list[tuple[int, int]]()
+        """Rows and values per row of each parameter."""
+        for part in fragment.parts:
+            rows = part.parameter.shape[0] if part.parameter.dim() else 1
+            self._parts.append((rows, part.parameter.numel() // max(1, rows)))
         self.values = sum(rows * width for rows, width in self._parts)
         self.ranks, self.rank, self.mine = ranks, rank, self.spans(ranks, rank)
 
