@@ -24,7 +24,7 @@ from torchtitan_diloco.diloco.fields import flat_settings
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
 from torchtitan_diloco.diloco.outer_optimizer import BLOCK, outer_step, slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.islands.shards import Layout, Ranks, collect, sum_modulo
+from torchtitan_diloco.islands.shards import Layout, Ranks, collect
 from torchtitan_diloco.utils import code_fingerprint
 
 MAY_DIFFER = re.compile(r"diloco\.(link\.|workers|measure_every|quantization\.threads)")
@@ -140,8 +140,10 @@ class Copies:
             return self._checksum(copy)
 
     def _checksum(self, copy: SharedCopy) -> str:
-        mine = copy.layout.checksum(copy.versions[copy.newest])
-        return f"{sum_modulo(mine, self.ranks.copies):016x}"
+        total = copy.layout.checksum(copy.versions[copy.newest]).cpu()
+        if self.ranks.copies is not None:
+            dist.all_reduce(total, group=self.ranks.copies)
+        return f"{int(total) % 2**64:016x}"
 
     def newest(self, fragment: int) -> int:
         return self.fragments[fragment].newest

@@ -36,14 +36,6 @@ class Ranks:
         )
 
 
-def sum_modulo(value: int, group: dist.ProcessGroup | None) -> int:
-    """Return the sum over the ranks, modulo 2**64."""
-    total = torch.tensor((value + 2**63) % 2**64 - 2**63, dtype=torch.int64)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return int(total) % 2**64
-
-
 def collect(mine: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Return the concatenated tensors of all ranks on the first rank, and an empty one elsewhere.
 
@@ -117,18 +109,18 @@ class Layout:
         for span in self.mine:
             values[span.local :][: span.size].copy_(whole[span.whole :][: span.size])
 
-    def checksum(self, values: Tensor) -> int:
-        """Return this rank's summand of the checksum of a fragment, modulo 2**64.
+    def checksum(self, values: Tensor) -> Tensor:
+        """Return this rank's summand of the checksum of a fragment, a sum of int64 that wraps.
 
         Each word is weighted by its place in the whole fragment. The weights are odd, so any change
         of a single word changes the sum.
         """
-        total = 0
+        total = torch.zeros((), dtype=torch.int64, device=values.device)
         for span in self.mine:
             words = values[span.local :][: span.size].view(torch.int32)
             for number, block in enumerate(words.split(BLOCK)):
                 start = 2 * (span.whole + number * BLOCK) + 1
                 end = start + 2 * block.numel()
                 weights = torch.arange(start, end, 2, dtype=torch.int64, device=block.device)
-                total += int(weights.mul_(block).sum())
-        return total % 2**64
+                total += weights.mul_(block).sum()
+        return total
