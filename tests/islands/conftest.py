@@ -1,4 +1,4 @@
-"""A server for islands, and less patience with silent ones."""
+"""Fixtures: a server for islands, and shorter or longer timeouts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +18,11 @@ def server(tmp_path: Path) -> Iterator[Join]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a first connection take as long as it does on a busy machine."""
+    """Allow a first connection the time that it takes on a busy machine."""
     monkeypatch.setattr("torchtitan_diloco.islands.connection.FIRST_CONNECTION_SECONDS", PATIENCE)
 
 
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an island count as gone soon."""
+    """Count an island as gone sooner."""
     monkeypatch.setattr("torchtitan_diloco.islands.connection.EXPIRY", 3.0)

@@ -1,4 +1,4 @@
-"""An island of a simulation, and what is drawn or chosen for it."""
+"""A simulated island and its settings."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RUN_ID = "r1"
 TICK, BEAT, RETRY, RECONNECT = 0.1, 0.5, 0.5, 0.1
-"""Seconds between looks at the clock, keys of members, attempts to append, and to connect."""
+"""Seconds between ticks, heartbeats, attempts to append, and attempts to connect."""
 HOUR = 3600.0
 
 
@@ -45,14 +45,14 @@ class Plan:
     alpha: float = 0.0
     batch: int = 2
     steps: int = 40
-    """Steps of all islands together, if there were `begin` of them in lockstep."""
+    """Length of the run if `begin` islands train in lockstep."""
     slots: int = 3
     begin: int = 3
     quorum: int = 1
     floor: float = 0.3
     expiry: float = 2.0
     loss: float = 0.0
-    """Probability that a message to the server is lost. Acknowledgements are all lost."""
+    """Probability that a message to the server is lost. All acknowledgements are lost."""
     doubled: float = 0.0
     latency: tuple[float, float] = (0.002, 0.02)
 
@@ -89,7 +89,7 @@ class Nature:
     not_finite_at: int = -1
     """Step after which the parameters are not finite."""
     dies_at: float = -1.0
-    """Dies before its n-th message or chunk, and 0.5 more: after it."""
+    """It dies before its n-th message or chunk, or after it for n + 0.5."""
 
 
 class Process:
@@ -133,7 +133,7 @@ class Process:
         self.paused_until = self.world.now + seconds
 
     def cut(self, seconds: float) -> None:
-        """Lose the connection: what is sent is lost, what is delivered comes after it."""
+        """Lose the connection. Messages sent meanwhile are lost, and deliveries are delayed."""
         self.members.disconnect()
         self.world.after(seconds + RECONNECT, self.reconnect, self)
 
@@ -163,7 +163,7 @@ class Process:
         self.beat()
 
     def deliver(self) -> None:
-        """Deliver the log from where this process is, in order."""
+        """Deliver the rest of the log to this process, in order."""
         if not self.members.connected:
             return
         while self.delivered < len(self.world.log):
@@ -202,7 +202,7 @@ class Process:
         self.react()
 
     def have_effect(self, action: Callable[[], object]) -> None:
-        """Do what others notice, unless this process dies before it."""
+        """Do something visible to others, unless this process dies before it."""
         self.effects += 1
         if self.effects == self.nature.dies_at:
             self.alive = False
@@ -212,7 +212,7 @@ class Process:
             self.alive = False
 
     def transmit(self, record: Record) -> None:
-        """Send a record to the server. Nobody ever learns whether it arrived."""
+        """Send a record to the server. There is no acknowledgement."""
         world = self.world
         if isinstance(record, Close):
             assert self.checked.keys() >= set(record.parts), "its writer has read all parts"
@@ -221,7 +221,7 @@ class Process:
                 world.after(world.delay(), partial(world.append, record))
 
     def attempt(self, record: Record | None) -> None:
-        """Transmit a record, and not again for a while: whether it counts shows in the log."""
+        """Transmit a record, but not again before RETRY: only the log shows whether it is valid."""
         if record is None:
             return
         attempt = attempt_of(record)
@@ -321,7 +321,7 @@ class Process:
         self.boundary()
 
     def boundary(self) -> None:
-        """Do what is due between two steps. Blocked, it is called again when something happens."""
+        """Do what is due between two steps. While blocked, this is called again at each event."""
         island, began = self.island, self.world.now
         assert island is not None
         if not self.blocked:
@@ -340,7 +340,7 @@ class Process:
             self.next_step()
 
     def _apply(self) -> bool:
-        """Apply what can be applied. Return whether training waits."""
+        """Apply all entries that can be applied. Return whether training waits."""
         island = self.island
         assert island is not None
         for fragment, rounds in enumerate(island.rounds):

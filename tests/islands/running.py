@@ -1,4 +1,4 @@
-"""Islands in threads of this process, around the toy model, and a server for them."""
+"""Islands with a toy model in threads of this process, and a server for them."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from torchtitan_diloco.islands.connection import ClosedError
 TOKENS = 4
 """Weight of a step."""
 PATIENT = 60
-"""Seconds for parts to arrive: islands that are all there stay in lockstep."""
+"""Seconds for parts to arrive, enough for running islands to stay in lockstep."""
 FP4 = replace(config(), quantization=Quantization(codec="fp4_e3m0"))
 
 
@@ -47,7 +47,7 @@ class Island(threading.Thread):
     name_: str
     chosen: DiLoCoConfig = FP4
     steps: int = 24
-    """Length of the run, if `begin` islands are in lockstep."""
+    """Length of the run if `begin` islands train in lockstep."""
     begin: int = 2
     slots: int = 2
     grace: float = PATIENT
@@ -111,7 +111,7 @@ class Island(threading.Thread):
         self.result = Result(outer, self.model, shared, self.step, outer.rounds())
 
     def finish(self, seconds: float = PATIENCE) -> Result:
-        """Wait for the end of the island, and return its result or raise its error."""
+        """Wait for the island to end. Return its result or raise its error."""
         self.join(seconds)
         assert not self.is_alive(), f"{self.name} does not end"
         if self.failure is not None:
@@ -124,7 +124,7 @@ class Island(threading.Thread):
 
 
 def with_plain_instructions(function: str, *arguments: str) -> Any:
-    """Call a function in a process that uses no vector instructions of its processor."""
+    """Call a function in a process that uses no vector instructions."""
     module, _, name = function.rpartition(".")
     code = (
         f"import json, sys; from {module} import {name}; print(json.dumps({name}(*sys.argv[1:])))"
@@ -145,7 +145,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @contextmanager
 def started(*islands: Island) -> Iterator[None]:
-    """Start islands, and end those that are left. What has failed is printed."""
+    """Start islands, and stop them at the end. Print the errors."""
     for island in islands:
         island.start()
     try:

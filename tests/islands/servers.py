@@ -1,4 +1,4 @@
-"""A nats-server for tests, and what a connection to it hears."""
+"""A nats-server for tests, and a connection that records what it receives."""
 
 import shutil
 import socket
@@ -15,11 +15,11 @@ from torchtitan_diloco.islands.server import Server, find_server, open_folder
 from torchtitan_diloco.islands.session import LogRecord
 
 PATIENCE = 150
-"""Seconds after which a test hangs."""
+"""Seconds after which a test counts as hanging."""
 
 
 def need_server() -> None:
-    """Skip the tests of a module if something is missing here."""
+    """Skip the tests of a module if nats-py, nats-server or openssl is missing."""
     pytest.importorskip("nats", reason="needs nats-py (pip install -e .[islands])")
     try:
         find_server()
@@ -47,7 +47,7 @@ def running_server(folder: Path, run: str = "test") -> Iterator[Server]:
 
 
 class Listener:
-    """A connection that keeps all that it hears."""
+    """A connection that keeps everything that it receives."""
 
     def __init__(self, join: Join, name: str, after: int = 0) -> None:
         self.join = join
@@ -64,12 +64,12 @@ class Listener:
         wait_until(lambda: self.connection.problem, "the end of the connection")
 
     def wait_connected(self) -> int:
-        """Return the number of records in the log at that moment."""
+        """Wait for the server. Return the number of records in the log at that moment."""
         wait_until(lambda: self.connection.last >= 0 and not self.connection.problem, "the server")
         return self.connection.last
 
     def read_to(self, sequence: int) -> list[LogRecord]:
-        """Return all records heard so far, at least up to this one."""
+        """Wait for this record. Return all records received so far."""
         wait_until(lambda: self.connection.received >= sequence, f"record {sequence}")
         return self.records
 

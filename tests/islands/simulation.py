@@ -20,11 +20,11 @@ class World:
         self.corrupt: set[int] = set()
         self.processes: list[Process] = []
         self.void: list[Outcome] = []
-        """Records that were passed over, as the first reader saw them."""
+        """Void records, as seen by the first reader."""
         self.entries: list[tuple[float, Entry]] = []
-        """Entries, and when they were first read."""
+        """Entries, and the time at which each was first read."""
         self.late: list[int] = []
-        """For each part that was taken: how many entries had left it out."""
+        """For each merged part, the number of entries that left it out."""
         self._seen: dict[object, str] = {}
         self._queue: list[tuple[float, int, Process | None, Callable[[], None]]] = []
         self._number = count()
@@ -33,7 +33,7 @@ class World:
     def after(
         self, seconds: float, action: Callable[[], None], process: Process | None = None
     ) -> None:
-        """`process`: whose action it is. A dead one does nothing, a paused one does it later."""
+        """`process`: the actor. A dead one does nothing, and a paused one acts later."""
         heapq.heappush(self._queue, (self.now + seconds, next(self._number), process, action))
 
     def start(self, name: str, nature: Nature | None = None, at: float = 0.0) -> Process:
@@ -43,7 +43,7 @@ class World:
         return process
 
     def run(self, until: float = 400.0) -> None:
-        """Run until all living islands have seen the end."""
+        """Run until all living islands have read the end."""
         while self._queue and self.now < until:
             at, _, process, action = heapq.heappop(self._queue)
             self.now = at
@@ -133,7 +133,7 @@ def check_ledger(state: State, entries: list[Entry]) -> None:
 
 
 def check_snapshots(world: World, state: State, copies: Copies, entries: list[Entry]) -> None:
-    """Replay the log from a snapshot, each fragment at a version of its own."""
+    """Replay the log from snapshots of each fragment at different versions."""
     heads: list[dict[int, str]] = [{} for _ in copies.shared]
     for entry in entries:
         heads[entry.close.fragment][entry.close.version] = digest(encode(entry.close))

@@ -25,7 +25,7 @@ SERVERS = ("one", "two", "three")
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Join, dict[str, "subprocess.Popen[bytes]"]]]:
-    """Run three servers with the configuration of the documentation, each on ports of its own."""
+    """Run three servers with the configuration in docs/islands.md, each on its own ports."""
     command = re.search(r"    (openssl req .*?certificate\.pem)\n", DOCS, re.DOTALL)
     text = re.search(r"```\n(server_name: NAME\n.*?)```", DOCS, re.DOTALL)
     assert command is not None
@@ -58,7 +58,7 @@ def cluster(folder: Path) -> Iterator[tuple[Join, dict[str, "subprocess.Popen[by
 
 
 def repeat(action: Callable[[], T]) -> T:
-    """Repeat what fails: on a busy machine, servers may take long to agree on anything."""
+    """Retry on failure: on a busy machine, servers may take long to elect a leader."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
@@ -102,7 +102,7 @@ def test_one_of_three_servers_is_killed(tmp_path: Path) -> None:
 
 
 def _append_until_heard(writer: Listener, reader: Listener) -> None:
-    """Append again and again: there is no leader for a moment, and what is appended is lost."""
+    """Append repeatedly: records are lost while there is no leader."""
     end = time.monotonic() + PATIENCE
     while not any(record.raw == b"after" for record in reader.records):
         assert time.monotonic() < end, reader.connection.problem

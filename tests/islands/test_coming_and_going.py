@@ -1,4 +1,4 @@
-"""Islands that join, die, lag, leave and return, and what the log says of them."""
+"""Islands that join, die, lag, leave and return."""
 
 import hashlib
 import os
@@ -43,7 +43,7 @@ def at(step: int, action: Action) -> Action:
 
 
 def hold(step: int, condition: Callable[[], object]) -> Action:
-    """Let an island wait in a step, so that a run does not end before something has happened."""
+    """Block an island in a step, so that the run does not end too early."""
     return at(
         step, lambda one: wait_until(lambda: one.died.is_set() or condition(), "the other", 500)
     )
@@ -61,7 +61,7 @@ def save_in(saved: list[SavedState]) -> Action:
 
 
 def test_islands_join_and_leave(server: Join) -> None:
-    """A second island of the name of one that is running is refused, and harms nobody."""
+    """A second island with the name of a running one is refused without harm."""
     islands = [Island(server, name, steps=100, slots=3, grace=0.5) for name in "abca"]
     first, second, third, twin = islands
     for island in islands:
@@ -88,7 +88,7 @@ def test_islands_join_and_leave(server: Join) -> None:
 
 
 def test_an_island_dies_and_returns_under_its_name(server: Join) -> None:
-    """The other one goes on alone, and reaches the end of the run with it."""
+    """The other one continues alone, and both reach the end of the run."""
     first, second, again = (
         Island(server, name, steps=80, grace=0.2, step_seconds=0.02) for name in "abb"
     )
@@ -136,15 +136,15 @@ def test_a_joiner_asks_another_island_when_its_donor_dies(
 STATES = [
     (Connection, "receive_log"),
     (Replay, "_wait_for_answer"),
-    (Replay, "_start_at"),  # the first of its copies is there
+    (Replay, "_start_at"),  # it has the first of its copies
     (Leader, "_attempt"),  # to take a slot
     (Leader, "join"),
-    (Connection, "store"),  # of a part that nobody knows of
+    (Connection, "store"),  # of a part that is not in the log
 ]
 
 
 def _die_after(server: Join, owner: type, method: str) -> None:
-    """Join, and end without a word after this method has returned for the first time."""
+    """Join, and die after the first return of this method."""
     original = getattr(owner, method)
 
     def die(*arguments: Any, **named: Any) -> None:
@@ -174,7 +174,7 @@ def test_a_joiner_may_die_at_any_time(processes: ProcessPool, server: Join) -> N
 def test_an_old_start_that_wakes_up_ends_without_harm(
     server: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not answer for longer than islands wait, as after SIGSTOP."""
+    """It is silent for longer than islands wait, as after SIGSTOP."""
     first, stopped, again = (
         Island(server, name, steps=100, grace=0.2, step_seconds=0.02) for name in "abb"
     )
@@ -218,7 +218,7 @@ def test_an_island_that_waits_long_for_a_part_keeps_its_slot(
 
 @torch.no_grad()
 def _move(island: Island) -> None:
-    """Let a delta be as large as the number of its steps."""
+    """Make the norm of a delta proportional to its number of steps."""
     island.optimizer.param_groups[0]["lr"] = 0.0
     island.model.embedding.weight[0] += 0.01
 
@@ -226,7 +226,7 @@ def _move(island: Island) -> None:
 def test_a_server_that_is_away_holds_nobody_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Work done in the meantime counts, although its delta is larger than usual."""
+    """Work during an outage counts, although its delta is larger than usual."""
     chosen = replace(FP4, delta_norm_limit=2.0)
     with running_server(tmp_path / "server") as found:
         first = Island(found.join, "a", chosen, steps=120, grace=0.3, step_seconds=0.02)
@@ -277,7 +277,7 @@ STEPS = 90
 
 
 def replayed(server: str, saved: SavedState | None = None) -> dict[str, Tensor]:
-    """Return the shared parameters that follow from the log, in a process that only reads it."""
+    """Replay the log without writing, and return the shared parameters."""
     outer = Island(Join.parse(server), "reader", steps=STEPS).outer
     if saved is not None:
         outer.load_state_dict(saved)
@@ -300,7 +300,7 @@ def replayed_bits(server: str) -> list[str]:
 
 
 def test_the_log_gives_the_final_copy_and_begins_the_run_again(server: Join) -> None:
-    """All islands die. One has a checkpoint, from which both go on; the log gives every version.
+    """All islands die. Both continue from the checkpoint of one. The log gives every version.
 
     A process with other instructions of its processor has the same bits, or is refused.
     """

@@ -1,4 +1,4 @@
-"""The connection to a real nats-server: nothing is lost, and what goes wrong is said."""
+"""Connection to a real nats-server: nothing is lost, and errors are clear."""
 
 import asyncio
 import dataclasses
@@ -180,7 +180,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(tmp_path: Path) 
 
 
 def _lose_the_chunks(folder: Path) -> None:
-    """Let the firewall of this process's own network forget the connection with the chunks."""
+    """Drop the connection of the chunks in the firewall of this process's own network."""
     module.UNCONFIRMED_SECONDS = 1.0
     module.FIRST_CONNECTION_SECONDS = PATIENCE
     with running_server(folder) as server, Listener(server.join, "a/1") as listener:

@@ -1,4 +1,4 @@
-"""Shards of islands with other numbers of ranks, and the arithmetic of replaying."""
+"""Shards of islands with different numbers of ranks, and the arithmetic of replaying."""
 
 from typing import Any, cast
 from unittest import mock
@@ -19,7 +19,7 @@ from torchtitan_diloco.islands.copies import Copies, arithmetic, encode_delta
 from torchtitan_diloco.islands.shards import Layout, Ranks
 
 PIECE = 256
-"""Values that are decoded at once: fewer, so that a fragment has several pieces."""
+"""Values per piece: few, so that a fragment has several pieces."""
 SHAPES = [(5, 3), (1,), (7,), (4, 2, 3), (2, 9)]
 
 
@@ -68,7 +68,7 @@ def test_shards_are_those_of_fsdp_and_their_checksums_add_up(
 def copies_of(
     model: nn.Module, config: DiLoCoConfig, ranks: int = 1, rank: int = 0
 ) -> tuple[Copies, list[OuterState]]:
-    """Return the copies of one rank; those of others are not in this process."""
+    """Return the copies of one rank, without process groups."""
     fragments = build_fragments(model, config.fragments)
     states = [OuterState(one, config.outer_optimizer, torch.device("cpu")) for one in fragments]
     alone = Ranks(None)
@@ -159,7 +159,7 @@ def replayed() -> dict[str, list[str]]:
 
 
 def numbers(count: int, seed: int) -> Tensor:
-    """Return fixed numbers that no instruction set changes."""
+    """Return fixed numbers that do not depend on the instruction set."""
     whole = torch.arange(count, dtype=torch.int64) * (7919 + 2 * seed) % 100_003
     return (whole - 50_000).to(torch.float32) / 65_536
 

@@ -1,4 +1,4 @@
-"""Validity of records: what is passed over, and why."""
+"""Validity of records."""
 
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +98,7 @@ def read_all(raw: list[bytes], state: State) -> State:
 
 
 def test_a_close_that_is_wrong_anywhere_is_void_as_a_whole() -> None:
-    """All but the learning rate follows from the parts that it names."""
+    """Its parts determine everything but the learning rate."""
     log = Log()
     log.open()
     log.part(0, 10)
@@ -120,7 +120,7 @@ def test_a_close_that_is_wrong_anywhere_is_void_as_a_whole() -> None:
 
 
 def test_a_close_loses_to_a_part_that_its_writer_had_not_seen() -> None:
-    """But not to a void close: two islands would make each other's void for ever."""
+    """It does not lose to a void close, or two islands could make each other's void forever."""
     log = Log()
     log.open()
     log.part(0, 10)
@@ -158,7 +158,7 @@ def test_a_refused_part_is_given_up_also_alone() -> None:
     ],
 )
 def test_a_wrong_part_is_void(wrong: dict[str, Any], reason: str) -> None:
-    """`base`: the copy from before its own last part was merged. Its delta has that work again."""
+    """`base` is the copy before its last part was merged, so the delta contains that part again."""
     log = Log()
     log.round(10)
     assert reason in log.part(0, **{"end": 30, **wrong}).void

@@ -77,7 +77,7 @@ def test_two_islands_have_the_bits_of_one_world(
 def _ranks(
     server: Join, name: str, chosen: DiLoCoConfig, steps: int, dies_in: int = 0
 ) -> dict[str, Tensor]:
-    """Train an island whose ranks share the model; one is slow, and dies in an upload, if told."""
+    """Train an island with several ranks. One is slow, and may die in an upload."""
     connection.FIRST_CONNECTION_SECONDS = PATIENCE
     world = join(1, int(os.environ["WORLD_SIZE"]))
     model = sharded(world)
@@ -117,7 +117,7 @@ def _ranks(
 
 
 def test_a_dead_rank_leaves_no_part(processes: ProcessPool, server: Join) -> None:
-    """A part is announced when all ranks have encoded theirs, and all is stored."""
+    """A part is appended only after all ranks have encoded it and all chunks are stored."""
     processes.run(_ranks, 2, server, "a", FP4, 1000, 5, dying={1})
     parts: list[Part] = []
 
@@ -260,11 +260,11 @@ def test_settings_are_checked() -> None:
     assert decode(encode(facts)) == facts, "numbers of another type would be void"
 
 
-# --- one's own loop -------------------------------------------------------------------------------
+# --- custom loops ---------------------------------------------------------------------------------
 
 
 def test_the_loop_of_the_documentation(server: Join) -> None:
-    """A step counts so many tokens that the run ends soon."""
+    """Each step counts many tokens, so that the run ends soon."""
     text = (REPOSITORY / "docs/islands.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 

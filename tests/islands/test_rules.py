@@ -1,4 +1,4 @@
-"""Tests of the decisions of one island, from what it knows of the others."""
+"""Decisions of one island, given the state of the log and the heartbeats of the others."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ EXPIRY = 4.0
 
 
 def owned(*slots: int) -> State:
-    """Return the state of a run in which i0 owns slot 0, and so on; there are three slots."""
+    """Return the state of a run with three slots, in which i0 owns slot 0, and so on."""
     state = State(lambda _, __: "v0")
     size: dict[str, Any] = {"slots": 3, "begin": 1, "total_tokens": 9}
     facts = Facts(run="r", **size, checksums=("v0",), fingerprints={"code": "a"})
@@ -75,7 +75,7 @@ def test_nobody_is_gone_in_the_first_expiry_time_nor_after_a_pause() -> None:
     assert found.is_gone("i1", 1004.0)
     assert not found.is_ready("i1", 1004.0, step_seconds=0.1)
     assert found.is_ready("i0", 1004.0, step_seconds=0.1)
-    found.tick(1018.0)  # of this process, which is no silence of the others
+    found.tick(1018.0)  # this process has paused, so the others may not be silent
     assert not found.is_gone("i0", 1018.0)
     members(1018.0, 1022.0, of=found)
     assert found.is_gone("i0", 1022.0)
@@ -96,7 +96,7 @@ def test_who_does_not_move_or_has_not_caught_up_is_not_waited_for() -> None:
 
 
 def test_the_slot_to_take() -> None:
-    """An island takes that of its earlier start, else a free one, else that of a dead island."""
+    """An island takes the slot of its earlier start, else a free one, else one of a dead island."""
     found = members(0.0, 5.0, "i0", "i2")
     assert found.slot_to_take(owned(0, 1), "new/1", 5.0) == (2, None)
     assert found.slot_to_take(owned(0, 1, 2), "new/1", 5.0) == (1, "i1")
@@ -107,7 +107,7 @@ def test_the_slot_to_take() -> None:
 
 
 def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends() -> None:
-    """It has the work of fifty cycles. The next round must not count on as much."""
+    """It has the work of fifty cycles. The next round must not expect as much."""
     one = Alone()
     for version, weights in enumerate([(20, 20), (20, 1000), (20,)], start=1):
         one.open(version)
@@ -119,7 +119,7 @@ def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends(
 
 
 def test_lags_of_parts_are_known_also_when_they_are_fetched_in_another_order() -> None:
-    """Else rounds would wait for half a cycle, as for parts of which nothing is known."""
+    """Otherwise rounds would wait for half a cycle, as for unknown parts."""
     one = Alone()
     one.island.step_seconds = 1.0
     one.open(1, now=10.0, grace=0.5)
@@ -135,7 +135,7 @@ def test_lags_of_parts_are_known_also_when_they_are_fetched_in_another_order() -
 
 
 def test_lags_are_not_measured_while_an_outage_is_read() -> None:
-    """All its records come in a moment: nothing would seem to take any time."""
+    """All its records arrive at once, so every lag would seem to be 0."""
     one = Alone(connected_at=37.0)
     one.open(1, now=39.0)
     one.rounds.close({one.part(1, 1, now=40.0): ""}, lr=1.0, now=40.0)
@@ -161,7 +161,7 @@ def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool)
 
 
 def test_an_island_leaves_when_its_last_work_is_sent() -> None:
-    """It waits for the entry with its last part, but not for ever: there may be no quorum."""
+    """It waits for the entry with its last part, but not forever: there may be no quorum."""
     one = Alone()
     island, rounds = one.island, one.rounds
     island.finish_step(20, 20, 0.1)

@@ -1,4 +1,4 @@
-"""The commands around the server, as a user runs them."""
+"""Commands of the server, as a user runs them."""
 
 import io
 import json
@@ -35,7 +35,7 @@ TIMEOUT = 200
 
 
 class Serving:
-    """The command `serve`, which has printed its join string."""
+    """A running `serve` that has printed its join string."""
 
     def __init__(self, *arguments: object) -> None:
         words = [*COMMAND, "serve", "--host", "127.0.0.1", *map(str, arguments)]

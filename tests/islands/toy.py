@@ -56,7 +56,7 @@ def train(theta: list[Vector], slot: int, sample: int) -> None:
 
 
 def encode_delta(theta: Vector, shared: Vector) -> Vector:
-    """Return the delta as it is decoded again: component 0 loses its last bits."""
+    """Return the decoded delta: component 0 loses its last bits."""
     delta = combine((1, theta), (-1, shared))
     return {**delta, 0: delta.get(0, 0) // 8 * 8}
 
@@ -93,21 +93,21 @@ def apply(mode: Mode, theta: Vector, old: Vector, new: Vector, alpha: float) -> 
 
 @dataclass
 class Expected:
-    """Account of what the next delta of a fragment must contain, sample by sample.
+    """Expected content of the next delta of a fragment, sample by sample.
 
-    After an entry with the own part, it is the share of the local parameters that stays, times
-    what the entry has left of the part (part - change of the shared copy) and the work since the
-    send; and all work that comes after. Other entries leave it as it is. So with a share of 0, or
-    an outer step that takes over the part as it is, only work that no part has contained remains.
+    After an entry with the own part, it contains the remaining share of the local parameters times
+    (part - change of the shared copy + work since the send), and all later work. Other entries do
+    not change it. With a share of 0, or an outer step that adopts the part unchanged, it contains
+    only work that was in no part.
     """
 
     left: Vector = field(default_factory=dict)
     """Without the work from `position` on."""
     position: int = 0
     sent: Vector = field(default_factory=dict)
-    """The latest part, of which `left` is what remains at last."""
+    """The latest part."""
     end: int = 0
-    """First sample behind that part."""
+    """First sample after that part."""
 
     def send(self, slot: int, end: int, delta: Vector) -> None:
         """Assert that a delta is as expected. Component 0, which is not linear, is not compared."""
@@ -116,8 +116,11 @@ class Expected:
         self.sent, self.end = found, end
 
     def apply(self, share: float, slot: int, now: int, change: Vector) -> None:
-        """Note an entry with the own part. `share`: of the local parameters, which stays; `now`:
-        sample up to which was trained; `change`: of the shared copy."""
+        """Account for an entry with the own part.
+
+        `share`: remaining share of the local parameters. `now`: first sample not trained on yet.
+        `change`: change of the shared copy.
+        """
         kept = modular(share)
         terms = (kept, self.sent), (-kept, change), (kept, work(slot, self.end, now))
         self.left = {key: value for key, value in combine(*terms).items() if key}
@@ -125,15 +128,15 @@ class Expected:
 
 
 def work(slot: int, start: int, end: int) -> Vector:
-    """Return what training on a range of samples adds, without component 0."""
+    """Return the change from training on a range of samples, without component 0."""
     return {component(slot, sample): 1 for sample in range(start, end)}
 
 
 class Copies:
-    """The shared copies of all versions, as one process computes them from entries."""
+    """Shared copies of all versions, as computed from entries by one process."""
 
     def __init__(self, snapshots: Sequence[Shared], checksums: Iterable[Mapping[int, str]]) -> None:
-        """`checksums`: those of the versions before each snapshot."""
+        """`checksums`: checksums of the versions before each snapshot."""
         self.shared = [{one.version: one} for one in snapshots]
         self.checksums = [dict(known) for known in checksums]
         for known, one in zip(self.checksums, snapshots, strict=True):
@@ -171,7 +174,7 @@ def begin_with(
 def replay(
     log: Sequence[bytes], copies: Copies, fetch: Callable[[Part], Vector]
 ) -> tuple[State, list[Entry]]:
-    """Read a whole log, with an arithmetic of one's own."""
+    """Read a whole log with its own copies. Return the state and the entries."""
     state, entries = State(copies.checksum), list[Entry]()
     for sequence, raw in enumerate(log, start=1):
         outcome = state.read(sequence, raw)
