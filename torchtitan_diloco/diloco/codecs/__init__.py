@@ -1,5 +1,4 @@
-"""Wire formats of fragments, by name. docs/wire-formats.md defines their bits and says how to add
-one."""
+"""Wire formats of fragments. See docs/wire-formats.md for their bits and for how to add one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,12 +50,12 @@ def build_codec(config: Quantization) -> Codec:
 
 
 def bits_per_parameter(codec: Codec) -> float:
-    """Return the bits on the wire per parameter, with the scales of blocks and without headers."""
+    """Return the bits per parameter on the wire, with scales and without headers."""
     return 8 * codec.wire_bytes(2**20) / 2**20
 
 
 def describe(config: Quantization) -> str:
-    """Describe the wire format in one line, for the start of a run."""
+    """Describe the wire format in one line."""
     codec = build_codec(config)
     text = f"{codec.name}, {bits_per_parameter(codec):g} bits a parameter"
     if isinstance(codec, BlockCodec):

@@ -1,5 +1,4 @@
-"""The interface of a wire format, and the formats without scales: one value after the other,
-little-endian."""
+"""Interface of wire formats, and the formats without scales: consecutive little-endian values."""
 
 from abc import ABC, abstractmethod
 
@@ -7,14 +6,14 @@ import torch
 from torch import Tensor
 
 UNIT = 1024
-"""Values cut at a multiple of this can be encoded piece by piece into consecutive bytes."""
+"""Pieces of a multiple of this many values can be encoded separately, into consecutive bytes."""
 BIAS = 127
 """Exponent bias of fp32 and of scale bytes."""
 LOWEST = BIAS - 100
-"""Smallest scale byte. A block of smaller values is rounded as if they were that large, so that no
-number on the way is subnormal: processors are slow with subnormal numbers, or drop them."""
+"""Smallest scale byte, also for blocks of smaller values. It keeps intermediate results from being
+subnormal, as processors are slow with subnormal numbers or flush them to zero."""
 NOT_FINITE = 255
-"""Scale byte of a block with a NaN or an infinity. All its values are decoded as NaN."""
+"""Scale byte of a block with a NaN or infinity. All its values are decoded as NaN."""
 
 
 class Scratch:
@@ -35,29 +34,28 @@ class Scratch:
 class Codec(ABC):
     """Converts fp32 values to bytes and back, in buffers of the caller.
 
-    A format has no header and keeps no state between calls: `wire_bytes(UNIT * k + n)` is `k *
-    wire_bytes(UNIT) + wire_bytes(n)`, and the payload of values that are cut at multiples of UNIT
-    is the payloads of the pieces, one after the other. Callers can thus go through large buffers
-    in pieces that stay in cache. Scratch buffers are kept, so one codec serves one thread.
+    There is no header and no state. If values are cut at multiples of UNIT, their payload is the
+    concatenation of the payloads of the pieces, so callers can process pieces that fit the cache:
+    `wire_bytes(UNIT * k + n)` is `k * wire_bytes(UNIT) + wire_bytes(n)`. A codec keeps scratch
+    buffers, so it must be used by one thread only.
 
-    All workers must get the same bits: encode and decode without reductions whose order depends on
-    the number of threads, and overwrite the whole payload, whose old contents are arbitrary.
-    `docs/wire-formats.md` lists the places that know a format by name.
+    All workers must get the same bits: avoid reductions whose order depends on the number of
+    threads, and write the whole payload. `docs/wire-formats.md` lists the places that know a format
+    by name.
     """
 
     is_fp32 = False
-    """Payloads are the values as they lie in memory, so they need not be copied to be sent or
-    read."""
+    """A payload is the memory of the values, so it can be sent and read without a copy."""
     is_sparse = False
-    """Most values are decoded as zero, but fewer of a mean of many workers. What is not sent is a
-    residual, which is added to the next delta."""
+    """Most values are decoded as zero, fewer in a mean of many workers. Values that are not sent
+    become a residual, which is added to the next delta."""
 
     def __init__(self, name: str) -> None:
         self.name, self._scratch = name, Scratch()
 
     @abstractmethod
     def wire_bytes(self, values: int) -> int:
-        """Return the size of the payload of `values` values."""
+        """Return the size of the payload of so many values."""
 
     @abstractmethod
     def encode(self, values: Tensor, payload: Tensor) -> None:
@@ -68,16 +66,17 @@ class Codec(ABC):
         """Decode uint8 [wire_bytes(n)] into fp32 [n]."""
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Encode values + residual. What is not sent becomes the residual; `values` is
-        overwritten."""
+        """Encode values + residual, and set residual to what is not sent. Overwrites `values`."""
         values.add_(residual)
         self.encode(values, payload)
         self.decode(payload, residual)
         torch.sub(values, residual, out=residual)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        """Write the weighted mean of the decoded payloads to `out`, summed in fp32 in the order
-        given. Only with `is_fp32` may a payload share memory with `out`."""
+        """Write the weighted mean of the decoded payloads to `out`, summed in fp32 in their order.
+
+        A payload may share memory with `out` only if `is_fp32`.
+        """
         self.decode(payloads[0], out)
         total = weights[0]
         for payload, weight in zip(payloads[1:], weights[1:], strict=True):
@@ -102,7 +101,7 @@ class Fp32Codec(Codec):
         values.view(torch.uint8).copy_(payload)
 
     def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
-        # Reads the payloads where they are, and writes `out` last, as one of them may lie there.
+        # Payloads are read in place. `out` is written last, as it may be the memory of one.
         mean, total = payloads[0].view(torch.float32), weights[0]
         for payload, weight in zip(payloads[1:-1], weights[1:-1], strict=True):
             total += weight

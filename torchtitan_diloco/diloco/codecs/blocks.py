@@ -1,7 +1,7 @@
 """Formats with a scale for every block of values: int8, and small floats of 8, 4 and 2 bits.
 
-On a CPU calling torch costs about as much as the passes over the values. So views are made once
-for each size (`Workspace`), and constants are tensors, which saves a conversion in every call.
+On a CPU, calls of torch cost about as much as the passes over the values. So views are cached by
+size (`Workspace`), and constants are tensors, which saves a conversion in every call.
 """
 
 import importlib
@@ -14,20 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.codecs.base import (
-    BIAS,
-    LOWEST,
-    NOT_FINITE,
-    UNIT,
-    Codec,
-)
+from torchtitan_diloco.diloco.codecs.base import BIAS, LOWEST, NOT_FINITE, UNIT, Codec
 from torchtitan_diloco.diloco.config import BLOCK_SIZES
 from torchtitan_diloco.utils import logger
 
 
 @cache
 def triton_kernels() -> ModuleType | None:
-    """Return the module of the GPU kernels, or None where Triton cannot be imported."""
+    """Return the module of the GPU kernels, or None if Triton cannot be imported."""
     try:
         return importlib.import_module("torchtitan_diloco.diloco.codecs.triton_kernels")
     except ImportError as error:
@@ -36,7 +30,7 @@ def triton_kernels() -> ModuleType | None:
 
 
 def kernels_name() -> str:
-    """Return what encodes and decodes on GPUs. The last bit of a mean can depend on it."""
+    """Return the name of the code that runs on GPUs. The last bit of a mean can depend on it."""
     kernels = triton_kernels()
     if kernels is None:
         return "torch"
@@ -44,8 +38,7 @@ def kernels_name() -> str:
 
 
 def kernels_for(values: Tensor) -> ModuleType | None:
-    """Return the kernels that do the work of the torch code on a GPU. The torch code defines the
-    bits."""
+    """Return the kernels for a tensor, or None for the torch code, which defines the bits."""
     # TRITON_INTERPRET=1, set before Triton is imported, runs the kernels on a CPU, slowly.
     if values.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         return triton_kernels()
@@ -53,23 +46,23 @@ def kernels_for(values: Tensor) -> ModuleType | None:
 
 
 class Format(NamedTuple):
-    """Parameters that define the bits of a format. The kernels are compiled for each."""
+    """Parameters that define the bits of a format, and constants of the GPU kernels."""
 
     block: int
     bits: int
     mantissa: int
     unit_exponent: int
     most_steps: float
-    """The largest value of the grid, in steps."""
+    """Largest value of the grid, in steps."""
     carry: int
-    """Added to the bits of a block's largest value, it makes their exponent that of the scale, one
-    more if the mantissa is larger than that of the grid's largest value."""
+    """Added to the bits of a block's largest value, it makes their exponent that of the scale. It
+    carries into the exponent if the mantissa is larger than that of the grid's largest value."""
     highest: int
     """Largest scale byte: the decoded top is finite, and the inverse of a step is not subnormal."""
 
 
 class Workspace:
-    """Views of one buffer, in which a number of whole units is encoded and decoded."""
+    """Views of one buffer, for encoding and decoding a number of whole units."""
 
     def __init__(self, buffer: Tensor, values: int, form: Format) -> None:
         units, blocks = values // UNIT, values // form.block
@@ -80,11 +73,11 @@ class Workspace:
         self.moved, self.word = parts[1].view(torch.float32), parts[1].view(torch.int32)
         self.moved_blocks = self.moved.view(blocks, -1)
         self.codes = parts[2]
-        # The codes of one byte as a word: merged, they are its lowest byte.
+        # The codes of one byte as a word: they are merged in its lowest byte.
         self.words = self.codes.view({8: torch.int8, 4: torch.int16, 2: torch.int32}[form.bits])
         self.word_rows = self.words.view(units, -1)
         self.shifted = parts[1][:values].view(self.words.dtype)
-        # Packed bytes as indices of a table, while decoding.
+        # Packed bytes as indices of the decoding table.
         self.bytes = self.signs[: self.words.numel()]
         self.byte_rows = self.bytes.view(units, -1)
         self.largest, self.largest_bits = parts[3].view(torch.float32), parts[3].view(torch.int32)
@@ -95,16 +88,16 @@ class Workspace:
 
 
 class BlockCodec(Codec):
-    """Base of the formats with blocks. They differ in the grid of values that codes stand for.
+    """Base class of formats with blocks, which differ in the grid of values that codes represent.
 
-    Values are divided by their block's scale and by the step of the grid, which loses nothing, as
-    both are powers of two. Codes are then found for the numbers from 0 to `most_steps`.
+    Values are divided by the scale of their block and by the step of the grid. Both are powers of
+    two, so this is exact. The quotients, from 0 to `most_steps`, are then rounded to codes.
     """
 
     bits: int
     """Size of a code."""
     mantissa = -1
-    """Bits of the mantissa in a code, or -1 if codes are whole numbers with a sign."""
+    """Mantissa bits of a code, or -1 if codes are signed integers."""
     unit_exponent: int
     """The step of the grid is 2 ** unit_exponent."""
     top: float
@@ -133,7 +126,7 @@ class BlockCodec(Codec):
         )
         exponents = torch.arange(256, dtype=torch.int32) + self.unit_exponent
         self._steps = (exponents << 23).view(torch.float32)
-        """The step for each scale byte."""
+        """Step by scale byte."""
         self._steps[NOT_FINITE] = torch.nan
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._workspaces: dict[int, Workspace] = {}
@@ -179,12 +172,12 @@ class BlockCodec(Codec):
             super().average(payloads, weights, out)
 
     def _sizes(self, values: int) -> list[int]:
-        """Return the bytes of the codes and of the scales of at most one unit."""
+        """Return the bytes of the codes and scales of up to one unit."""
         return [-(-values * self.bits // 8), -(-values // self.block_size)]
 
     def _last_unit(self, rest: int, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return zeros for the values of a unit and for its payload, and the parts of the payload
-        that are sent when the unit has only `rest` values."""
+        """Return zeros for the values and the payload of a unit, and the parts of the payload that
+        are sent if the unit has only `rest` values."""
         full = self._scratch.get("last unit", UNIT, torch.float32, device).zero_()
         unit = self._scratch.get("its payload", sum(self._unit_sizes), torch.uint8, device).zero_()
         parts = zip(unit.split(self._unit_sizes), self._sizes(rest), strict=True)
@@ -211,7 +204,7 @@ class BlockCodec(Codec):
         torch.amax(room.blocks, dim=1, out=room.largest)
         torch.add(room.largest_bits, self._carry, out=room.scales)
         room.scales.bitwise_right_shift_(self._shift).clamp_(LOWEST, self.format.highest)
-        # The inverse of a power of two has the negative exponent.
+        # The inverse of a power of two has the negated exponent.
         torch.add(self._inverse, room.scales, alpha=-(2**23), out=room.steps_bits)
         room.blocks.mul_(room.step_column)
         if not room.largest.max().item() <= self._largest:
@@ -231,7 +224,7 @@ class BlockCodec(Codec):
     @abstractmethod
     def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
         """Round `room.magnitudes`, the magnitudes of `values` in steps, and write the codes, uint8
-        [units, bytes]. The workspace may be overwritten, but not its scales."""
+        [units, bytes]. May overwrite the workspace except its scales."""
 
     @abstractmethod
     def _unpack(self, codes: Tensor, room: Workspace, blocks: Tensor) -> None:
@@ -239,7 +232,7 @@ class BlockCodec(Codec):
 
 
 class Int8Codec(BlockCodec):
-    """Whole numbers from -127 to 127, times the scale of the block."""
+    """Integers from -127 to 127, times the scale of the block."""
 
     bits, unit_exponent, top = 8, 0, 127.0
 
@@ -255,8 +248,8 @@ class Int8Codec(BlockCodec):
 class MiniFloatCodec(BlockCodec):
     """Floats of a few bits without NaN or infinity, times the scale of the block.
 
-    A code without its sign is an exponent followed by a mantissa, as in fp32, and in both the bits
-    are ordered as the numbers are. So codes are found by rounding the bits of fp32.
+    Like fp32, a code without its sign is an exponent followed by a mantissa, so its bits are in the
+    order of the numbers. Codes are thus computed by rounding the bits of fp32.
     """
 
     def __init__(
@@ -269,25 +262,23 @@ class MiniFloatCodec(BlockCodec):
         bias: int,
         top: float,
     ) -> None:
-        """`exponent` and `mantissa` are numbers of bits; `top` is the largest value that is
-        used."""
+        """`exponent`, `mantissa`: numbers of bits. `top`: the largest value that is used."""
         self.bits, self.mantissa, self.top = 1 + exponent + mantissa, mantissa, top
         self.unit_exponent = 1 - bias - mantissa
         super().__init__(name, block_size)
         self._half_of_normal = torch.tensor(2.0 ** (mantissa - 1))
         self._cut = 23 - mantissa
         self._cut_tensor = torch.tensor(self._cut, dtype=torch.int32)
-        # What is added to the bits of a number, in halves of the last bit that is kept: one half,
-        # which rounds ties away from zero; less the bits that stand for 0; and a negative number's
-        # sign bit. That one is less 2**32, as the clamp in _pack needs the constant of negative
-        # numbers to be the smaller.
+        # Constants to add to the bits of a number, in halves of the last bit that is kept: one
+        # half, which rounds ties away from zero; minus the bits of 0; plus the sign bit of negative
+        # numbers. The latter is reduced by 2**32, as the clamp in _pack needs the constant of
+        # negative numbers to be the smaller one.
         zero = (126 + mantissa) << mantissa
         self._if_positive = 1 - 2 * zero
         self._if_negative = self._if_positive + 2**self.bits - 2 ** (33 - self._cut)
         self._merges = {8: (), 4: (4,), 2: (6, 12)}[self.bits]
-        """Shifts that bring the codes of a word together in its lowest byte."""
-        # The values of every byte. One entry is as wide as all of them, so it is read with one
-        # look-up.
+        """Shifts that merge the codes of a word in its lowest byte."""
+        # The values of every byte, in one entry each, so that a byte takes one look-up.
         entry = {8: torch.float32, 4: torch.int64, 2: torch.complex128}[self.bits]
         codes = torch.arange(256)[:, None] >> torch.arange(0, 8, self.bits) & (2**self.bits - 1)
         self._table = self._grid()[codes].view(entry).view(-1)
@@ -301,13 +292,12 @@ class MiniFloatCodec(BlockCodec):
         return torch.cat((steps, -steps))
 
     def _pack(self, values: Tensor, room: Workspace, codes: Tensor) -> None:
-        # From 2**M on, the grid has the steps of fp32 numbers with M bits of mantissa. Below it
-        # has steps of 1 down to 0, so numbers are moved to where fp32 has such steps: y -> (y +
-        # 2**M) / 2, which is larger than y if y < 2**M.
+        # From 2**M on, the grid has the steps of fp32 numbers with M bits of mantissa. Below, it
+        # has steps of 1 down to 0, so numbers are moved to where fp32 has such steps:
+        # y -> (y + 2**M) / 2, which is larger than y if y < 2**M.
         torch.add(self._half_of_normal, room.magnitudes, alpha=0.5, out=room.moved)
         torch.maximum(room.magnitudes, room.moved, out=room.moved)
-        # As int32, negative numbers lie below both constants, all others above: a clamp selects
-        # one.
+        # As int32, negative numbers are below both constants and others above: clamp selects one.
         bits = values.view(torch.int32)
         torch.clamp(bits, self._if_negative, self._if_positive, out=room.signs)
         room.word.add_(room.signs, alpha=2 ** (self._cut - 1)).bitwise_right_shift_(

@@ -1,7 +1,4 @@
-"""The largest values of each unit, as places and two-bit values: SparseLoCo (arXiv 2508.15706).
-
-What is not sent is added to the next delta.
-"""
+"""The largest values of each unit, as places and two-bit values: SparseLoCo (arXiv 2508.15706)."""
 
 import torch
 from torch import Tensor
@@ -10,15 +7,15 @@ from torchtitan_diloco.diloco.codecs.base import UNIT, Codec
 from torchtitan_diloco.diloco.codecs.blocks import kernels_for
 
 PLACE_BITS = 10
-"""Bits of a place in its unit. An entry adds one for the upper level and one for the sign."""
+"""Bits of a place in its unit. An entry also has a bit for the upper level and one for the sign."""
 ENTRY_BITS = PLACE_BITS + 2
 ORDER = 0x7FFFFFFF & -UNIT
-"""The bits of a magnitude that decide what is sent. Of equal ones the first are."""
+"""Bits of a magnitude that are compared. Of equal ones, the first are sent."""
 SCALE = 0x7FFF0000
-"""The bits of a magnitude in a scale: those of bf16."""
+"""Bits of a magnitude that are kept in a scale: those of bf16."""
 CUT, LEVELS = 15 / 32, (3 / 16, 3 / 4)
-"""Values are sent as one of two levels between the least magnitude that is sent and the greatest.
-They suit an exponential tail: most values are near the least."""
+"""Values are sent as one of two levels between the smallest and the largest magnitude that is sent.
+They suit an exponential tail, where most values are near the smallest."""
 
 assert 2**PLACE_BITS == UNIT
 
@@ -43,7 +40,7 @@ class TopKCodec(Codec):
         elif values.numel():
             words = self._in_units(values).view(torch.int32)
             reverse = torch.arange(UNIT, dtype=torch.int32, device=values.device).flip(0)
-            order = words.bitwise_and(ORDER).bitwise_or_(reverse)  # no two are equal
+            order = words.bitwise_and(ORDER).bitwise_or_(reverse)  # all different
             places = UNIT - 1 - order.topk(self.top_values).values.bitwise_and_(UNIT - 1)
             sent = words.gather(1, places.long())
             magnitudes = sent.bitwise_and(0x7FFFFFFF).view(torch.float32)
@@ -65,7 +62,7 @@ class TopKCodec(Codec):
         scales = _read_bytes(rows[:, -4:].unflatten(1, (-1, 2))) << 16
         low, high = scales.view(torch.float32).split(1, dim=1)
         lower, upper = (low + (high - low) * level for level in LEVELS)
-        lower = lower.where(low != 0, 0)  # in a unit with fewer values than entries
+        lower = lower.where(low != 0, 0)  # of a unit with fewer values than entries
         magnitudes = torch.where((entries >> PLACE_BITS & 1).bool(), upper, lower)
         sent = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
         whole = values.numel() % UNIT == 0
@@ -75,14 +72,14 @@ class TopKCodec(Codec):
             values.copy_(units.view(-1)[: values.numel()])
 
     def _in_units(self, values: Tensor) -> Tensor:
-        """Return values in rows of a unit, the last one filled up with zeros."""
+        """Return the values as rows of units, padded with zeros."""
         if missing := -values.numel() % UNIT:
             values = torch.cat((values, values.new_zeros(missing)))
         return values.view(-1, UNIT)
 
 
 def _write_bytes(words: Tensor, room: Tensor) -> None:
-    """Write the lower bytes of each word, the lowest first, as many as there is room for."""
+    """Write as many lower bytes of each word as there is room for, little-endian."""
     for number in range(room.shape[2]):
         room[..., number] = words >> 8 * number & 0xFF
 

@@ -2,13 +2,13 @@
 # (Triton's language has Python's syntax, but not its types.)
 """GPU kernels of the formats with blocks: one pass over memory, where torch takes a dozen.
 
-blocks.py and base.py say what each line computes, and the kernels make the same
-bits. One program works on one unit of 1024 values, as a tile of its blocks: [blocks, values of a
-block]. The last tile is filled up with zeros, and masks keep those from being stored.
+The kernels compute the same bits as blocks.py and topk.py, which explain the computation. A program
+processes one unit of 1024 values as a tile [blocks, values of a block]. The last tile is padded
+with zeros, and masks exclude the padding from stores.
 
-The bits are the same because scales are powers of two, so products are exact, and because sums
-that round are one fp32 operation each: `enable_fp_fusion=False` forbids the compiler to merge them
-with a product. Triton keeps subnormal numbers.
+The bits are the same as scales are powers of two, so products are exact, and as
+`enable_fp_fusion=False` keeps the compiler from fusing sums with products. Triton does not flush
+subnormal numbers.
 """
 
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ def encode(values, payload, form):
 
 
 def average(payloads, weights, out, form):
-    """Write the weighted mean of the payloads to `out`. One payload is decoded."""
+    """Write the weighted mean of the payloads to `out`. One payload is simply decoded."""
     total, shares = 0.0, []
     for weight in weights:
         total += weight
@@ -52,8 +52,8 @@ def encode_largest(values, payload, top_values):
 
 
 def _sizes(values, form):
-    """Return the number of values and of the bytes of their codes. Both are arguments of the
-    kernels, as Triton then sees if they are multiples of 16, and stores several bytes at once."""
+    """Return the number of values and the bytes of their codes. As arguments of a kernel, Triton
+    checks if they are multiples of 16, to vectorize stores."""
     return values.numel(), -(-values.numel() * form.bits // 8)
 
 
@@ -61,7 +61,7 @@ def _launch(kernel, values, *arguments, **constants):
     assert values.dtype == torch.float32
     assert values.is_contiguous()
     units = -(-values.numel() // UNIT.value)
-    # The GPU of the tensors need not be the current one of this thread.
+    # The GPU of the tensors may not be the current device of this thread.
     with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
         if units:
             kernel[(units,)](*arguments, **constants, enable_fp_fusion=False)
@@ -74,7 +74,7 @@ def encode_units(values, payload, n, size, FORM: tl.constexpr):
     real = first + inside < n
     x = tl.load(values + first + inside, mask=real, other=0.0)
 
-    # Bits of magnitudes are ordered as the magnitudes are, with infinity and NaN above all of them.
+    # Bits are in the order of magnitudes, with infinity and NaN above all others.
     word = x.to(tl.int32, bitcast=True)
     largest = tl.max(word & MAGNITUDE, axis=1)
     scale = tl.minimum(tl.maximum((largest + FORM.carry) >> 23, LOWEST), FORM.highest)
@@ -94,11 +94,11 @@ def encode_units(values, payload, n, size, FORM: tl.constexpr):
 
 @triton.jit
 def average_units(payloads, shares, out, n, size, COUNT: tl.constexpr, FORM: tl.constexpr):
-    """Take the running mean: shares[i] is the weight of payload i in the mean of those up to it.
+    """Compute a running mean. shares[i]: weight of payload i in the mean of the first i + 1.
 
-    As torch.lerp, it starts from the end that is nearer. It is one fused multiply-add here, on
-    every GPU; on CPUs without AVX2 torch makes two operations of it, which round twice, so the
-    last bit of a mean can differ. Workers compare `kernels_name` at start.
+    Like torch.lerp, start from the nearer end. This is a fused multiply-add on every GPU. On CPUs
+    without AVX2, torch rounds twice, so the last bit of a mean can differ: workers compare
+    `kernels_name` at start.
     """
     first = tl.program_id(0).to(tl.int64) * UNIT
     inside = _inside(FORM)
@@ -121,8 +121,8 @@ def _inside(FORM: tl.constexpr):
 
 @triton.jit
 def _layout(payload, n, size, FORM: tl.constexpr):
-    """Return the addresses of this unit's codes, [blocks, bytes of a block], and which of them
-    exist; then those of its scales, [blocks]."""
+    """Return the addresses and masks of this unit's codes, [blocks, bytes of a block], and of its
+    scales, [blocks]."""
     blocks: tl.constexpr = UNIT // FORM.block
     block_bytes: tl.constexpr = FORM.block * FORM.bits // 8
     unit_bytes: tl.constexpr = UNIT * FORM.bits // 8
@@ -163,7 +163,7 @@ def _step(scale, FORM: tl.constexpr):
 
 @triton.jit
 def _whole_code(magnitude, word):
-    # fp32 has steps of 1 from 2**23 on, so the sum is rounded to a whole number.
+    # fp32 has steps of 1 from 2**23 on, so the sum is rounded to an integer.
     number = (magnitude + TWO_TO_23).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(word < 0, -number, number) & 0xFF
 
@@ -179,8 +179,8 @@ def _float_code(magnitude, word, FORM: tl.constexpr):
 
 @triton.jit
 def _in_steps(code, FORM: tl.constexpr):
-    """Return the grid value of each code in steps. For a small float the move in `_float_code` is
-    undone: below 2**M, 2 * moved - 2**M is the smaller number."""
+    """Return the grid value of each code in steps. For small floats, undo the move in
+    `_float_code`: below 2**M, 2 * moved - 2**M is the smaller number."""
     if FORM.mantissa < 0:
         steps = ((code << 24) >> 24).to(tl.float32)
     else:
@@ -194,7 +194,7 @@ def _in_steps(code, FORM: tl.constexpr):
 
 @triton.jit
 def encode_largest_of_units(values, payload, n, TOP: tl.constexpr):
-    """Do what TopKCodec.encode() does. Entries are pairs of 12 bits in 3 bytes."""
+    """Compute TopKCodec.encode(). Two entries of 12 bits are stored in 3 bytes."""
     unit = tl.program_id(0).to(tl.int64)
     here, rank = values + unit * UNIT, tl.arange(0, UNIT)
     word = tl.load(here + rank, mask=unit * UNIT + rank < n, other=0.0).to(tl.int32, bitcast=True)
