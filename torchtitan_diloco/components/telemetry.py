@@ -1,16 +1,15 @@
-"""Telemetry of a run: what is measured, how ranks gather it, and which records come of it.
+"""Telemetry of a run: measurements, their sums over ranks, and records.
 
-Every rank counts `COUNTED` and the outer loop's metrics. At a logged step the ranks begin to sum
-their counts, by worker, and the numbers of the rounds since then (round_records.py). They do not
-wait for each other: the sums are read after the step in which they have come. The first rank then
-writes a record of the step and one of each round to metrics.jsonl (records.py), shows the step on
-the boards, and writes a line to the console.
+Every rank counts `COUNTED` and the outer loop's metrics. At a logged step, ranks start to sum their
+counters and the numbers of the rounds since the last one (round_records.py), by worker. They do not
+wait for each other: the sums are read after a later step, as soon as they are complete. The first
+rank then writes a record of the step and of each round to metrics.jsonl (records.py), shows the
+step on the boards, and logs a line.
 
-To add a metric: count it on every rank, in the outer loop's metrics or with an entry in `COUNTED`
-and `Telemetry.count`, under a name with a slash. It is written and shown then, and its sum over the
-run is in `Telemetry.totals`. What follows from several sums is computed in
-`Telemetry._step_record`. A curve that is shown first is in board.FIRST. Describe it in
-docs/report.md.
+To add a metric, count it on every rank, under a name with a slash: in the outer loop's metrics, or
+with an entry in `COUNTED` and `Telemetry.count`. It is then written, shown, and summed over the run
+in `Telemetry.totals`. Compute values from several sums in `Telemetry._step_record`. Put curves that
+are shown first in board.FIRST. Describe the metric in docs/report.md.
 """
 
 import math
@@ -38,29 +37,23 @@ from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, total
 from torchtitan_diloco.distributed.collectives import PendingSums
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import (
-    GIB,
-    clock,
-    logger,
-    peak_flops,
-    peak_memory_bytes,
-)
+from torchtitan_diloco.utils import GIB, clock, logger, peak_flops, peak_memory_bytes
 
 Batch = tuple[Tensor, Tensor]
 OF_WORKER = ("steps", "seconds", "squares")
-"""Steps, seconds of compute in them, and the sum of their squares. They are kept for each worker:
-the planner takes step time and jitter from them."""
+"""Steps, their seconds of compute, and the sum of squares of these. Totals are kept by worker, for
+step time and jitter in the planner."""
 TIMES = ("time/wall_seconds", "time/step_seconds", "time/data_seconds", "time/agreement_seconds")
 COUNTED = (*OF_WORKER, "cross_entropy", "tokens", "gradient_norm", "skipped_steps", *TIMES)
-"""Counters of a rank between two logged steps. Those with a slash in their name are written: as a
-sum over ranks if the name ends in _bytes, else as a mean."""
+"""Counters of a rank between two logged steps. Names with a slash are written: as a sum over ranks
+if they end in _bytes, else as a mean."""
 HIDDEN = "diloco/hidden_percent_mean_over_ranks"
 KEPT_ROUNDS = 1000
-"""Latest round records, for the trace file and the planner. All of them are in metrics.jsonl."""
+"""Latest round records to keep for the trace file and the planner."""
 
 
 def worker_key(worker: int, name: str) -> str:
-    """Return the key in `Telemetry.totals` of a counter of OF_WORKER."""
+    """Return the key of a counter of OF_WORKER in `Telemetry.totals`."""
     return f"worker_{worker}/{name}"
 
 
@@ -73,24 +66,24 @@ class StepResult(NamedTuple):
 
 
 class _LoggedStep(NamedTuple):
-    """Logged step whose sums over ranks are in flight."""
+    """A logged step whose sums over ranks are in flight."""
 
     step: int
     progress: str
-    """Of the run, such as "30/250", or "12 %" of one that islands share."""
+    """Text such as "30/250", for islands with the progress of the run in percent."""
     steps_left: float
     record: Record
     rounds: list[Round]
     sums: PendingSums
-    """Of each worker: its counters, peak memory and longest gap by rank, and each round."""
+    """By worker: counters, peak memory and longest gap by rank, and the numbers of each round."""
 
 
 class Telemetry:
-    """Measures the steps of a run, sums them over ranks, and writes records.
+    """Measures the steps of a run, sums measurements over ranks, and writes records.
 
     Call `measure` for every step, `open` after a step that is logged, and `publish` after every
-    step. `folder` is the run's, None to write nothing. A resumed run continues `state`. `settings`
-    are what the boards compare runs by.
+    step. `folder`: of the run, None to write nothing. `state`: of the run that is resumed.
+    `settings`: those by which boards compare runs.
     """
 
     def __init__(
@@ -115,7 +108,7 @@ class Telemetry:
         self._table = RoundTable(world, outer.fragment_names, clock_start=self._started)
         self._in_flight: deque[_LoggedStep] = deque()
         self.totals: dict[str, float] = dict(state.totals)
-        """Sums over the run and all ranks of the counters that are written, and worker keys."""
+        """Sums of written counters over the run and all ranks, and of OF_WORKER by `worker_key`."""
         self.counted_after_step = state.counted_after_step
         self.round_records: deque[RoundRecord] = deque(maxlen=KEPT_ROUNDS)
         where = folder if world.is_first else None
@@ -134,13 +127,13 @@ class Telemetry:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds of the whole run, including those before a resume."""
+        """Seconds of the run, including those before a resume."""
         return time.perf_counter() - self._started
 
     # --- every step -------------------------------------------------------------------------------
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and count how long training waits for them."""
+        """Yield the batches, and count the time of waiting for them."""
         started = time.perf_counter()
         for batch in batches:
             self.count("time/data_seconds", time.perf_counter() - started)
@@ -161,10 +154,10 @@ class Telemetry:
             self.count("tokens", self.plan.tokens_per_step / self.plan.ranks)
         self._counters["gradient_norm"] = result.gradient_norm  # of the last step
         self._live.update()
-        self._rounds += self._outer.rounds()  # at every step: only the latest are kept there
+        self._rounds += self._outer.rounds()  # at every step, as it keeps only the latest
 
     def _waited(self) -> float:
-        """Return the seconds spent on data since the last logged step, and on communication."""
+        """Return seconds of waiting for data and communication, for differences within a step."""
         return self._counters["time/data_seconds"] + self._outer.exposed_seconds
 
     def count(self, name: str, value: float) -> None:
@@ -181,10 +174,10 @@ class Telemetry:
     def open(
         self, step: int, lr: float, agreement_seconds: float = 0.0, done: float | None = None
     ) -> None:
-        """Log the steps since the last logged one. Every rank calls it at the same steps.
+        """Log the steps since the last logged one. Collective.
 
-        `agreement_seconds`: how long the training thread has waited in this process, so far, for
-        all ranks to agree on something. `done`: steps of the run, if islands take them together.
+        `agreement_seconds`: total time for which the training thread of this process has waited
+        for agreement of all ranks. `done`: steps of the whole run, if islands share it.
         """
         progress, steps_left = self._progress(step, done)
         world, now, where = self.world, time.perf_counter(), f"up to step {step}"
@@ -208,7 +201,7 @@ class Telemetry:
         self._counters, self._rounds = dict.fromkeys(COUNTED, 0.0), []
 
     def _progress(self, step: int, done: float | None) -> tuple[str, float]:
-        """Return the progress of the run, and the own steps left at the rate since the last one."""
+        """Return the progress of the run, and the steps left to this island or run at its rate."""
         whole, own = self.plan.total_steps, self._counters["steps"]
         if done is None:
             return f"{step:>{len(str(whole))}}/{whole}", whole - step
@@ -218,12 +211,12 @@ class Telemetry:
         return f"{step:>{len(str(whole))}}  run {100 * min(1.0, done / whole):.0f} %", left
 
     def _of_rank(self, value: float) -> dict[str, float]:
-        """Return what stays a number of this rank in the sums over its worker."""
+        """Key a value by rank, so that the sum over the worker keeps the value of each rank."""
         own = self.world.rank_in_worker
         return {str(n): value if n == own else 0.0 for n in range(self.world.ranks_per_worker)}
 
     def publish(self, *, all: bool = False) -> None:
-        """Write the logged steps whose sums have come, or wait for all of them."""
+        """Write the logged steps whose sums are complete, or wait for all."""
         while self._in_flight and (all or self._in_flight[0].sums.is_complete):
             logged = self._in_flight.popleft()
             started = time.perf_counter()
@@ -245,7 +238,7 @@ class Telemetry:
     def _step_record(
         self, counters: Sequence[Mapping[str, float]], rounds: Sequence[RoundRecord]
     ) -> Record:
-        """Return what follows from the counters of each worker, and add those to the totals."""
+        """Return the record of the counters of each worker, and add the counters to the totals."""
         size, workers = self.world.size, self.world.workers
         sums = total(counters)
         steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
@@ -289,15 +282,15 @@ class Telemetry:
     # --- other records ----------------------------------------------------------------------------
 
     def write(self, step: int, record: Record) -> None:
-        """Write global numbers, such as those of a validation."""
+        """Write a record of global numbers, such as those of a validation."""
         self.files.write({"step": step} | record)
 
     def write_trace(self) -> None:
-        """Write a trace file of the latest rounds. This is slow."""
+        """Write a trace file of the latest rounds, which is slow."""
         self.files.write_trace(self.round_records)
 
     def __enter__(self) -> Self:
-        if not self._live.disable:  # or the lines of the log would break into it
+        if not self._live.disable:  # log lines must not break the bar
             self._stack.enter_context(logging_redirect_tqdm([logger]))
         return self
 
@@ -314,8 +307,8 @@ def _largest(numbers: Mapping[str, float]) -> float:
 def time_shares(sums: Mapping[str, float]) -> Record:
     """Return the shares of the wall time in percent.
 
-    With data parallelism, communication is a part of the backward pass: it is not known by itself
-    (None) and counts as compute. Waiting for ranks to agree is communication that is exposed.
+    Waiting for agreement of ranks is exposed communication. With data parallelism, communication
+    is part of the backward pass: its share is unknown (None) and counts as compute.
     """
     wall, steps, data, agreement = (sums[name] for name in TIMES)
 
