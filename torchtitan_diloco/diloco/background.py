@@ -1,7 +1,6 @@
-"""A thread that runs one task after the other and never keeps the process alive.
+"""A daemon thread that runs tasks in order, and a guard against concurrent calls.
 
-Python joins the threads of concurrent.futures at exit: one that waits for a dead worker would hang
-the process.
+Executors of concurrent.futures are joined at exit: one that waits for a dead worker would hang.
 """
 
 import threading
@@ -18,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @contextmanager
 def alone(lock: "threading.RLock", name: str) -> Iterator[None]:
-    """Hold the lock, or refuse the call of `name` while another thread holds it."""
+    """Hold the lock, or raise if another thread holds it. `name`: the method that is called."""
     if not lock.acquire(blocking=False):
         raise RuntimeError(
             f"{name}() was called from thread {threading.current_thread().name} while another "
@@ -31,7 +30,7 @@ def alone(lock: "threading.RLock", name: str) -> Iterator[None]:
 
 
 def one_at_a_time(method: Method) -> Method:
-    """Refuse a call while another thread is inside a method of the same object."""
+    """Raise if another thread is inside a method of the same object."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +48,7 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
-        """Run the task after those submitted before it. An error is raised by the future."""
+        """Queue a task and return a future for its result or error."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} has been closed: make a new object instead")
         future: Future[Result] = Future()
@@ -57,7 +56,7 @@ class BackgroundThread:
         return future
 
     def close(self, timeout: float) -> None:
-        """End the thread after its last task; wait at most `timeout` seconds for that."""
+        """End the thread after the queued tasks, and wait up to `timeout` seconds for it."""
         self._closed = True
         self._tasks.put(None)
         if threading.current_thread() is not self._thread:  # a task may drop the last reference
@@ -70,4 +69,4 @@ class BackgroundThread:
                 future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
-            del future, task, item  # otherwise the last result lives until the next task
+            del future, task, item  # or the result would live until the next task

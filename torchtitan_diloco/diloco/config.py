@@ -143,20 +143,17 @@ class DiLoCoConfig(Section):
 
 
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Numbers of values that may share a scale: the divisors of the wire formats' unit."""
+"""Allowed block sizes: divisors of `codecs.UNIT`."""
 MOST_TOP_VALUES = 256
 FEW_ROUNDS = 100
-"""Runs with fewer outer rounds than this are known to stay behind data parallelism."""
+"""With fewer outer rounds, the loss is known to stay behind data parallelism."""
 
 Mistakes = Iterator[tuple[str, str]]
-"""Dotted keys of settings, each with what is wrong about it."""
+"""Pairs of the dotted key of a setting and what is wrong with it."""
 
 
 def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
-    """Check settings of the outer loop that depend on each other.
-
-    `islands`: whether workers are islands.
-    """
+    """Check settings that depend on each other. `islands`: whether workers are islands."""
     every, first = diloco.sync_every, diloco.beginning
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'

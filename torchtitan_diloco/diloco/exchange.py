@@ -1,15 +1,14 @@
-"""The weighted mean of every worker's delta over the inter-worker group.
+"""Weighted mean of the workers' deltas.
 
-Every value is encoded once by its sender and averaged in fp32 in the order of the workers. All
-workers decode the same bytes, their own included, so they end with the same bits. With two workers,
-and with sparse deltas, each sends all it has to the others. Otherwise each worker owns a slice of
-every chunk: it receives the others' values of it, and sends the mean to all, encoded a second time.
+Each sender encodes its delta once. Values are averaged in fp32 in the order of workers, and every
+worker decodes the same bytes, including its own, so all get the same bits. With two workers, or
+with sparse deltas, each worker sends its whole delta to all others. Otherwise each worker averages
+one slice of every chunk and sends the mean, encoded again, to all others.
 
-Messages go from worker to worker and not through collectives, so that a lost worker is known by
-name. The headers go first, then the delta in chunks: some are in flight while others are encoded
-and decoded. On a CPU chunks are processed in pieces that fit the cache, and fp32 is sent from where
-it lies. A delta on a GPU is encoded and averaged there, on the stream of the caller, and only the
-encoded bytes pass through host memory.
+Messages are point-to-point, so that an error can name the lost worker. After the headers, the delta
+is sent in chunks, which overlaps transfers with encoding and decoding. On a CPU, chunks are
+processed in pieces that fit the cache, and fp32 is sent without a copy. Deltas on a GPU are encoded
+and averaged there, on the caller's stream: only encoded bytes pass through host memory.
 """
 
 import time
@@ -37,40 +36,40 @@ from torchtitan_diloco.diloco.transport import (
 CHUNK = 8 * BLOCK
 """Values in one message (2 MB in fp32)."""
 IN_FLIGHT = 2**23
-"""Bytes in chunks in flight at once: long links need as many as they carry in a round trip, here
-70 ms at 1 Gbit/s. Buffers take memory when they are first used."""
+"""Bytes in flight at once: the bandwidth-delay product of a long link, here 1 Gbit/s with 70 ms.
+Buffers take memory when they are first used."""
 GPU_CHUNK, GPU_IN_FLIGHT = 2**24, 2**28
-"""The same for deltas on a GPU, where a kernel for 2 MB takes less time than its launch."""
+"""The same on a GPU, where a kernel for 2 MB takes less time than its launch."""
 PIECE = 2 * BLOCK
-"""Values encoded, decoded or averaged at once on a CPU. A format takes a dozen passes over a piece:
-smaller pieces cost calls, larger ones do not fit the cache."""
+"""Values processed at once on a CPU, in a dozen passes: larger pieces do not fit the cache, and
+smaller ones cost more calls."""
 MEANS = 1
-"""Tag of the second hop: receives of both hops are posted ahead, and must not be confused."""
+"""Tag of the second hop, as receives of both hops are posted ahead."""
 
 assert BLOCK % UNIT == GPU_CHUNK % UNIT == 0, "codecs can be called block by block"
 
 
 def chunk_and_window(largest: int, codec: Codec, *, on_gpu: bool = False) -> tuple[int, int]:
-    """Return values per chunk, and chunks in flight. `largest`: values of the largest fragment."""
+    """Return values per chunk and chunks in flight. `largest`: values of the largest fragment."""
     chunk, in_flight = (GPU_CHUNK, GPU_IN_FLIGHT) if on_gpu else (CHUNK, IN_FLIGHT)
     chunk = min(chunk, max(1, largest))
     return chunk, max(1, min(-(-largest // chunk), in_flight // codec.wire_bytes(chunk)))
 
 
 def slice_owners(workers: int, codec: Codec) -> int:
-    """Return over how many workers the averaging of a chunk is spread.
+    """Return the number of workers that share the averaging of a chunk.
 
-    It is 1 where all workers send all others everything and each averages it: two workers, and
-    sparse deltas, which are smaller than their mean.
+    1: every worker receives and averages everything. This is used for two workers, and for sparse
+    deltas, which are smaller than their mean.
     """
     return 1 if workers == 2 or codec.is_sparse else workers
 
 
 def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
-    """Return start and end of the part of a chunk that a worker averages; it may be empty.
+    """Return the range of a chunk's values that a worker averages; it may be empty.
 
-    With one owner these are all values, with more an equal part in whole units, so that the bytes
-    of a slice are contiguous in those of the chunk.
+    One owner averages the whole chunk. Several have equal slices of whole units, whose encoded
+    bytes are contiguous.
     """
     if owners == 1:
         return 0, values
@@ -80,21 +79,21 @@ def slice_bounds(values: int, owners: int, worker: int) -> tuple[int, int]:
 
 @dataclass
 class Chunk:
-    """A part of the delta on its way. Lists are by worker: of the slice that a worker averages."""
+    """A chunk of the delta and its buffers. Lists have an entry for the slice of each worker."""
 
     values: Tensor
     residual: Tensor | None
     payload: Bytes  # this worker's encoded values
     slices: list[Tensor]
     outgoing: list[Bytes]  # bytes of `payload` for each slice
-    incoming: dict[int, Bytes]  # buffers for the others' values of this worker's slice
-    means: list[Bytes]  # buffers for the encoded means of all slices
+    incoming: dict[int, Bytes]  # the others' values of this worker's slice
+    means: list[Bytes]  # encoded means of all slices
     first_hop: Messages = field(default_factory=Messages)
     second_hop: Messages = field(default_factory=Messages)
 
 
 def room(size: int, device: torch.device, *, is_read_in_place: bool = False) -> Bytes:
-    """Return buffers for encoded bytes. Bytes that are read in place need only those for gloo."""
+    """Allocate buffers for encoded bytes. Those read in place need only the copy for gloo."""
     local = torch.empty(0 if is_read_in_place else size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
         return Bytes(local)
@@ -147,16 +146,16 @@ class Exchange:
         *,
         measured: bool = False,
     ) -> tuple[list[Header], Traffic]:
-        """Replace `delta` by the weighted mean over workers, or by 0 if all weigh 0.
+        """Replace `delta` with the weighted mean over workers, or with 0 if all weights are 0.
 
-        Return all headers and the traffic. After a failure there is no other exchange on this
-        group: messages of the failed one may still be in flight.
+        Return all headers and the traffic. After a failure every call raises the same error, as
+        messages of the failed exchange may still be in flight.
 
         Args:
-            residual: what a sparse codec has not sent of this fragment so far; it is sent along,
-                and becomes what is not sent now. A worker that is left out keeps it as it is.
-            measured: compute the scalar product of the delta and the mean; not of a sparse codec,
-                which sends more than the delta.
+            residual: values of this fragment that a sparse codec has not sent yet. It is added to
+                the delta and updated, except on a worker that is left out.
+            measured: compute the dot product of the delta and the mean. Not for a sparse codec,
+                which also sends the residual.
         """
         if self._failure is not None:
             raise self._failure
@@ -173,11 +172,13 @@ class Exchange:
         return headers, self._traffic
 
     def _run(self, header: Header, delta: Tensor, residual: Tensor | None) -> list[Header]:
-        """Process the chunks in the same order on every worker, so that every message meets its
-        receiver. At most `window` chunks are in flight, in both hops together."""
+        """Process the chunks in the same order on every worker, so that messages match receives.
+
+        At most `window` chunks are in flight, in both hops together.
+        """
         greeting, headers = self._send_header(header), list[Header]()
         if residual is not None:
-            if header.flags:  # whether this worker is left out depends on the others
+            if header.flags:  # the others decide if this worker is left out
                 headers = self._read_headers(greeting)
             weight = headers[self.me].weight if headers else header.weight
             residual = residual if weight else None
@@ -195,13 +196,13 @@ class Exchange:
                 chunk = chunks[number]
                 headers = headers or self._read_headers(greeting)
                 moments = self._transport.wait(chunk.first_hop)
-                if number <= lead:  # later chunks wait for what this worker has to do before
+                if number <= lead:  # later ones also wait for this worker
                     self._traffic.note_arrivals(chunk.first_hop.sizes, moments)
                 if self._owners == 1:
                     self._average(chunk, headers, out=chunk.values)
                 else:
                     self._send_mean(chunk, headers)
-                for following in chunks[number + self._window :][:1]:  # in the same buffers
+                for following in chunks[number + self._window :][:1]:  # reuses the buffers
                     self._receive(following)
             if self._owners > 1 and 0 <= (number := step - last) < count:
                 self._transport.wait(chunks[number].second_hop)
@@ -211,9 +212,9 @@ class Exchange:
         return headers
 
     def warm_up(self, sizes: Iterable[int]) -> None:
-        """Compile the GPU's kernels for the full and the last chunk of deltas of these sizes.
+        """Compile the GPU kernels for the full and the last chunk of deltas of these sizes.
 
-        The first exchange would do it while training keeps the GPU busy.
+        Otherwise the first exchange would do so while training keeps the GPU busy.
         """
         self._traffic = Traffic()
         starts = {min(size, self._chunk) for size in sizes} | {one % self._chunk for one in sizes}
@@ -233,8 +234,10 @@ class Exchange:
 
     @contextmanager
     def _counted(self, total: str) -> Iterator[None]:
-        """Add the seconds of the body to a total of the traffic. Wait for the GPU at the end: host
-        memory is about to be sent, or to be written by gloo."""
+        """Add the seconds of the body to a field of the traffic.
+
+        Wait for the GPU at the end: gloo is about to read or overwrite the host memory.
+        """
         started = time.perf_counter()
         yield
         if self._device.type == "cuda":
@@ -283,7 +286,7 @@ class Exchange:
         )
 
     def _pieces(self, values: Tensor, *payloads: Bytes) -> Iterator[list[Tensor]]:
-        """Yield values and their bytes in pieces that fit the cache."""
+        """Split values and their encoded bytes into pieces that fit the cache."""
         size = self._codec.wire_bytes(self._piece)
         cut = [payload.local.split(size) for payload in payloads]
         if values.numel():
@@ -291,16 +294,16 @@ class Exchange:
 
     @contextmanager
     def _replacing(self, piece: Tensor) -> Iterator[None]:
-        """Add up the scalar product of the delta and of the mean that replaces it in the body."""
+        """Add the dot product of the delta and the mean that the body replaces it with."""
         if not self._is_measured:
             yield
             return
         before = self._before[: piece.numel()].copy_(piece)
         yield
-        # No torch.dot: cuBLAS would get a handle and memory of its own for a background stream.
+        # Not torch.dot: cuBLAS would allocate a workspace for the background stream.
         self._dot += before.mul_(piece).sum()
 
-    # --- first hop: everybody's delta -------------------------------------------------------------
+    # --- first hop: the deltas --------------------------------------------------------------------
 
     def _receive(self, chunk: Chunk) -> None:
         rooms = [(worker, buffer.host) for worker, buffer in chunk.incoming.items()]
@@ -324,9 +327,9 @@ class Exchange:
         self._traffic.encoded = time.perf_counter()
 
     def _average(self, chunk: Chunk, headers: list[Header], *, out: Tensor) -> None:
-        """Average this worker's slice in the order of the workers.
+        """Average this worker's slice in the order of workers.
 
-        A worker of weight 0 is skipped: its values may be anything.
+        Workers of weight 0 are skipped, as their values may be NaN.
         """
         heard = {one: header.weight for one, header in enumerate(headers) if header.weight > 0}
         payloads = {**chunk.incoming, self.me: chunk.outgoing[self.me]}

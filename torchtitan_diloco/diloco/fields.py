@@ -1,4 +1,4 @@
-"""Fields of config dataclasses: their types and values by dotted key, and validation by msgspec."""
+"""Types and values of settings by dotted key, and their validation by msgspec."""
 
 import difflib
 import math
@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 import msgspec
 
 SECRET = "islands.join"
-"""Setting that contains a password: errors do not show its value."""
+"""Setting that contains a password, which errors do not show."""
 
 
 class Section:
-    """Base of config dataclasses: a misspelled keyword is an error that names the right one."""
+    """Base class of config dataclasses. Suggests the right name for an unknown keyword."""
 
     def __new__(cls, *_: object, **settings: object) -> Self:
         own = {entry.name: entry.name for entry in fields(cls)}  # type: ignore[arg-type]
@@ -28,11 +28,11 @@ class Section:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Convert integers to floats, and whole floats to integers, as the settings are typed."""
+        """Convert between integers and whole floats as the settings are typed."""
         kinds = setting_types(type(self))
         for name, value in vars(self).items():
             if type(value) in (int, float) and name in kinds:
-                with suppress(ValueError):  # raised where all settings are checked
+                with suppress(ValueError):  # field_mistakes reports it
                     object.__setattr__(self, name, convert(value, kinds[name]))
 
 
@@ -55,10 +55,10 @@ def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Return `value` as the type of a setting, or raise a ValueError that says what is allowed.
+    """Convert `value` to the type of a setting, or raise a ValueError that says what is allowed.
 
-    Integers may be written as floats, such as 25e9. NaN, infinity and integers of more than 64 bits
-    are refused.
+    Integers may be given as floats, such as 25e9. NaN, infinity and integers that do not fit in 64
+    bits are errors.
     """
     candidates = [value]
     if isinstance(value, float):
@@ -79,7 +79,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """Describe the values that a setting of this type takes, such as "an integer >= 1"."""
+    """Describe the allowed values of a type, such as "an integer >= 1"."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         rule = arguments[1]
@@ -96,7 +96,7 @@ def describe(kind: Any) -> str:
 
 
 def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
-    """Check the values of a section that was made in Python. Return (key, reason) pairs."""
+    """Check the values of a section built in Python and return (key, reason) pairs."""
     if not isinstance(section, Section):
         raise TypeError(
             f"{prefix} = {section!r}: must be an instance of its class, such as "
@@ -114,7 +114,7 @@ def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
 
 
 def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> None:
-    """Raise a ValueError with all mistakes, if there are any, and the values of the settings."""
+    """Raise a ValueError that lists the mistakes with the values of settings, if any."""
     values: dict[str, Any] = {}
     for prefix, section in sections.items():
         values |= flat_settings(section, f"{prefix}.")

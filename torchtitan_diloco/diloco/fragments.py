@@ -1,4 +1,4 @@
-"""Which parameters belong to which fragment. Works on any module; needs no process group."""
+"""Partition of a module's parameters into fragments."""
 
 import difflib
 from collections import Counter
@@ -22,7 +22,7 @@ class Part:
     parameter: nn.Parameter
 
     def local(self) -> Tensor:
-        """Return the rows on this rank, flat, sharing memory with the parameter."""
+        """Return this rank's shard as a flat view."""
         return local_rows(self.name, self.parameter.detach())
 
     def is_in(self, module: str) -> bool:
@@ -30,7 +30,7 @@ class Part:
 
 
 def local_rows(name: str, value: Tensor) -> Tensor:
-    """Return the rows of a parameter on this rank, flat, sharing memory."""
+    """Return this rank's shard of a parameter as a flat view."""
     shard = value.to_local() if isinstance(value, DTensor) else value
     if not shard.is_contiguous():
         raise ValueError(
@@ -41,9 +41,9 @@ def local_rows(name: str, value: Tensor) -> Tensor:
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Reshard FSDP2 modules, so that a change of the shards is seen by the next forward pass.
+    """Reshard FSDP2 modules, so that the next forward pass sees changes of the shards.
 
-    A forward pass without a backward pass may leave full parameters behind.
+    A forward pass without a backward pass may leave gathered parameters behind.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -58,7 +58,7 @@ class Fragment:
 
     @property
     def parameters(self) -> int:
-        """Values over all ranks of the worker."""
+        """Number of values on all ranks of the worker."""
         return sum(part.parameter.numel() for part in self.parts)
 
     @property
@@ -68,7 +68,7 @@ class Fragment:
 
 
 def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]:
-    """Put every trainable parameter into exactly one fragment. Frozen ones are not exchanged."""
+    """Put every trainable parameter into exactly one fragment."""
     trained = [Part(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trained:
         raise ValueError("the model has no trainable parameter: there is nothing to exchange")
@@ -86,7 +86,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
 
 
 def check_identity(model: nn.Module, fragment: Fragment) -> None:
-    """Raise if the model no longer holds the parameters that are exchanged."""
+    """Raise if a parameter of the model was replaced."""
     for part in fragment.parts:
         owner, _, name = part.name.rpartition(".")
         if getattr(model.get_submodule(owner), name) is not part.parameter:
@@ -97,7 +97,7 @@ def check_identity(model: nn.Module, fragment: Fragment) -> None:
 
 
 def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
-    """Return a table of the fragments and their places in the cycle."""
+    """Return a table of the fragments and their slots in the cycle."""
     lines = [f"{'fragment':>8}  {'slot':>5}  {'parameters':>13}  {'MB (fp32)':>9}  modules"]
     lines += [
         f"{one.index:>8}  {slot:>5}  {one.parameters:>13,}  {one.bytes / 1e6:>9,.2f}  {one.name}"
@@ -107,7 +107,7 @@ def fragment_table(fragments: Iterable[Fragment], slots: Iterable[int]) -> str:
 
 
 Group = tuple[str, list[Part]]
-"""Name and parts of a fragment, or of a block of one."""
+"""Name and parts of a fragment or block."""
 
 
 def _merge(groups: list[Group]) -> Group:
@@ -117,7 +117,7 @@ def _merge(groups: list[Group]) -> Group:
 def _split_blocks(
     model: nn.Module, trained: list[Part], blocks_name: str
 ) -> tuple[list[Group], list[Part]]:
-    """Return the blocks that have trainable parameters, and the parameters outside of blocks."""
+    """Return the blocks with trainable parameters, and the parameters outside the blocks."""
     container, modules = blocks_name or _longest_module_list(model), dict(model.named_modules())
     if container not in modules:
         raise ValueError(
@@ -137,9 +137,9 @@ def _split_blocks(
 
 
 def _longest_module_list(model: nn.Module) -> str:
-    """Return the name of the longest list that is in no other, as experts are inside a block.
+    """Return the name of the longest list that is not nested, as a list of experts is in a block.
 
-    A ModuleDict counts if its names are numbers, as in torchtitan: others hold parts of a model.
+    A ModuleDict with numbers as keys counts as a list, as in torchtitan.
     """
     lists = {
         name: len(module)

@@ -1,4 +1,4 @@
-"""Workers that went wrong: deltas that are left out of a mean, and fragments that start afresh."""
+"""Detection of faulty workers: deltas to leave out of a mean, and fragments to reset."""
 
 import math
 import statistics
@@ -20,40 +20,44 @@ from torchtitan_diloco.diloco.transport import (
 )
 from torchtitan_diloco.utils import cause_of, logger
 
-LATEST = 32  # norms that the median is taken of
-FEWEST = 5  # norms without which no delta is an outlier
+LATEST = 32  # norms in the median
+FEWEST = 5  # norms that are needed to find an outlier
 ROUNDS = 3
-"""Rounds of a fragment in a row in which a worker may send nothing finite."""
+"""Consecutive rounds of a fragment in which a worker may send a delta that is not finite."""
 
 
 class DeltaNorms:
-    """The latest norms of a worker's deltas of one fragment."""
+    """Latest norms of a worker's deltas of one fragment."""
 
     def __init__(self, latest: Iterable[float] = ()) -> None:
         self.latest = deque(latest, maxlen=LATEST)
 
     def judge(self, square: float, limit: float, turns: float = 1.0) -> int:
-        """Return the flag of a delta with this squared norm, and remember the norm.
+        """Return the flag of a delta with this squared norm, and record the norm.
 
-        `limit` is that of DiLoCoConfig. `turns`: steps of the delta, in units of H. An island's are
-        more after an outage, and fewer where it sends early. Outliers are remembered as well:
-        otherwise a lasting change would be one for ever.
+        Outliers are recorded too, or the deltas after a lasting change would all be outliers.
+
+        Args:
+            limit: DiLoCoConfig.delta_norm_limit.
+            turns: steps of the delta, in units of H. An island's delta has more steps after an
+                outage, and fewer if it is sent early.
         """
         if not math.isfinite(square):
             return NOT_FINITE
         norm = math.sqrt(square) / max(1.0, turns)
         usual = statistics.median(self.latest) if len(self.latest) >= FEWEST else math.inf
         if norm:
-            # With alpha, a delta of few steps also has a share of older ones: do not scale it up
-            # where it is judged.
+            # With alpha > 0, a delta of few steps also contains older steps: only the recorded
+            # norm is scaled up.
             self.latest.append(norm / min(1.0, turns))
         return OUTLIER if limit and norm > limit * usual else 0
 
 
 def settle_weights(headers: list[Header]) -> list[Header]:
-    """Give workers with a flag weight 0. If all have an outlier, nobody has.
+    """Set the weight of flagged workers to 0.
 
-    What changes the deltas of all workers alike, such as a higher learning rate, is no fault.
+    If all workers have an outlier, none is flagged for it: the cause, such as a higher learning
+    rate, is not a fault.
     """
     if all(header.flags & OUTLIER for header in headers):
         headers = [replace(header, flags=header.flags & ~OUTLIER) for header in headers]
@@ -77,7 +81,7 @@ def log_left_out(headers: list[Header], limit: float) -> None:
 
 
 def is_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all values are finite, as a tensor. The sum of their squares must be, too."""
+    """Return whether all values and the sums of their squares are finite, as a tensor."""
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in tensors]
     return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
 
@@ -87,7 +91,7 @@ def find_broken(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
 ) -> list[int]:
-    """Return the fragments that are not finite, or their inner moments, on any rank of a group."""
+    """Return the fragments whose values or inner moments are not finite on any rank of a group."""
 
     def values_of(part: Part) -> Iterator[Tensor]:
         yield part.local()
@@ -106,7 +110,7 @@ def find_broken(
 
 
 def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -> float:
-    """Return the sum over the ranks of a worker, which a gloo group joins."""
+    """Return the sum over the ranks of a worker. `group`: a gloo group of them."""
     if group is None or group.size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64)
@@ -119,8 +123,10 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
 
 
 class InnerSteps:
-    """Counts steps of the inner optimizer, to find that a call of the outer loop's was left out:
-    other workers could not tell that from a slow worker."""
+    """Counts steps of the inner optimizer to detect a missing call of the outer loop's step().
+
+    Other workers could not tell it from a slow worker.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.restart()
@@ -131,7 +137,7 @@ class InnerSteps:
         self._made += 1
 
     def restart(self) -> None:
-        """Accept any number of steps before the next call."""
+        """Allow any number of steps before the next check."""
         self._made = -math.inf
 
     def check(self) -> None:
@@ -144,25 +150,26 @@ class InnerSteps:
 
 
 def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:
-    """Let the inner optimizer start from zero for the parameters of the fragment."""
+    """Drop the inner optimizer's state of the parameters of the fragment."""
     if optimizer is not None:
         for part in fragment.parts:
             optimizer.state.pop(part.parameter, None)
 
 
 class Watch:
-    """Ends a run in which nothing is gained by exchanges."""
+    """Raises in a run whose exchanges are useless."""
 
     def __init__(self, workers: int, fragments: int) -> None:
-        self._fragments, self._same, self.compares = fragments, 0, workers > 1
-        """`compares`: workers are not known to train apart yet."""
+        self._fragments, self._same = fragments, 0
+        self.compares = workers > 1
+        """Whether to compare checksums of deltas: no two workers have sent different ones yet."""
         self._broken = [[0] * workers for _ in range(fragments)]
         self._left_out = set[int]()
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log who is left out, once for exchanges in a row.
+        """Log workers that are newly left out.
 
-        Raise if workers send equal deltas only, or one no finite one.
+        Raise if workers always send equal deltas, or if one sends no finite delta any more.
         """
         left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
         if left_out - self._left_out:

@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves: their messages, and the clock of their own time."""
+"""Heartbeat messages between ranks, and the clock that measures gaps between a rank's steps."""
 
 import math
 import struct
@@ -19,30 +19,30 @@ from torchtitan_diloco.utils import SILENCE_SECONDS
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds. No settings: they only decide when something is reported."""
+    """Seconds. These are not settings: they only control when something is reported."""
 
     beat: float = 1.0  # between two heartbeats
     silence: float = SILENCE_SECONDS
-    again: float = 30.0  # between two reports of the same silence
+    again: float = 30.0  # between two reports of one silence
     settle: float = 0.5
-    """From the first sign of a loss until it is named: others may know an earlier cause."""
+    """From the first sign of a loss to the decision: others may know an earlier cause."""
 
 
 BEAT, LOST, HANGS, GOODBYE = range(4)
-"""Kinds of messages: LOST is about dead ranks, HANGS about ranks that were given up on a stop
-request. After its goodbye a rank sends nothing more to this peer."""
+"""Kinds of messages. LOST: a rank is dead. HANGS: a rank was given up on a stop request. GOODBYE is
+the last message to a peer."""
 MESSAGE_BYTES = 256
 _NUMBERS = struct.Struct("<BIIddd")
 
 
 class Message(NamedTuple):
     kind: int = BEAT
-    lost: int = 0  # rank that the message is about; `text` says why it is lost
+    lost: int = 0  # rank that is lost for the reason in `text`
     step: int = 0  # of the sender
     idle: float = 0.0  # OwnClock.idle() of the sender, 0 if it waits for others
     gap: float = 0.0  # OwnClock.last_gap of the sender
     stopped: float = 0.0
-    """Longest time since the message before in which the sender's process did not run."""
+    """Longest time since the last message in which the sender's process did not run."""
     text: str = ""
 
     def pack(self) -> Tensor:
@@ -61,41 +61,41 @@ class Peer:
     rank: int
     worker: int
     name: str
-    heard_at: float  # when its last message came, on this rank's clock
+    heard_at: float  # time of its last message, on this rank's clock
     last: Message = field(default_factory=Message)
     failure: str = ""  # why the connection to it failed
-    ended: bool = False  # it has said goodbye ...
-    answered: bool = False  # ... and this rank has, to it
+    ended: bool = False  # it has sent GOODBYE
+    answered: bool = False  # this rank has sent it GOODBYE
     sent: int = 0
     heard: int = 0
-    """Heartbeats. The next is sent when the one before was answered, so few are under way."""
+    """Heartbeats. The next is sent after a reply to the last, so that few are in flight."""
     sent_at: float = 0.0
     works: "deque[dist.Work]" = field(default_factory=lambda: deque(maxlen=4))
-    """Gloo drops a message whose work is dropped before it has left."""
+    """Keeps works alive: gloo drops a message if its work is dropped before it is sent."""
     quiet_since: float = math.nan
-    """Since when it has been silent or has held up this rank; NaN while all is well."""
+    """Since when it has been silent or has held up this rank; NaN if it does neither."""
     quiet_why: str = ""
-    stopped: float = 0.0  # longest time in which its process did not run, since all was well
+    stopped: float = 0.0  # longest stop of its process since it was last fine
     reported_at: float = -math.inf
 
 
 class OwnClock:
-    """Gaps between two steps of this rank in which it neither trained nor waited for others.
+    """Measures gaps: time between two steps of this rank without waiting for other ranks.
 
-    Times are those of `time.perf_counter`. A thread calls `beat` at least every `every` seconds: if
-    it comes much later, the process did not run at all.
+    A thread calls `beat` every `every` seconds. If a call comes much later, the process was
+    stopped. Times are those of `time.perf_counter`.
     """
 
     def __init__(self, every: float) -> None:
         self._every, self._lock = every, threading.Lock()
-        self._beaten = math.nan  # nobody beats if there is nobody to watch
+        self._beaten = math.nan  # stays NaN without peers
         self._stops = deque[tuple[float, float]](maxlen=64)  # ends and lengths
         self._ticked = self._waiting_since = math.nan
         self._waited = self._longest = self._asked = 0.0
         self.last_gap = 0.0  # between the latest two steps
 
     def tick(self, *, counts: bool = True) -> None:
-        """End a gap, at a step; one that was spent on validation or a save does not count."""
+        """End a gap. One that was spent on validation or a save does not count."""
         with self._lock:
             self.last_gap = self.idle() * counts
             self._longest = max(self._longest, self.last_gap)
@@ -103,7 +103,7 @@ class OwnClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The body waits for other ranks."""
+        """Count the time of the body as waiting for other ranks."""
         self._waiting_since = time.perf_counter()
         try:
             yield
@@ -113,29 +113,29 @@ class OwnClock:
                 self._waiting_since = math.nan
 
     def waiting_for(self) -> float:
-        """Return for how long this rank has been waiting for others; 0 if it is not."""
+        """Return the seconds for which this rank has been waiting for others, 0 if it is not."""
         since = self._waiting_since
         return 0.0 if math.isnan(since) else time.perf_counter() - since
 
     def idle(self) -> float:
-        """Return the seconds since the last step that were not spent on waiting for others."""
+        """Return the seconds since the last step, without those of waiting for others."""
         if math.isnan(self._ticked):
             return 0.0
         return max(0.0, time.perf_counter() - self._ticked - self._waited - self.waiting_for())
 
     def beat(self) -> float:
-        """Return how long the process did not run before this moment; 0 if it did."""
+        """Return for how long the process was stopped until now, 0 if it was not."""
         stopped, self._beaten = self._stop(), time.perf_counter()
         if stopped:
             self._stops.append((self._beaten, stopped))
         return stopped
 
     def stopped_since(self, moment: float) -> float:
-        """Return the longest time since a moment in which the process did not run."""
+        """Return the longest stop of the process since a moment."""
         return max([self._stop(), *(length for end, length in list(self._stops) if end > moment)])
 
     def longest_gap(self) -> float:
-        """Return the longest gap between two steps, or stop of the process, since the last call."""
+        """Return the longest gap or stop of the process since the last call."""
         with self._lock:
             longest = max(self._longest, self.idle(), self.stopped_since(self._asked))
             self._longest, self._asked = 0.0, time.perf_counter()

@@ -1,9 +1,9 @@
-"""Who is alive: deaths within two seconds, silence after ten, and who held up the others.
+"""Detection of dead ranks within two seconds, and of silent or slow ones after ten.
 
-Gloo fails a receive at once when its peer dies, but only one that still waits for its first byte: a
-payload that has begun to arrive hangs until its timeout. So one receive is always posted for every
-peer here, on a group that nothing else uses, and small heartbeats pass over it. Whoever loses a
-peer tells the others before it leaves, so that the first cause is named and not its consequences.
+When a peer dies, gloo fails a receive at once only if no byte has arrived: a payload in transfer
+hangs until its timeout. So heartbeats go over a group of their own, where a receive is always
+posted for every peer. A rank that loses a peer tells the others before it exits, so that all report
+the first cause and not its consequences.
 """
 
 import atexit
@@ -37,12 +37,12 @@ from torchtitan_diloco.utils import cause_of, logger
 Result = TypeVar("Result")
 FOREVER = timedelta(days=3650)
 LAST_SECONDS = 1.0
-"""Seconds that a rank which leaves waits for the others' goodbyes."""
+"""Seconds for which a rank that leaves waits for the others' goodbyes."""
 NO_SIGN = "no sign of life from its process or its link"
 
 
 class Liveness:
-    """Watches other ranks from threads of its own, which never keep the process alive."""
+    """Watches other ranks in daemon threads."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Liveness:
         peers: Collection[int] = (),
         pace: Pace | None = None,
     ) -> None:
-        """Start to watch.
+        """Start the threads.
 
         Args:
-            group: a gloo group that nothing else uses. None: there is nobody to watch.
-            workers: the worker of each rank of the group. Default: every rank is one.
-            peers: ranks of the group to watch, who watch this one. Default: all others.
+            group: a gloo group that nothing else uses. None: no peers.
+            workers: the worker of each rank of the group. Default: each rank is a worker.
+            peers: ranks of the group to watch, which also watch this one. Default: all others.
         """
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         self._group, self._pace, self._rank = group, pace or Pace(), rank
@@ -72,11 +72,11 @@ class Liveness:
             name = f"rank {one} of this worker" if worker == self.worker else f"worker {worker}"
             self._peers.append(Peer(one, worker, name, now))
         self._steps = 0
-        self._told: dict[int, str] = {}  # ranks that others have lost, and why
+        self._told: dict[int, str] = {}  # ranks that others have lost, with reasons
         self._lost: dict[int, str] = {}
-        """Ranks that were lost first, and why, once that is decided: at `_decided_at`."""
+        """Ranks that were lost first, with reasons. Set by `_decide` at `_decided_at`."""
         self.hanging: set[int] = set()
-        """Workers that were given up on a stop request, because a rank of theirs is silent."""
+        """Workers that were given up on a stop request because one of their ranks is silent."""
         self._decided_at = math.inf
         self._changed, self._closed = threading.Condition(), False
         tasks: list[Callable[[], None]] = [partial(self._listen, peer) for peer in self._peers]
@@ -89,14 +89,14 @@ class Liveness:
 
     @staticmethod
     def between(group: dist.ProcessGroup | None) -> "Liveness":
-        """Watch the ranks of a group over a new gloo group; all its ranks call this together."""
+        """Watch the ranks of a group over a new gloo group. Collective."""
         if group is None or group.size() == 1:
             return Liveness(None)
         ranks = dist.get_process_group_ranks(group)
         return Liveness(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
     def close(self) -> None:
-        """Say goodbye, so that leaving is not taken for a death, and end the threads."""
+        """Send goodbyes, so that peers do not report a death, and end the threads."""
         atexit.unregister(self.close)
         with self._changed:
             for peer in [] if self._closed else self._peers:
@@ -115,9 +115,9 @@ class Liveness:
         self.clock.tick()
 
     def wait(self, result: "Future[Result]", step: int = 0, where: str = "") -> Result:
-        """Return the result of what ranks do together after a step, or raise WorkerLostError.
+        """Return the result of a task of all ranks, or raise WorkerLostError with the first cause.
 
-        `where` completes its reason, which is that of the first cause.
+        `step`: the step that the task follows. `where` is appended to the reason.
         """
         try:
             self.wait_for(result, step)
@@ -128,10 +128,10 @@ class Liveness:
             raise WorkerLostError(first.workers, "; ".join(reasons)) from error
 
     def wait_for(self, result: "Future[Any] | torch.futures.Future[Any]", step: int = 0) -> None:
-        """Wait until a future is done, or raise WorkerLostError."""
+        """Wait for a future, or raise WorkerLostError."""
 
         def left() -> list[Peer]:
-            """Return peers that have ended before the step. Some leave because of a loss."""
+            """Return peers that ended before the step, and not because of a loss."""
             ended = [peer for peer in self._peers if peer.ended and peer.last.step < step]
             return [] if self._is_deciding else ended
 
@@ -147,28 +147,27 @@ class Liveness:
 
     @property
     def first_left(self) -> int | None:
-        """The first worker that was not given up, if others were."""
+        """The first worker that was not given up; None if none was."""
         left = set(self._workers) - self.hanging
         return min(left, default=None) if self.hanging else None
 
     def wait_for_end(self, worker: int) -> None:
-        """Wait until the watched ranks of a worker have ended."""
+        """Wait until the watched ranks of a worker have ended or are lost."""
         peers = [peer for peer in self._peers if peer.worker == worker]
         with self._changed:
             self._changed.wait_for(lambda: all(one.ended or one.failure for one in peers))
 
     @property
     def is_lost(self) -> bool:
-        """Whether a worker is lost."""
         return bool(self._lost)
 
     def check(self, where: str) -> None:
-        """Raise WorkerLostError if a worker is lost; `where` completes its reason."""
+        """Raise WorkerLostError if a worker is lost. `where` is appended to the reason."""
         if self._lost:
             raise self._loss(where)
 
     def first_cause(self, error: WorkerLostError) -> WorkerLostError:
-        """Return the error that names the first cause of a failed exchange, and tell the others."""
+        """Return the error with the first cause of a failed exchange, and tell the others."""
         with self._changed:
             involved = [peer for peer in self._peers if peer.worker in error.workers]
             ended = [peer for peer in involved if peer.ended]
@@ -182,7 +181,7 @@ class Liveness:
         return self._loss()
 
     def give_up(self, ranks: Mapping[int, str]) -> None:
-        """Treat ranks that are silent as lost, and tell the others."""
+        """Treat silent ranks as lost, and tell the others."""
         with self._changed:
             for rank, reason in ranks.items():
                 self._told[rank] = reason
@@ -190,7 +189,7 @@ class Liveness:
                 self._tell(rank, reason, HANGS)
 
     def lost_ranks(self) -> dict[int, str]:
-        """Return the ranks that are lost, or else silent, and why, after a failure elsewhere."""
+        """Return the lost or else the silent ranks, with reasons, after a failure elsewhere."""
         with self._changed:
             if self._wait_for_decision():
                 return self._lost
@@ -199,7 +198,7 @@ class Liveness:
             return silent | {peer.rank: peer.quiet_why for peer in quiet}
 
     def silent_ranks(self, seconds: float | None = None) -> dict[int, str]:
-        """Return the ranks without a heartbeat for so long (default: until it is reported)."""
+        """Return the ranks without a heartbeat for so many seconds (default: Pace.silence)."""
         limit = self._pace.silence if seconds is None else seconds
         heard = {peer.rank: peer.heard_at for peer in self._peers if not peer.ended}
         now = time.perf_counter()
@@ -207,11 +206,11 @@ class Liveness:
 
     @property
     def _is_deciding(self) -> bool:
-        """Whether a loss is known, and its cause not yet. Some may leave because of it by now."""
+        """Whether a loss is known and its cause is not. Peers may already leave because of it."""
         return self._decided_at < math.inf
 
     def _wait_for_decision(self) -> bool:
-        """Wait a moment until it is known who is lost; return False if nobody is."""
+        """Wait briefly for the decision who is lost, and return whether anybody is."""
         return self._changed.wait_for(lambda: bool(self._lost), 4 * self._pace.settle)
 
     def _loss(self, where: str = "") -> WorkerLostError:
@@ -295,7 +294,7 @@ class Liveness:
                 next_beat = now + self._pace.beat
                 stopped = self.clock.beat()
                 for peer in self._peers:
-                    peer.heard_at += stopped  # this process could not hear it
+                    peer.heard_at += stopped  # this process could not receive
                     if peer.sent <= peer.heard:
                         peer.sent += 1
                         self._send(peer, BEAT)
@@ -311,15 +310,15 @@ class Liveness:
                 self.close()
 
     def _decide(self) -> None:
-        """Name the first cause: what others have told comes before what was seen here."""
+        """Decide on the first cause. Reports of others take precedence over failures seen here."""
         failed = {peer.rank: peer.failure for peer in self._peers if peer.failure}
         self._lost, self._decided_at = self._lost or self._told or failed, math.inf
         self._changed.notify_all()
-        if self._speaks:  # now: the training thread may be in a step or in a save
+        if self._speaks:  # now, as the training thread may be in a step or save
             logger.warning(str(self._loss()))
 
     def _report(self, peer: Peer, now: float) -> None:
-        """Log when a peer is silent or holds up this rank, and when that has passed."""
+        """Log that a peer is silent or holds up this rank, and when it goes on."""
         if self._lost or peer.ended or peer.failure:
             return
         if seconds := self._quiet(peer, now):
@@ -342,9 +341,10 @@ class Liveness:
             logger.warning(line)
 
     def _quiet(self, peer: Peer, now: float) -> float:
-        """Return for how long a peer has been silent, or has held up this rank; 0 if that is short.
+        """Return for how long a peer has been silent or has held up this rank, 0 if only briefly.
 
-        It holds up this rank if this one waits for others and the peer makes no step and does not.
+        It holds up this rank if this rank waits for others while the peer neither waits nor makes
+        a step.
         """
         silent, limit = now - peer.heard_at, self._pace.silence
         if silent >= limit:

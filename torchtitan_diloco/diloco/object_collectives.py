@@ -1,7 +1,7 @@
 """Collectives for small Python values, over groups that reach the CPU.
 
-Values travel as MessagePack: decoding it runs no code, unlike the pickle of
-`torch.distributed.all_gather_object`.
+Values are encoded as MessagePack. Unlike the pickles of `torch.distributed.all_gather_object`, it
+cannot run code when it is decoded.
 """
 
 from typing import TypeVar
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the value of every rank of the group, on every rank. All are of one type."""
+    """Return the values of all ranks, on every rank. They must have one type."""
     if group is None:
         return [value]
     content = _encode(value)
@@ -34,7 +34,7 @@ def gather_objects(value: Value, group: dist.ProcessGroup | None) -> list[Value]
 def broadcast_object(
     value: Value | None, kind: type[Value], group: dist.ProcessGroup | None
 ) -> Value:
-    """Return the value, of type `kind`, that the first rank of the group has given."""
+    """Return the value of the group's first rank, of type `kind`."""
     content = _encode(value)
     if group is not None:
         size = torch.tensor([content.numel()])

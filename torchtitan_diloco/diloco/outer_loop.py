@@ -1,4 +1,4 @@
-"""What keeps workers together in a trainer: Streaming DiLoCo, or nothing but data parallelism."""
+"""Outer loop of a trainer: Streaming DiLoCo, or a stand-in for it under data parallelism."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,10 +15,7 @@ from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 
 
 class DataParallel:
-    """`method = "none"`: gradients are averaged at every step, so there is nothing to exchange.
-
-    See StreamingDiLoCo for what the methods do.
-    """
+    """The interface of StreamingDiLoCo for `method = "none"`, where nothing is exchanged."""
 
     fragment_names: tuple[str, ...] = ()
     exposed_seconds = 0.0
@@ -42,7 +39,7 @@ class DataParallel:
     def state_without_others(self, mesh: DeviceMesh | None = None) -> None: ...
 
     def heal(self, _: dist.ProcessGroup | None) -> list[int]:
-        """Heal nothing: there is no shared copy, and what one worker has, all have."""
+        """Return no fragments: there is no shared copy to heal from."""
         return []
 
     def global_parameters(self) -> AbstractContextManager[None]:
@@ -60,7 +57,7 @@ class DataParallel:
 
     @torch.no_grad()
     def load_state_dict(self, saved: SavedState) -> list[str]:
-        """Start from the shared parameters of a run that had an outer loop."""
+        """Start from the shared parameters of a run with an outer loop."""
         for name, parameter in self._model.named_parameters():
             if (shared := saved.shared.get(shared_parameter_name(name))) is not None:
                 local_rows(name, parameter.detach()).copy_(local_rows(name, shared))

@@ -1,8 +1,7 @@
-"""Outer step of one fragment on flat fp32 buffers: shared parameters, mean delta -> next shared.
+"""Outer step of one fragment on flat fp32 buffers.
 
-The delta is theta_outer - theta_local, so it takes the place of a gradient. The result is written
-over the delta: the present shared parameters stay whole until the fragment is applied, and no
-further buffer is needed.
+The delta theta_outer - theta_local serves as gradient. The next shared parameters overwrite the
+delta, as the current ones are needed until the fragment is applied.
 """
 
 import torch
@@ -11,18 +10,18 @@ from torch import Tensor
 from torchtitan_diloco.diloco.config import OuterOptimizer
 
 BLOCK = 65_536
-"""Values processed at once on a CPU, so that the operations of a step find them in cache."""
+"""Values processed at once on a CPU, so that they stay in cache during a step."""
 AVERAGE = OuterOptimizer(name="sgd", lr=1.0)
-"""Takes the mean of the workers as it is."""
+"""Plain averaging of the workers."""
 
 
 def slot_count(config: OuterOptimizer) -> int:
-    """Return how many fp32 values of optimizer state a parameter has: its momentum, or none."""
+    """Return the fp32 values of optimizer state per parameter: the momentum, or none."""
     return 0 if config.name == "sgd" else 1
 
 
 def outer_step(config: OuterOptimizer, theta: Tensor, delta: Tensor, slots: list[Tensor]) -> None:
-    """Replace the mean delta by the next shared parameters, and update the momentum."""
+    """Replace the mean delta with the next shared parameters, and update the momentum."""
     change = delta
     if config.name != "sgd":
         change = torch.add(delta, slots[0], alpha=config.momentum, out=slots[0])

@@ -1,4 +1,4 @@
-"""Buffers of one fragment on one rank, and what moves between them and the model."""
+"""Buffers of one fragment on one rank, and transfers between them and the model."""
 
 import math
 from collections.abc import Iterator
@@ -14,24 +14,24 @@ from torchtitan_diloco.diloco.healing import DeltaNorms
 from torchtitan_diloco.diloco.outer_optimizer import AVERAGE, BLOCK, outer_step, slot_count
 
 PIECE = 2**24
-"""Values whose change is measured at once."""
+"""Values processed at once when the change is measured."""
 
 
 @cache
 def background_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of all background work: a GPU runs few streams side by side, and FSDP2
-    has several."""
+    """Return the stream of all background work. It is one, as a GPU runs few streams concurrently
+    and FSDP2 uses several."""
     return torch.cuda.Stream(device)
 
 
 class OuterState:
-    """Shared parameters, optimizer state and one delta of a fragment: flat fp32, allocated once.
+    """Shared parameters, optimizer state and delta of a fragment: flat fp32, allocated once.
 
-    `outer` is the shared copy. While the fragment is in flight, `delta` turns in place from this
-    worker's delta into the mean and then into the next shared copy; `apply` swaps the two.
+    `outer` is the shared copy. While the fragment is in flight, `delta` holds this worker's delta,
+    then the mean, then the next shared copy; `apply` swaps the two.
 
-    With the state in host memory and the model on a GPU, a snapshot of the parameters is taken on
-    the GPU, so that training goes on while it is copied to the host; the result is staged there
+    With the state in host memory and the model on a GPU, a snapshot of the parameters is staged on
+    the GPU, so that training continues while it is copied to the host. The result is staged there
     too.
     """
 
@@ -43,7 +43,7 @@ class OuterState:
         *,
         is_sparse: bool = False,
     ) -> None:
-        """`is_sparse`: the codec sends a part of a delta only, and the rest is kept."""
+        """`is_sparse`: the codec sends only a part of a delta, so a residual is kept."""
         self.fragment = fragment
         self._config = config
         self._sizes = [local.numel() for local in self._locals()]
@@ -57,7 +57,7 @@ class OuterState:
             for _ in range(count)
         ]
         self.outer, self.delta, *self.slots = self._buffers
-        # What this worker has not sent of its deltas.
+        # What this worker has not sent yet.
         self.residual = self.slots.pop() if is_sparse else None
         self.norms = DeltaNorms()
         self.checksum = 0
@@ -69,7 +69,7 @@ class OuterState:
         self.read_model()
 
     def _locals(self) -> list[Tensor]:
-        """Return the parameters on this rank, flat. The model may have moved them since."""
+        """Return flat views of the parameters. Not cached, as the model may move them."""
         return [part.local() for part in self.fragment.parts]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -85,26 +85,26 @@ class OuterState:
 
     @torch.no_grad()
     def read_model(self) -> None:
-        """Set the shared copy to what the model holds."""
+        """Copy the model to the shared copy."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             outer.copy_(local)
         self.checksum = checksum(self.outer)
 
     @torch.no_grad()
     def write_model(self) -> None:
-        """Set the model to the shared copy."""
+        """Copy the shared copy to the model."""
         for local, outer in zip(self._locals(), self.views(self.outer), strict=True):
             local.copy_(outer)
 
     def restart(self) -> None:
-        """Start over from the model, with optimizer state and residual zero."""
+        """Start over from the model, with zero optimizer state and residual."""
         for buffer in self._buffers:
             buffer.zero_()
         self.norms, self._staging = DeltaNorms(), None
         self.read_model()
 
     def resume(self, delta_norms: list[float], *, in_flight: bool) -> None:
-        """Continue with loaded buffers. `in_flight`: `delta` holds the next shared copy."""
+        """Continue from loaded buffers. `in_flight`: `delta` holds the next shared copy."""
         self.norms = DeltaNorms(delta_norms)
         self.checksum = checksum(self.delta if in_flight else self.outer)
         self._staging = self.delta.to(self._model_device) if in_flight and self._on_host else None
@@ -113,7 +113,7 @@ class OuterState:
 
     @torch.no_grad()
     def take_delta(self) -> None:
-        """Compute delta = outer - local parameters: one pass over memory."""
+        """Compute delta = outer - local parameters, or stage the parameters for it."""
         if self._on_host:
             self._staging = torch.empty(self.values, dtype=torch.float32, device=self._model_device)
             for local, staged in zip(self._locals(), self.views(self._staging), strict=True):
@@ -123,10 +123,10 @@ class OuterState:
         self._taken = self.moment()
 
     def _subtract(self, locals_: list[Tensor], block: int) -> None:
-        """Set delta = outer - local and take the norm of each block while it is in cache.
+        """Set delta = outer - local and compute the norm of each block while it is in cache.
 
-        In a model below fp32 the shared copy is rounded first, as the worker holds it: otherwise
-        the delta would pull the shared copy back to what the model's type can represent.
+        For a model below fp32, the shared copy is first rounded to the type of the model. Otherwise
+        the delta would contain the rounding error of the shared copy.
         """
         self._block_norms = []
         views = zip(locals_, self.views(self.outer), self.views(self.delta), strict=True)
@@ -141,7 +141,7 @@ class OuterState:
     def apply(self, mixing: float, *, measured: bool = False) -> Tensor:
         """Swap in the next shared copy; local = mixing * local + (1 - mixing) * shared.
 
-        If measured, return the distance between the two before, on the model's device; else NaN.
+        If measured, return the distance between the two before mixing, else NaN, as a tensor.
         """
         self.outer, self.delta = self.delta, self.outer
         staged, self._staging = self._staging, None
@@ -162,7 +162,7 @@ class OuterState:
         return torch.linalg.vector_norm(torch.stack(apart)) if apart else torch.tensor(math.nan)
 
     def moment(self) -> torch.cuda.Event | None:
-        """Record an event behind everything this thread has queued on the GPU."""
+        """Record an event on the current stream of the GPU; None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -173,9 +173,9 @@ class OuterState:
 
     @contextmanager
     def background(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Run the body on the stream of background work, behind an event, and wait for its end.
+        """Run the body on the background stream, after an event, and wait for the stream.
 
-        The default event is the one at which the delta was taken. No effect on a CPU.
+        The default event is that of `take_delta`. No effect on a CPU.
         """
         begin = after or self._taken
         if self._stream is None or begin is None:
@@ -199,22 +199,22 @@ class OuterState:
 
     @torch.no_grad()
     def advance(self, *, average: bool = False, measured: bool = False) -> tuple[float, float]:
-        """Turn the mean in `delta` into the next shared copy, on its way to the model's device.
+        """Turn the mean in `delta` into the next shared copy, and start to stage it.
 
-        `average`: by plain averaging, which is no round of the outer optimizer. If measured, return
-        the squared norms of the mean and of the change, otherwise NaN.
+        `average`: by plain averaging, without the outer optimizer. If measured, return the squared
+        norms of the mean and of the change, otherwise NaN.
         """
         config = AVERAGE if average else self._config
         rows, mean_square, change_square = list[Tensor](), 0.0, 0.0
         buffers = (self.outer, self.delta, *self.slots)
-        # One for all blocks: what is allocated between them would keep the memory of each in use.
+        # Allocated once: temporaries between the row sums, which are kept, would fragment memory.
         room = self.delta.new_empty(min(PIECE, self._block) if measured else 0)
         for theta, delta, *slots in zip(*(one.split(self._block) for one in buffers), strict=True):
             if measured:
                 mean_square += square(delta)
             outer_step(config, theta, delta, slots)
             rows.append(row_sums(delta))
-            if measured:  # in pieces, as a GPU steps through all values at once
+            if measured:  # in pieces, as a block on a GPU has all values
                 for now, before in zip(delta.split(PIECE), theta.split(PIECE), strict=True):
                     change_square += square(torch.sub(now, before, out=room[: now.numel()]))
         self.checksum = checksum_of(rows)
@@ -223,12 +223,12 @@ class OuterState:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Make the present shared copy the next one: no worker took part in this round."""
+        """Make the current shared copy the next one, after a round without participants."""
         self.delta.copy_(self.outer)
         self._stage()
 
     def _stage(self) -> None:
-        """Begin to copy the next shared copy to the model's device."""
+        """Start to copy the next shared copy to the model's device."""
         if self._staging is not None:
             self._staging.copy_(self.delta, non_blocking=True)
 
@@ -242,9 +242,9 @@ ROW = 1024
 
 
 def row_sums(block: Tensor) -> Tensor:
-    """Return the integer sum of the words of each 1,024 values, and of the rest if there is one."""
+    """Return the integer sum of the bits of each 1,024 values, and of the remaining ones."""
     whole = block.numel() // ROW * ROW
-    # Two values make one word of 64 bits: sums that widen 32 bits are far slower on a CPU.
+    # As words of 64 bits: sums that widen 32 bits are far slower on a CPU.
     sums = block[:whole].view(torch.int64).view(-1, ROW // 2).sum(dim=1)
     if whole == block.numel():
         return sums
@@ -253,11 +253,10 @@ def row_sums(block: Tensor) -> Tensor:
 
 
 def checksum_of(rows: list[Tensor]) -> int:
-    """Return the checksum of a flat fp32 tensor from the row sums of its blocks, one after the
-    other. All blocks but the last must be whole rows.
+    """Return the checksum of a flat fp32 tensor from the row sums of its blocks.
 
-    It is made of the sum of all words and of the sum of rows weighted by their index, so that it is
-    the same on CPU and CUDA. Equal bits give equal checksums; -0.0 and 0.0 differ.
+    It combines the sum of all words and the sum of rows weighted by their index, which are equal on
+    CPU and CUDA. All blocks but the last must be whole rows. -0.0 and 0.0 differ.
     """
     sums = torch.cat(rows)
     weights = torch.arange(1, len(sums) + 1, device=sums.device)
@@ -265,6 +264,6 @@ def checksum_of(rows: list[Tensor]) -> int:
 
 
 def checksum(values: Tensor) -> int:
-    """Return eight bytes that differ, almost surely, where the bits of two flat tensors differ."""
+    """Return a 64-bit checksum of the bits of a flat fp32 tensor."""
     blocks = values.split(BLOCK if values.device.type == "cpu" else max(1, values.numel()))
     return checksum_of([row_sums(block) for block in blocks])

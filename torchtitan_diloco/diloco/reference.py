@@ -1,7 +1,7 @@
-"""The whole algorithm for M workers in one process, to be read beside Algorithm 2 of 2501.18512.
+"""Slow single-process implementation for M workers, to be read with Algorithm 2 of 2501.18512.
 
-Plain tensors, no threads, no sharding, and slow. The tests compare StreamingDiLoCo with it. Its
-outer step is torch's own optimizer, so that it does not share mistakes with outer_optimizer.py.
+Tests compare StreamingDiLoCo with it. Its outer step is torch's optimizer, so that it does not
+share mistakes with outer_optimizer.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig, OuterOptimizer
 
 Values = dict[str, Tensor]
 Transmit = Callable[[Values], Values]
-"""Returns values as they are after being encoded, sent and decoded."""
+"""Encodes, sends and decodes values."""
 
 
 class MeanInFlight(NamedTuple):
@@ -35,7 +35,7 @@ class ReferenceDiLoCo:
         transmit: Transmit = lambda delta: delta,
         gather: Transmit = lambda mean: mean,
     ) -> None:
-        """`fragments`: names of parameters; `gather`: transmits the mean that goes back to all."""
+        """`fragments`: parameter names. `transmit`: of deltas. `gather`: of the mean."""
         self.config, self.T = config, total_steps
         self.fragments, self.transmit, self.gather = fragments, transmit, gather
         self.is_sparse = build_codec(config.quantization).is_sparse
@@ -53,7 +53,7 @@ class ReferenceDiLoCo:
 
     @torch.no_grad()
     def step(self, weights: Sequence[float] | None = None) -> None:
-        """Follow inner step t of all workers. A worker of weight 0 is left out of the means."""
+        """Call after inner step t of all workers. Those of weight 0 are left out of means."""
         self.t += 1
         t, P = self.t, len(self.fragments)
         H, tau = self.config.sync_every, self.config.overlap.delay
@@ -93,7 +93,7 @@ class ReferenceDiLoCo:
             self._mix(theta, self.fragments[message.fragment], alpha)
 
     def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
-        """Return a running mean, for the same rounding as the exchange: a codec may magnify it."""
+        """Return a running mean, rounded as in the exchange: a codec may magnify errors."""
         mean, total = {name: torch.zeros_like(self.Theta[name]) for name in self.fragments[p]}, 0.0
         for m, weight in enumerate(weights):
             if weight:
@@ -105,7 +105,7 @@ class ReferenceDiLoCo:
     def _transmitted_delta(self, m: int, p: int) -> Values:
         theta, residual, delta = self.theta[m], self.residuals[m], {}
         for name in self.fragments[p]:
-            rounded = self.Theta[name].to(theta[name].dtype).float()  # of models below fp32
+            rounded = self.Theta[name].to(theta[name].dtype).float()  # for models below fp32
             delta[name] = rounded - theta[name].float()
             delta[name] += residual.get(name, 0.0)
         arrived = self.transmit(delta)
@@ -119,7 +119,7 @@ class ReferenceDiLoCo:
 
 
 def build_optimizer(outer: OuterOptimizer, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """Return torch's optimizer for the settings of the outer one."""
+    """Return torch's optimizer with the settings of the outer one."""
     momentum = 0.0 if outer.name == "sgd" else outer.momentum
     nesterov = outer.name == "nesterov" and momentum > 0
     return torch.optim.SGD(parameters, lr=outer.lr, momentum=momentum, nesterov=nesterov)

@@ -1,4 +1,4 @@
-"""Records of the rounds of fragments on this rank, and the totals between two reports."""
+"""Measurements of rounds of fragments on this rank, and their totals between two reports."""
 
 import math
 from collections import deque
@@ -12,31 +12,27 @@ from torch import Tensor
 
 NEVER = math.nan
 Span = tuple[torch.cuda.Event | None, torch.cuda.Event | None]
-"""Begin and end of what the training thread has queued on a GPU; None on a CPU."""
+"""Begin and end of work that the training thread has queued on a GPU; None on a CPU."""
 
 
 @dataclass
 class Traffic:
-    """Bytes, seconds and moments of one exchange between workers.
-
-    Bytes are those of the buffers really sent and received. Moments are on this process's own clock
-    (time.perf_counter).
-    """
+    """Bytes, seconds and moments of one exchange. Moments are those of `time.perf_counter`."""
 
     bytes_sent: float = 0
     bytes_received: float = 0
     encoding_seconds: float = 0.0
     decoding_seconds: float = 0.0  # with averaging
-    waiting_seconds: float = 0.0  # of the exchange thread, for messages of other workers
+    waiting_seconds: float = 0.0  # of the exchange thread, for messages
     header_sent: float = NEVER
     encoded: float = NEVER  # the last part of this worker's delta
     received: float = NEVER  # the last payload
-    heard: dict[int, float] = field(default_factory=dict)  # when each worker's header was there
+    heard: dict[int, float] = field(default_factory=dict)  # when each worker's header arrived
     link_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes that each other worker sent without waiting for anybody ..."""
+    """Bytes that each other worker sent without waiting for anybody."""
     link_until: dict[int, float] = field(default_factory=dict)
-    """... and when the last of them was there."""
-    dot: float = NEVER  # scalar product of this worker's delta and the mean
+    """When the last of them arrived."""
+    dot: float = NEVER  # dot product of this worker's delta and the mean
 
     def note_arrivals(self, sizes: dict[int, int], moments: dict[int, float]) -> None:
         for worker, size in sizes.items():
@@ -44,21 +40,20 @@ class Traffic:
             self.link_until[worker] = moments[worker]
 
     def heard_after(self, worker: int) -> float:
-        """Return seconds from sending this worker's header to receiving the other's."""
+        """Return the seconds from sending this worker's header to receiving the other's."""
         return self.heard.get(worker, NEVER) - self.header_sent
 
     def link_seconds(self, worker: int) -> float:
-        """Return how long `link_bytes` took, once the other worker had begun to send."""
+        """Return the seconds of `link_bytes`, since the other worker began to send."""
         return self.link_until.get(worker, NEVER) - self.heard.get(worker, NEVER)
 
 
 @dataclass
 class Round:
-    """One round of one fragment on this rank, from its send to its apply.
+    """One round of one fragment on this rank, from send to apply.
 
-    The training thread fills in the send and the apply, the background thread what is in between.
-    Moments are on this process's own clock. What is not known or was not measured is NaN; squares
-    are summed over this rank's part of the fragment.
+    The training thread sets the fields of the send and the apply, the background thread the others.
+    What is not known is NaN. Squares are sums over this rank's shard of the fragment.
     """
 
     fragment: int
@@ -74,28 +69,28 @@ class Round:
     begun: float = NEVER
     ready: float = NEVER
     stopped: float = NEVER
-    """Longest time during the exchange in which this process did not run at all."""
+    """Longest time during the exchange in which this process did not run."""
     asked: float = NEVER
     fetched: float = NEVER
     applied: float = NEVER
     traffic: Traffic = field(default_factory=Traffic)
-    delta_square: float = NEVER  # known in every round, unlike the other norms
+    delta_square: float = NEVER  # the only norm that is known in every round
     mean_square: float = NEVER
     update_square: float = NEVER  # of the change of the shared parameters
     applying: Span = (None, None)
     drift: Tensor = field(default_factory=lambda: torch.tensor(NEVER))
-    """Distance of this worker's parameters from the new shared ones, before both were mixed."""
+    """Distance of this worker's parameters from the new shared ones, before mixing."""
 
     @staticmethod
     def loaded(fragment: int, outer_round: int, values: int, facts: Mapping[str, Any]) -> "Round":
-        """Return a round in flight from the facts of a save: another process has measured it."""
+        """Return a round in flight from the facts of a save. It was measured by another process."""
         round_ = Round(fragment, outer_round, facts["sent_step"], values, weight=NEVER)
         round_.participants, round_.flags = facts["participants"], facts["flags"]
         round_.traffic = Traffic(NEVER, NEVER, NEVER, NEVER)
         return round_
 
     def exchange_sums(self) -> dict[str, float]:
-        """Return what the exchange adds to the totals; nothing if another process has done it."""
+        """Return what the exchange adds to the totals; nothing if another process did it."""
         traffic, seconds = self.traffic, self.ready - self.begun
         if math.isnan(seconds):
             return {}
@@ -109,11 +104,11 @@ class Round:
 
 
 InFlight = tuple[Round, "Future[None]"]
-"""A round, and the completion of its exchange."""
+"""A round and the future of its exchange."""
 
 
 def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up dictionaries of numbers, key by key."""
+    """Sum dictionaries by key."""
     added: dict[str, float] = {}
     for one in sums:
         for name, value in one.items():
@@ -122,7 +117,7 @@ def total(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Meter:
-    """Totals of the outer loop since they were last taken, and its latest rounds."""
+    """Totals of the outer loop since the last call of `take`, and its latest rounds."""
 
     TOTALS: Final = {
         "diloco/fragments_applied": 0.0,
@@ -170,13 +165,13 @@ class Meter:
         return taken
 
     def waited(self, seconds: float) -> None:
-        """Count waiting of the training thread."""
+        """Count seconds in which the training thread waited."""
         self.expose(seconds)
         self._sums["diloco/exposed_waiting_seconds"] += seconds
 
     def expose(self, seconds: float, span: Span = (None, None)) -> None:
-        """Count seconds of the training thread, or those of its work on a GPU once they are known:
-        there the thread only queues it, and runs ahead."""
+        """Count seconds of the training thread or, as it only queues work on a GPU, those of the
+        work as soon as they are known."""
         begin, end = span
         if begin is None or end is None:
             self._sums["diloco/exposed_seconds"] += seconds

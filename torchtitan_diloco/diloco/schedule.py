@@ -1,4 +1,4 @@
-"""When each fragment is sent, applied, measured and dropped: arithmetic without torch."""
+"""When to send, apply, measure and drop fragments, without torch."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,14 +8,13 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """Turns of the fragments: each is sent every `sync_every` steps, applied `delay` steps later.
+    """Each fragment is sent every `sync_every` steps and applied `delay` steps later.
 
-    Steps are counted from 1. Everything follows from the step alone, so a run can be resumed at any
-    step, and all workers do the same things in the same order.
+    Steps are counted from 1. Everything is a function of the step, so a run can be resumed at any
+    step, and all workers do the same in the same order.
 
-    A new setting that changes the turns of fragments also belongs into
-    `state_dict.resume_settings`, which tells a restart that what is in flight fits no more, and
-    into `reference.py`, with which tests compare. Islands and the planner use this class.
+    A new setting that changes the schedule also belongs in `state_dict.resume_settings`, so that a
+    restart knows that fragments in flight no longer fit, and in `reference.py` for the tests.
     """
 
     sync_every: int
@@ -23,15 +22,15 @@ class Schedule:
     fragments: int
     """P."""
     delay: int
-    """tau < H. It may exceed the distance of two sends: then several fragments are in flight."""
+    """tau < H. If it exceeds the distance of two sends, several fragments are in flight."""
     beginning_steps: int = 0
-    """Steps with an H of their own, and without delay."""
+    """Steps with `beginning_every` as H and without delay."""
     beginning_every: int = 1
     last_step: int = 0
-    """Step after which all fragments are sent and applied at once. 0: none."""
+    """Step after which all fragments are sent and applied. 0: none."""
 
     def offset(self, fragment: int, every: int = 0) -> int:
-        """Return t_p, the step of the cycle after which the fragment is sent (default: of H)."""
+        """Return t_p, the step of a cycle after which the fragment is sent. `every`: default H."""
         every = every or self.sync_every
         return fragment * max(1, every // self.fragments) % every
 
@@ -40,11 +39,11 @@ class Schedule:
         return self.sync_every + self.offset(fragment)
 
     def is_average(self, step: int) -> bool:
-        """Return whether what is sent after this step is waited for and averaged plainly."""
+        """Return whether fragments sent after this step are waited for and averaged plainly."""
         return step <= self.beginning_steps or 0 < step == self.last_step
 
     def sent_at(self, step: int) -> list[int]:
-        """Return the fragments to send after this step, several if there are more than H."""
+        """Return the fragments to send after this step: several if there are more than H."""
         if 0 < step == self.last_step:
             return list(range(self.fragments))
         every = self.beginning_every if step <= self.beginning_steps else self.sync_every
@@ -58,7 +57,7 @@ class Schedule:
         return [] if self.is_average(sent) else self.sent_at(sent)
 
     def outer_round(self, fragment: int, step: int) -> int:
-        """Return how often the fragment has been sent by the end of this step."""
+        """Return how often the fragment was sent by the end of this step."""
         if 0 < step == self.last_step:
             return self.outer_round(fragment, step - 1) + 1
         early = min(step, self.beginning_steps)
@@ -67,7 +66,7 @@ class Schedule:
         return self._turns(fragment, self.beginning_every, early) + after
 
     def _turns(self, fragment: int, every: int, step: int) -> int:
-        """Return how often the fragment is sent by the end of a step with one H from the start."""
+        """Return how often the fragment is sent by the end of a step if H is constant."""
         return max(0, (step - self.offset(fragment, every)) // every)
 
 
@@ -78,12 +77,12 @@ def build_schedule(config: DiLoCoConfig, fragments: int, total_steps: int = 0) -
 
 
 def is_measured(outer_round: int, every: int) -> bool:
-    """Return whether norms, cosines and drift are measured in this round; `every` 0 is never."""
+    """Return whether norms, cosines and drift are measured in this round. `every` = 0: never."""
     return every > 0 and (outer_round == 1 or outer_round % every == 0)
 
 
 def is_dropped(probability: float, seed: int, worker: int, fragment: int, outer_round: int) -> bool:
-    """Return whether a worker misses a round on purpose. A resumed run draws the same rounds."""
+    """Return whether a worker is dropped from a round. A resumed run drops the same ones."""
     if not probability:
         return False
     digest = hashlib.sha256(f"{seed}/{worker}/{fragment}/{outer_round}".encode()).digest()

@@ -1,7 +1,4 @@
-"""Before the first step: workers check their settings, agree, and start from worker 0's model.
-
-And the end of what they have started.
-"""
+"""Set-up and clean-up of StreamingDiLoCo: checks, agreement of workers, and buffers."""
 
 import hashlib
 import secrets
@@ -27,15 +24,15 @@ from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences, logger
 
 MAY_DIFFER = {"diloco.link.interface"}
-"""Settings in which workers may differ."""
+"""Settings that may differ between workers."""
 GPU_SHARE = 0.2
-"""Share of a GPU's memory that the outer state may take if the settings do not say where it is."""
+"""Share of a GPU's memory up to which `outer_state = "auto"` means "device"."""
 
 
 def check_settings(
     model: nn.Module, group: dist.ProcessGroup | None, config: DiLoCoConfig, total_steps: int
 ) -> None:
-    """Raise on settings that are invalid, contradict each other, or do not fit group and model."""
+    """Raise if settings are invalid, contradict each other, or do not fit the group or model."""
     check_group(group)
     workers = 1 if group is None else group.size()
     mistakes = field_mistakes(config, "diloco") or list(diloco_mistakes(config))
@@ -59,7 +56,7 @@ def check_settings(
 
 
 def check_group(group: dist.ProcessGroup | None) -> None:
-    """Raise if the collectives of torch.distributed cannot use a group."""
+    """Raise if torch.distributed cannot use a group."""
     try:
         if group is not None:
             dist.get_backend(group)
@@ -72,7 +69,7 @@ def check_group(group: dist.ProcessGroup | None) -> None:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raise if the model's gradients are averaged over workers; warn if buffers will differ."""
+    """Raise if gradients would be averaged over workers; warn if buffers will differ."""
     if group is None or group.size() == 1:
         return
     workers = set(dist.get_process_group_ranks(group))
@@ -115,7 +112,7 @@ def agree_on_run(
 ) -> int:
     """Raise if workers differ in settings, code or model; return a number unique to this run.
 
-    `device`: of the outer state, on which the size of messages depends.
+    `device`: of the outer state, as the size of messages depends on it.
     """
     layout = [
         f"{fragment.index} {part.name} {tuple(part.parameter.shape)} {part.local().numel()} "
@@ -140,14 +137,14 @@ def agree_on_run(
             "workers were started differently; give all of them the same:\n  "
             + "\n  ".join(differences)
         )
-    # A random part from worker 0 keeps two runs of one configuration apart.
+    # Worker 0's random part distinguishes two runs of one configuration.
     name = "/".join([*mine.values(), broadcast_object(secrets.token_hex(8), str, group)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
 @torch.no_grad()
 def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> None:
-    """Set parameters (frozen ones too) and buffers to worker 0's; each rank gets its shard."""
+    """Copy worker 0's parameters, frozen ones included, and buffers; each rank gets its shard."""
     if group is None or group.size() == 1:
         return
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -162,13 +159,13 @@ def broadcast_from_first(group: dist.ProcessGroup | None, model: nn.Module) -> N
 
 
 def state_bytes(config: DiLoCoConfig) -> int:
-    """Return the bytes of a parameter in the buffers of its fragment."""
+    """Return the bytes per parameter in the buffers of an OuterState."""
     is_sparse = build_codec(config.quantization).is_sparse
     return 4 * (2 + slot_count(config.outer_optimizer) + is_sparse)
 
 
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
-    """Return where the outer state lives, and where deltas are encoded."""
+    """Return the device of the outer state, on which deltas are encoded."""
     locals_ = [part.local() for fragment in fragments for part in fragment.parts]
     device, choice = locals_[0].device, config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
@@ -194,7 +191,7 @@ def build_exchange(
     states: Sequence[OuterState],
     device: torch.device,
 ) -> Exchange | None:
-    """Return the exchange between the workers of `group`, ready to be used; None for one worker."""
+    """Return the exchange between the workers of `group`; None for one worker."""
     if group is None or group.size() == 1:
         return None
     sizes = [state.values for state in states]
@@ -211,9 +208,9 @@ def build_exchange(
 
 
 def start_background(count: int) -> BackgroundThread:
-    """Start the thread of exchanges, in which torch uses so many threads."""
+    """Start the thread of exchanges, with `count` torch threads."""
     background = BackgroundThread("diloco-exchange")
-    # The first get_num_threads() of a thread resets its number; the last line restores ours.
+    # The first get_num_threads() in a thread resets its number. The last line restores ours.
     threads = torch.get_num_threads()
     background.submit(torch.get_num_threads).result()
     background.submit(partial(torch.set_num_threads, count)).result()
@@ -224,7 +221,7 @@ def start_background(count: int) -> BackgroundThread:
 def close(
     background: BackgroundThread, exchange: Exchange | None, liveness: Liveness, own: bool
 ) -> None:
-    """End the thread and the groups of an outer loop; `own`: it has made `liveness` itself."""
+    """End the threads of an outer loop. `own`: it has created `liveness` itself."""
     background.close(timeout=0.0 if liveness.is_lost else 5.0)
     if exchange is not None:
         exchange.close()
@@ -233,7 +230,7 @@ def close(
 
 
 def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> list[str]:
-    """Return lines for the start of a run: outer settings, wire format, memory."""
+    """Describe outer settings, wire format and memory in lines for the start of a run."""
     overlap, outer, wire = config.overlap, config.outer_optimizer, config.quantization
     memory = sum(state.bytes for state in states)
     place = "GPU" if states[0].outer.is_cuda else "host"

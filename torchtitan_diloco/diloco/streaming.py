@@ -1,4 +1,4 @@
-"""Streaming DiLoCo around any training loop: fragments take turns in being exchanged.
+"""Streaming DiLoCo for any training loop: workers exchange one fragment at a time.
 
 outer = StreamingDiLoCo(model, group, DiLoCoConfig(sync_every=100))
 for batch in loader:
@@ -6,8 +6,8 @@ for batch in loader:
     outer.step()
 outer.drain()
 
-In the training thread `_send` takes the delta of a fragment, and `_apply` merges the next shared
-copy. In between, in the background, `_exchange` turns the one into the other.
+In the training thread, `_send` takes the delta of a fragment and `_apply` merges the next shared
+copy into the model. In between, `_exchange` computes it from the delta in a background thread.
 """
 
 import math
@@ -68,20 +68,19 @@ class StreamingDiLoCo:
         seed: int = 0,
         run_id: str = "",
     ) -> None:
-        """Every worker starts from worker 0's parameters: load weights for a restart after this.
+        """Start from worker 0's parameters. For a restart, load weights after this.
 
         Call methods from one thread at a time, `metrics` and `rounds` from the one that trains.
 
         Args:
-            group: joins this rank with the same rank of the others, by gloo. None: one worker.
-            optimizer: the inner one. Where this worker takes the shared parameters because its own
-                went wrong, the optimizer's state is dropped, too. Two of its steps without a call
-                of `step` between them are an error.
-            shard_group: joins the ranks of this worker, if it has several: a gloo group that
-                nothing else uses, in which they agree on the norm of a delta.
-            liveness: watches all workers. Default: one for `group`, with a gloo group of its own.
+            group: a gloo group of this rank and its peers on the other workers. None: one worker.
+            optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
+                shared parameters. Two of its steps without a call of `step` are an error.
+            shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
+                uses. They sum the norm of a delta over it.
+            liveness: watches all workers. Default: a new one with a gloo group of its own.
             total_steps: length of the run, for `overlap.mixing_end` and `average_at_end`.
-            seed: draws the rounds that `link.drop_probability` drops.
+            seed: for the rounds that `link.drop_probability` drops.
         """
         startup.check_settings(model, group, config, total_steps)
         drop_gathered(model)
@@ -114,9 +113,9 @@ class StreamingDiLoCo:
 
     @one_at_a_time
     def step(self, weight: float = 1.0) -> None:
-        """Apply and send the fragments that are due: call after every inner step.
+        """Apply and send the fragments that are due. Call it after every inner step.
 
-        `weight`: what this inner step counts in the mean over workers, such as its tokens.
+        `weight`: of this inner step in the mean over workers, such as its number of tokens.
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"the weight of a step is {weight}: give a number from 0 up")
@@ -132,24 +131,23 @@ class StreamingDiLoCo:
         self._apply([fragment for fragment in self._in_flight if fragment in applied])
         for fragment in sent:
             self._send(fragment)
-        self._apply(applied)  # what was just sent and is waited for
+        self._apply(applied)  # those that were just sent, if there is no delay
 
     @one_at_a_time
     def drain(self) -> None:
-        """Wait for everything in flight and apply it, in the order it was sent."""
+        """Wait for the fragments in flight, and apply them in the order of their sends."""
         drop_gathered(self._model)
         self._apply(list(self._in_flight))
 
     def check(self) -> None:
-        """Raise if a worker is lost or an exchange has failed, also before its result is due."""
+        """Raise if a worker is lost or an exchange has failed, even before its result is due."""
         self._liveness.check(f"seen by worker {self.worker} after its step {self.step_count}")
         for round_, exchanged in self._in_flight.values():
             if exchanged.done() and exchanged.exception() is not None:
                 self._wait(round_, exchanged)
 
     def close(self) -> None:
-        """End the background thread. It ends by itself when this object is dropped, but must end
-        before an exit handler of yours destroys the process group."""
+        """End the threads. Needed only before an exit handler that destroys the process group."""
         self._finalizer()
 
     def _send(self, index: int) -> None:
@@ -165,7 +163,7 @@ class StreamingDiLoCo:
         self._in_flight[index] = round_, exchanged
 
     def _apply(self, fragments: list[int]) -> None:
-        for index in [one for one in fragments if one in self._in_flight]:  # else drain() did it
+        for index in [one for one in fragments if one in self._in_flight]:  # or drain() applied it
             round_, exchanged = self._in_flight[index]
             round_.applied_step, round_.asked = self.step_count, time.perf_counter()
             self._wait(round_, exchanged)
@@ -184,7 +182,7 @@ class StreamingDiLoCo:
             self._meter.applied(round_)
 
     def _mixing(self, flags: int, participants: int, *, average: bool = False) -> float:
-        """Return the share of local parameters: 0 if they went wrong, 1 for dropped workers."""
+        """Return the weight of local parameters: 0 if they went wrong, 1 for dropped workers."""
         if flags & WENT_WRONG:
             return 0.0
         if flags & DROPPED or not participants:
@@ -193,11 +191,11 @@ class StreamingDiLoCo:
 
     @one_at_a_time
     def heal(self, group: dist.ProcessGroup | None = None) -> list[int]:
-        """Let fragments that are not finite take the shared parameters, and return these fragments.
+        """Reset fragments that are not finite to the shared parameters, and return their indices.
 
         Call it on every rank of a worker after a step whose gradient is not finite, and before a
-        save. The state of the inner optimizer counts, too. `group` joins the ranks for calls from
-        this thread.
+        save. A fragment is also reset if its inner optimizer state is not finite. `group`: a group
+        of the worker's ranks for use in this thread.
         """
         healed = healing.find_broken(self.fragments, self._optimizer, group)
         if healed:
@@ -214,7 +212,7 @@ class StreamingDiLoCo:
         return healed
 
     def _start_afresh(self, index: int) -> None:
-        """Forget how the fragment was trained: it has taken the shared parameters."""
+        """Drop the training state of a fragment that was reset to the shared parameters."""
         healing.forget_moments(self._states[index].fragment, self._optimizer)
         self._weights[index] = 0.0
         self._healed += 1
@@ -237,7 +235,7 @@ class StreamingDiLoCo:
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
-            norms = healing.DeltaNorms() if average else state.norms  # of other lengths: not judged
+            norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
             delta = checksum(state.delta) if self._watch.compares else 0
             header = Header(flags, self._run, *turn, step, round_.weight, state.checksum, delta)
@@ -264,15 +262,15 @@ class StreamingDiLoCo:
 
     @one_at_a_time
     def global_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's state dict with the shared parameters, in fp32 and sharded as it is.
+        """Return the model's state dict with the shared parameters in fp32, sharded as they are.
 
-        They are the same bits on all workers. Frozen parameters and buffers are this worker's.
+        They are bitwise equal on all workers. Frozen parameters and buffers are this worker's.
         """
         return saving.shared_state_dict(self._model, self._states)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Let the model hold the shared parameters in the body of a with statement."""
+        """Return a context manager in which the model holds the shared parameters."""
         with (
             alone(self.in_use, "StreamingDiLoCo.global_parameters"),
             saving.holding_shared(self._model, self._states),
@@ -282,9 +280,9 @@ class StreamingDiLoCo:
     # --- restart ----------------------------------------------------------------------------------
 
     def state_dict(self, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """Return what a restart needs beside the model and the inner optimizer, in host memory.
+        """Return what a restart needs besides the model and inner optimizer, in host memory.
 
-        Fragments in flight are waited for and not applied: their results are part of the state.
+        Fragments in flight are waited for but not applied: their results are part of the state.
         """
         last_sent = max((one.sent_step for one, _ in self._in_flight.values()), default=0)
         return vars(self._liveness.wait(self.start_state_dict(mesh), last_sent))
@@ -293,10 +291,10 @@ class StreamingDiLoCo:
     def start_state_dict(
         self, mesh: DeviceMesh | None = None, *, shared: bool = True
     ) -> "Future[SavedState]":
-        """Copy the state of this moment in the background, behind what is in flight.
+        """Copy the current state in the background, after the exchanges in flight.
 
-        `mesh`: of this worker's ranks on the CPU, for models that are sharded over GPUs. `shared`:
-        copy also what all workers share, which one of them saves.
+        `mesh`: a CPU mesh of this worker's ranks, for models that are sharded over GPUs. `shared`:
+        include what is equal on all workers, which only one of them saves.
         """
         self.check()
         snapshots, facts = self._take_snapshots(shared=shared), self._facts_now()
@@ -304,9 +302,9 @@ class StreamingDiLoCo:
 
     @one_at_a_time
     def state_without_others(self, mesh: DeviceMesh | None = None) -> SavedState:
-        """Return the state although workers are lost: rounds that have not ended are given up."""
+        """Return the state after a loss of workers, without unfinished rounds."""
         drop_gathered(self._model)
-        with self._advancing:  # so that no round ends meanwhile
+        with self._advancing:  # no round ends meanwhile
             for index, (round_, exchanged) in list(self._in_flight.items()):
                 is_done = exchanged.done() and exchanged.exception() is None
                 if is_done or not math.isnan(round_.ready):
@@ -322,7 +320,7 @@ class StreamingDiLoCo:
         ]
 
     def _facts_now(self) -> Facts:
-        """Return what is known so far of `SavedState.facts`."""
+        """Return the part of `SavedState.facts` that is known already."""
         return {
             "step": self.step_count,
             "progress": self.progress,
@@ -333,11 +331,11 @@ class StreamingDiLoCo:
         }
 
     def load_state_dict(self, saved: SavedState | dict[str, Any]) -> list[str]:
-        """Resume from a saved state; what is in flight here is given up. Load the model first.
+        """Resume from a saved state, dropping fragments in flight. Load the model first.
 
-        Fragments, schedule, codec and outer optimizer may be others than those of the saved run.
-        Return what could not be kept, one line each. Fragments in flight whose turn has changed
-        are applied to the model now, and to the tensors of `saved`.
+        Fragments, schedule, codec and outer optimizer may differ from the saved run. Return a line
+        for each thing that could not be kept. Saved fragments in flight that do not fit the new
+        schedule are applied now, to the model and to the tensors of `saved`.
         """
         saved = saved if isinstance(saved, SavedState) else SavedState(**saved)
         saving.check_same_model(self._states, saved)
@@ -353,7 +351,7 @@ class StreamingDiLoCo:
         return notes
 
     def restart_from_model(self, step: int) -> None:
-        """Start over after so many steps; the model, equal on all workers, is the shared copy."""
+        """Start over at a step from the model, which must be equal on all workers."""
         self._give_up_in_flight()
         self.step_count = step
         self._weights = [0.0] * len(self.fragments)
@@ -361,7 +359,7 @@ class StreamingDiLoCo:
             state.restart()
 
     def _give_up_in_flight(self) -> None:
-        """Wait for what is in flight, and for a save, and forget the results."""
+        """Wait for exchanges and saves in flight, and drop their results."""
         self._inner_steps.restart()
         self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
@@ -370,30 +368,30 @@ class StreamingDiLoCo:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done, if its length is known."""
+        """Completed share of the run, 0 if its length is unknown."""
         return self.step_count / self._total_steps if self._total_steps else 0.0
 
     def metrics(self) -> dict[str, float]:
         """Return totals of this rank since the last call.
 
-        The training thread spent or waited the `exposed` seconds, the background thread the others.
+        `exposed` seconds are those of the training thread, others those of the background thread.
         An exchange counts when its result is applied.
         """
         return self._meter.take() | {"diloco/fragments_in_flight": float(len(self._in_flight))}
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that training has spent in the outer loop, or waited for it, so far."""
+        """Total seconds that training has spent in the outer loop or waited for it."""
         return self._meter.exposed_seconds
 
     def rounds(self) -> list[Round]:
-        """Return the rounds applied since the last call, at most the latest 256."""
+        """Return the rounds applied since the last call, at most 256."""
         return self._meter.take_rounds()
 
     def table(self) -> str:
-        """Return a table of the fragments and their places in the cycle."""
+        """Return a table of the fragments and their slots in the cycle."""
         return fragment_table(self.fragments, map(self.schedule.offset, range(len(self.fragments))))
 
     def describe(self) -> list[str]:
-        """Return lines for the start of a run: outer settings, wire format, memory, fragments."""
+        """Describe settings, memory and fragments in lines for the start of a run."""
         return [*startup.describe_settings(self.config, self._states), self.table()]

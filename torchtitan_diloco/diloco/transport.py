@@ -1,4 +1,4 @@
-"""Messages between workers: their header, and point-to-point transfers that name a lost worker."""
+"""Headers of messages between workers, and point-to-point transfers that detect lost workers."""
 
 import math
 import struct
@@ -18,7 +18,7 @@ from torchtitan_diloco.utils import cause_of
 
 
 class WorkerLostError(RuntimeError):
-    """One of these workers left, or was silent beyond the timeout."""
+    """One of these workers left or timed out."""
 
     def __init__(self, workers: list[int], reason: str) -> None:
         self.workers, self.reason = workers, reason
@@ -34,26 +34,26 @@ VERSION = 2
 _LAYOUT = struct.Struct("<4sHHQIIQdQQ")
 
 NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
-DROPPED = 2  # the sender is left out of this round on purpose
-OUTLIER = 4  # the norm of the sender's delta is far beyond its usual one
+DROPPED = 2  # the sender is left out by link.drop_probability
+OUTLIER = 4  # the norm of the sender's delta exceeds delta_norm_limit
 FLAG_NAMES = {NOT_FINITE: "not finite", DROPPED: "dropped", OUTLIER: "outlier"}
 WENT_WRONG = NOT_FINITE | OUTLIER
-"""Flags of a worker that takes the shared parameters."""
+"""Flags after which a worker takes the shared parameters."""
 
 
 @dataclass(frozen=True)
 class Header:
     flags: int
     run: int
-    """Identifies the run and its settings: two runs on one process group do not mix."""
+    """Identifies the run and its settings, to detect two runs on one process group."""
     fragment: int
     outer_round: int
     step: int  # inner step after which the delta was taken
     weight: float  # of the sender in the mean, if it has no flags
     checksum: int
-    """Checksum of the sender's shared copy of the fragment, which must be equal on all workers."""
+    """Checksum of the sender's shared copy, which must be equal on all workers."""
     delta: int = 0
-    """Checksum of the sender's delta, in rounds in which `healing.Watch` compares them."""
+    """Checksum of the sender's delta in rounds in which `healing.Watch` compares them."""
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(MAGIC, VERSION, *astuple(self)).ljust(HEADER_BYTES, b"\0")
@@ -70,7 +70,7 @@ class Header:
 
 
 def check_headers(headers: list[Header], mine: int) -> None:
-    """Raise if a worker exchanges something else than this one."""
+    """Raise if a worker's run, fragment, round or shared copy differs from this worker's."""
     own = headers[mine]
     expected = own.fragment, own.outer_round, own.step
     for worker, other in enumerate(headers):
@@ -97,19 +97,19 @@ def check_headers(headers: list[Header], mine: int) -> None:
 # --- transfers ------------------------------------------------------------------------------------
 
 Parts = Iterable[tuple[int, Tensor]]
-"""(other worker, buffer in host memory to send to it or to receive from it)."""
+"""(other worker, buffer in host memory to send or to receive into)."""
 
 
 @dataclass
 class Bytes:
-    """Encoded bytes where they are computed. Beside a GPU gloo needs a pinned copy of them."""
+    """Encoded bytes on the device of the codec, with a pinned copy for gloo if that is a GPU."""
 
     local: Tensor
     pinned: Tensor | None = None
 
     @property
     def host(self) -> Tensor:
-        """Return the memory that gloo sends from and receives into."""
+        """Memory that gloo sends from and receives into."""
         return self.local if self.pinned is None else self.pinned
 
     def part(self, start: int, end: int) -> "Bytes":
@@ -129,21 +129,20 @@ class Bytes:
 
 @dataclass
 class Messages:
-    """Messages in flight between this worker and the others for one purpose, by worker."""
+    """Messages in flight between this worker and the others, by worker."""
 
     works: dict[int, list[dist.Work]] = field(default_factory=dict)
-    """Receives come first: their time must not depend on what this worker sends."""
+    """Receives first, so that their time does not depend on sends."""
     sizes: dict[int, int] = field(default_factory=dict)  # bytes to receive
     arrivals: "dict[int, Future[float]]" = field(default_factory=dict)
-    """When they arrived, if threads wait for them."""
+    """Times of arrival, if threads wait for them."""
 
 
 class Transport:
-    """Sends and receives by gloo from one thread. Messages of one tag meet in the order they are
-    posted.
+    """Sends and receives over gloo, from one thread. Messages of one tag match in order.
 
-    Receives are posted as early as possible: gloo announces them over the connection that carries
-    what is sent, and behind a large message the two directions of a slow link would take turns.
+    Receives are posted as early as possible. Gloo announces them over the connection of the sends:
+    behind a large message, the two directions of a slow link would alternate.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -154,13 +153,13 @@ class Transport:
         self.traffic = Traffic()
 
     def receive(self, parts: Parts, tag: int = 0) -> Messages:
-        """Post receives into buffers. Empty messages are not sent."""
+        """Post receives into buffers, skipping empty ones."""
         messages = Messages()
         for worker, buffer in parts:
             if buffer.numel():
                 messages.sizes[worker] = buffer.numel()
-                # All memory of the buffer, for a worker that sends more than expected: gloo aborts
-                # the process on a message that does not fit, before its header can be checked.
+                # Receive into the whole storage, as a worker may send more than expected: gloo
+                # aborts the process if a message does not fit, before headers can be checked.
                 assert buffer.storage_offset() == 0, "the message would be written elsewhere"
                 whole = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,), 0)
                 self._post(messages, worker, partial(dist.irecv, whole, group_src=worker), tag)
@@ -169,10 +168,10 @@ class Transport:
     def send(
         self, messages: Messages, parts: Parts, tag: int = 0, *, watched: bool = False
     ) -> None:
-        """Send buffers in return for what `messages` receive.
+        """Send buffers, and add them to the receives in `messages`.
 
-        `watched`: threads wait for the arrivals, so that their moments are known. With more than
-        two workers they always do, as the first to fail is the lost one.
+        `watched`: let threads wait for the arrivals to record their times. With more than two
+        workers they always do, as the first transfer to fail names the lost worker.
         """
         for worker, buffer in parts:
             if buffer.numel():
@@ -185,7 +184,7 @@ class Transport:
                 messages.arrivals[worker] = waiter.submit(partial(self._wait_for, worker, works))
 
     def wait(self, messages: Messages) -> dict[int, float]:
-        """Wait for all messages and return when each worker's arrived, or raise WorkerLostError."""
+        """Wait for all messages and return their times of arrival, or raise WorkerLostError."""
         started = time.perf_counter()
         if messages.arrivals:
             for finished in as_completed(messages.arrivals.values()):
@@ -202,7 +201,7 @@ class Transport:
             waiter.close(timeout=0.0)
 
     def _wait_for(self, worker: int, works: list[dist.Work]) -> float:
-        """Return when the first was complete."""
+        """Wait for all works and return when the first was complete."""
         first = math.nan
         for number, work in enumerate(works):
             try:
