@@ -16,21 +16,6 @@ NOT_FINITE = 255
 """Scale byte of a block with a NaN or infinity. All its values are decoded as NaN."""
 
 
-class Scratch:
-    """Named buffers that are reused from call to call. On a CPU a fresh buffer costs more than the
-    work that is done in it."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def get(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer of `size` elements with unspecified contents."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.device != device:
-            buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=device)
-        return buffer[:size]
-
-
 class Codec(ABC):
     """Converts fp32 values to bytes and back, in buffers of the caller.
 
@@ -51,7 +36,8 @@ class Codec(ABC):
     become a residual, which is added to the next delta."""
 
     def __init__(self, name: str) -> None:
-        self.name, self._scratch = name, Scratch()
+        self.name = name
+        self._scratch_buffers: dict[str, Tensor] = {}
 
     @abstractmethod
     def wire_bytes(self, values: int) -> int:
@@ -81,9 +67,17 @@ class Codec(ABC):
         total = weights[0]
         for payload, weight in zip(payloads[1:], weights[1:], strict=True):
             total += weight
-            decoded = self._scratch.get("decoded", out.numel(), out.dtype, out.device)
+            decoded = self._scratch("decoded", out.numel(), out.dtype, out.device)
             self.decode(payload, decoded)
             out.lerp_(decoded, weight / total)
+
+    def _scratch(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer with unspecified contents. It is kept for the next call, as a new buffer
+        costs more on a CPU than the work that is done in it."""
+        buffer = self._scratch_buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.device != device:
+            buffer = self._scratch_buffers[name] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size]
 
 
 class Fp32Codec(Codec):
@@ -105,7 +99,7 @@ class Fp32Codec(Codec):
         mean, total = payloads[0].view(torch.float32), weights[0]
         for payload, weight in zip(payloads[1:-1], weights[1:-1], strict=True):
             total += weight
-            running = self._scratch.get("running", out.numel(), out.dtype, out.device)
+            running = self._scratch("running", out.numel(), out.dtype, out.device)
             mean = torch.lerp(mean, payload.view(torch.float32), weight / total, out=running)
         if len(payloads) == 1:
             out.copy_(mean)

@@ -178,8 +178,8 @@ class BlockCodec(Codec):
     def _last_unit(self, rest: int, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return zeros for the values and the payload of a unit, and the parts of the payload that
         are sent if the unit has only `rest` values."""
-        full = self._scratch.get("last unit", UNIT, torch.float32, device).zero_()
-        unit = self._scratch.get("its payload", sum(self._unit_sizes), torch.uint8, device).zero_()
+        full = self._scratch("last unit", UNIT, torch.float32, device).zero_()
+        unit = self._scratch("its payload", sum(self._unit_sizes), torch.uint8, device).zero_()
         parts = zip(unit.split(self._unit_sizes), self._sizes(rest), strict=True)
         return full, unit, [part[:size] for part, size in parts]
 
