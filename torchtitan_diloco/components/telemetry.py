@@ -242,7 +242,7 @@ class Telemetry:
         size, workers = self.world.size, self.world.workers
         sums = total(counters)
         steps, wall_seconds = sums["steps"] / size, sums["time/wall_seconds"] / size
-        tokens = self.plan.tokens_per_step * self.world.size / self.plan.ranks
+        tokens = self.plan.tokens_per_step * size / self.plan.ranks
         tokens_per_second = tokens * steps / wall_seconds
         record: Record = {
             "train/loss_nats_per_token_global": sums["cross_entropy"]
@@ -264,9 +264,10 @@ class Telemetry:
         }
         self.totals = total([self.totals, of_worker, written])
         for name, value in written.items():
-            summed = name.endswith("_bytes")
-            scope, shown = ("sum", value) if summed else ("mean", value / size)
-            record[f"{name}_{scope}_over_ranks"] = shown
+            if name.endswith("_bytes"):
+                record[f"{name}_sum_over_ranks"] = value
+            else:
+                record[f"{name}_mean_over_ranks"] = value / size
         for name, share in time_shares(sums).items():
             record[f"time/share_{name}_percent_mean_over_ranks"] = share
         if exchange := sums.get("diloco/exchange_seconds"):
@@ -316,7 +317,7 @@ def time_shares(sums: Mapping[str, float]) -> Record:
         return 100 * min(1.0, max(0.0, seconds / wall))
 
     streaming = "diloco/exposed_seconds" in sums
-    exposed = sums["diloco/exposed_seconds"] if streaming else 0.0
+    exposed = sums.get("diloco/exposed_seconds", 0.0)
     agreement = agreement if streaming else 0.0
     return {
         "compute": share(steps - data - exposed),
