@@ -71,9 +71,14 @@ class Schedule:
 
 
 def build_schedule(config: DiLoCoConfig, fragments: int, total_steps: int = 0) -> Schedule:
-    first, last = config.beginning, total_steps * config.average_at_end
-    plain = config.sync_every, fragments, config.overlap.delay
-    return Schedule(*plain, first.steps, first.sync_every, last)
+    return Schedule(
+        sync_every=config.sync_every,
+        fragments=fragments,
+        delay=config.overlap.delay,
+        beginning_steps=config.beginning.steps,
+        beginning_every=config.beginning.sync_every,
+        last_step=total_steps if config.average_at_end else 0,
+    )
 
 
 def is_measured(outer_round: int, every: int) -> bool:

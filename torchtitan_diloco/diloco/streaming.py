@@ -96,8 +96,9 @@ class StreamingDiLoCo:
         self._watch = healing.Watch(self.workers, len(self.fragments))
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
-        about = config, self.fragments, device, total_steps
-        self._run = startup.agree_on_run(group, *about, seed=seed, run_id=run_id)
+        self._run = startup.agree_on_run(
+            group, config, self.fragments, device, total_steps, seed=seed, run_id=run_id
+        )
         startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
         self._states = startup.build_states(config, self.fragments, device)
@@ -106,8 +107,9 @@ class StreamingDiLoCo:
         self.in_use = threading.RLock()
         self._meter, self._advancing = Meter(), threading.Lock()
         self._background = startup.start_background(config.quantization.threads)
-        to_close = self._background, self._exchanger, self._liveness, liveness is None
-        self._finalizer = weakref.finalize(self, startup.close, *to_close)
+        self._finalizer = weakref.finalize(
+            self, startup.close, self._background, self._exchanger, self._liveness, liveness is None
+        )
 
     # --- training thread --------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class StreamingDiLoCo:
         self._apply([fragment for fragment in self._in_flight if fragment in applied])
         for fragment in sent:
             self._send(fragment)
-        self._apply(applied)  # those that were just sent, if there is no delay
+        self._apply(applied)  # those that were just sent and have no delay
 
     @one_at_a_time
     def drain(self) -> None:
@@ -163,7 +165,7 @@ class StreamingDiLoCo:
         self._in_flight[index] = round_, exchanged
 
     def _apply(self, fragments: list[int]) -> None:
-        for index in [one for one in fragments if one in self._in_flight]:  # or drain() applied it
+        for index in [one for one in fragments if one in self._in_flight]:  # drain() applied the others
             round_, exchanged = self._in_flight[index]
             round_.applied_step, round_.asked = self.step_count, time.perf_counter()
             self._wait(round_, exchanged)
