@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchtitan_diloco.diloco.codecs.base import UNIT, Codec
 from torchtitan_diloco.diloco.codecs.blocks import kernels_for
@@ -38,7 +39,9 @@ class TopKCodec(Codec):
         if kernels := kernels_for(values):
             kernels.encode_largest(values, payload, self.top_values)
         elif values.numel():
-            words = self._in_units(values).view(torch.int32)
+            if missing := -values.numel() % UNIT:
+                values = functional.pad(values, (0, missing))
+            words = values.view(-1, UNIT).view(torch.int32)
             reverse = torch.arange(UNIT, dtype=torch.int32, device=values.device).flip(0)
             order = words.bitwise_and(ORDER).bitwise_or_(reverse)  # all different
             places = UNIT - 1 - order.topk(self.top_values).values.bitwise_and_(UNIT - 1)
@@ -70,12 +73,6 @@ class TopKCodec(Codec):
         units.zero_().scatter_(1, (entries & UNIT - 1).long(), sent)
         if not whole:
             values.copy_(units.view(-1)[: values.numel()])
-
-    def _in_units(self, values: Tensor) -> Tensor:
-        """Return the values as rows of units, padded with zeros."""
-        if missing := -values.numel() % UNIT:
-            values = torch.cat((values, values.new_zeros(missing)))
-        return values.view(-1, UNIT)
 
 
 def _write_bytes(words: Tensor, room: Tensor) -> None:
