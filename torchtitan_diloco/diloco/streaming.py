@@ -165,7 +165,7 @@ class StreamingDiLoCo:
         self._in_flight[index] = round_, exchanged
 
     def _apply(self, fragments: list[int]) -> None:
-        for index in [one for one in fragments if one in self._in_flight]:  # drain() applied the others
+        for index in [one for one in fragments if one in self._in_flight]:  # or drain() applied it
             round_, exchanged = self._in_flight[index]
             round_.applied_step, round_.asked = self.step_count, time.perf_counter()
             self._wait(round_, exchanged)

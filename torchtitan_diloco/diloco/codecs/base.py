@@ -19,10 +19,10 @@ NOT_FINITE = 255
 class Codec(ABC):
     """Converts fp32 values to bytes and back, in buffers of the caller.
 
-    There is no header and no state. If values are cut at multiples of UNIT, their payload is the
-    concatenation of the payloads of the pieces, so callers can process pieces that fit the cache:
-    `wire_bytes(UNIT * k + n)` is `k * wire_bytes(UNIT) + wire_bytes(n)`. A codec keeps scratch
-    buffers, so it must be used by one thread only.
+    A format has no header and no state: the payload of values that are cut at multiples of UNIT is
+    the concatenation of the payloads of the pieces, and `wire_bytes(UNIT * k + n)` is `k *
+    wire_bytes(UNIT) + wire_bytes(n)`. So callers can process pieces that fit the cache. A codec
+    keeps scratch buffers, so only one thread may use it.
 
     All workers must get the same bits: avoid reductions whose order depends on the number of
     threads, and write the whole payload. `docs/wire-formats.md` lists the places that know a format

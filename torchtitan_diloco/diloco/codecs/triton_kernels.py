@@ -2,9 +2,9 @@
 # (Triton's language has Python's syntax, but not its types.)
 """GPU kernels of the formats with blocks: one pass over memory, where torch takes a dozen.
 
-The kernels compute the same bits as blocks.py and topk.py, which explain the computation. A program
-processes one unit of 1024 values as a tile [blocks, values of a block]. The last tile is padded
-with zeros, and masks exclude the padding from stores.
+The kernels compute the same bits as the torch code in base.py, blocks.py and topk.py, which has the
+explanations. A program processes one unit of 1024 values as a tile [blocks, values of a block]. The
+last tile is padded with zeros, and masks exclude the padding from stores.
 
 The bits are the same as scales are powers of two, so products are exact, and as
 `enable_fp_fusion=False` keeps the compiler from fusing sums with products. Triton does not flush
