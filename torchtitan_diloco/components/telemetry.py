@@ -227,10 +227,11 @@ class Telemetry:
             for found in records:
                 self.files.write(found)
             record = logged.record | self._step_record(counters, records)
-            record["memory/peak_gib_max_over_ranks"] = max(map(_largest, memory)) / GIB
-            longest = max(gaps, key=_largest)
-            record["time/longest_gap_seconds_max_over_ranks"] = _largest(longest)
-            record["time/longest_gap_worker"] = gaps.index(longest)
+            peaks = [max(by_rank.values()) for by_rank in memory]
+            longest = [max(by_rank.values()) for by_rank in gaps]
+            record["memory/peak_gib_max_over_ranks"] = max(peaks) / GIB
+            record["time/longest_gap_seconds_max_over_ranks"] = max(longest)
+            record["time/longest_gap_worker"] = longest.index(max(longest))
             self.write(logged.step, record)
             logger.info(_console_line(logged, record))
             self._live.set_postfix_str(f"loss {record['train/loss_nats_per_token_global']:.4f}")
@@ -299,10 +300,6 @@ class Telemetry:
         self._live.close()
         self._stack.close()
         self.files.close()
-
-
-def _largest(numbers: Mapping[str, float]) -> float:
-    return max(numbers.values())
 
 
 def time_shares(sums: Mapping[str, float]) -> Record:
