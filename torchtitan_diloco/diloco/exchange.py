@@ -172,10 +172,7 @@ class Exchange:
         return headers, self._traffic
 
     def _run(self, header: Header, delta: Tensor, residual: Tensor | None) -> list[Header]:
-        """Process the chunks in the same order on every worker, so that messages match receives.
-
-        At most `window` chunks are in flight, in both hops together.
-        """
+        """Exchange the chunks, in the same order on every worker, with up to `window` in flight."""
         greeting, headers = self._send_header(header), list[Header]()
         if residual is not None:
             if header.flags:  # the others decide if this worker is left out
@@ -234,13 +231,10 @@ class Exchange:
 
     @contextmanager
     def _counted(self, total: str) -> Iterator[None]:
-        """Add the seconds of the body to a field of the traffic.
-
-        Wait for the GPU at the end: gloo is about to read or overwrite the host memory.
-        """
+        """Add the seconds of the body to a field of the traffic."""
         started = time.perf_counter()
         yield
-        if self._device.type == "cuda":
+        if self._device.type == "cuda":  # gloo is about to read or overwrite the host memory
             torch.cuda.current_stream(self._device).synchronize()
         seconds = time.perf_counter() - started
         setattr(self._traffic, total, getattr(self._traffic, total) + seconds)

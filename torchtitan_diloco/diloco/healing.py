@@ -54,10 +54,9 @@ class DeltaNorms:
 
 
 def settle_weights(headers: list[Header]) -> list[Header]:
-    """Set the weight of flagged workers to 0.
+    """Set the weight of flagged workers to 0, but ignore outliers that all workers have.
 
-    If all workers have an outlier, none is flagged for it: the cause, such as a higher learning
-    rate, is not a fault.
+    Those have a common cause, such as a higher learning rate.
     """
     if all(header.flags & OUTLIER for header in headers):
         headers = [replace(header, flags=header.flags & ~OUTLIER) for header in headers]
@@ -123,10 +122,7 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
 
 
 class InnerSteps:
-    """Counts steps of the inner optimizer to detect a missing call of the outer loop's step().
-
-    Other workers could not tell it from a slow worker.
-    """
+    """Counts inner steps to detect missing calls of step(), which look like a slow worker."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.restart()
@@ -167,10 +163,7 @@ class Watch:
         self._left_out = set[int]()
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log workers that are newly left out.
-
-        Raise if workers always send equal deltas, or if one sends no finite delta any more.
-        """
+        """Log workers that are newly left out. Raise if deltas are always equal or not finite."""
         left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
         if left_out - self._left_out:
             log_left_out(headers, norm_limit)

@@ -110,10 +110,7 @@ def agree_on_run(
     seed: int,
     run_id: str,
 ) -> int:
-    """Raise if workers differ in settings, code or model; return a number unique to this run.
-
-    `device`: of the outer state, as the size of messages depends on it.
-    """
+    """Raise if workers differ in settings, code or model; return a number unique to this run."""
     layout = [
         f"{fragment.index} {part.name} {tuple(part.parameter.shape)} {part.local().numel()} "
         f"{part.parameter.dtype}"
@@ -128,6 +125,7 @@ def agree_on_run(
         "seed": str(seed),
         "run id": run_id,
         "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
+        # Determines the size of messages.
         "memory of the outer state (diloco.link.outer_state)": device.type,
         "codec kernels": kernels_name() if device.type == "cuda" else "torch",
     }
