@@ -264,6 +264,11 @@ def test_odd_encodings_are_void(record: bytes) -> None:
     assert log.state.owners() == {0: "a", 1: "b"}
 
 
+def test_a_part_of_more_ranks_than_any_island_has_is_void() -> None:
+    """Islands that fetch it would never finish to compute its size."""
+    assert "not a record" in Log().part(0, 10, ranks=2**50).void
+
+
 def test_a_log_with_a_gap_and_a_log_that_is_not_the_known_one_are_refused() -> None:
     log, other = Log(), Log()
     with pytest.raises(ValueError, match="record 5 of the log comes after record 3"):

@@ -108,7 +108,7 @@ class Part(SlotRecord, frozen=True):
     """Weight in the mean: the tokens of the range, without skipped steps."""
     finite: bool = True
     """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
-    ranks: Positive = 1
+    ranks: Annotated[int, Meta(ge=1, le=2**16)] = 1
     """Ranks of the island. The payload is their encoded shards, in order."""
     chunks: tuple[Chunk, ...] = ()
 
