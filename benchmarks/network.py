@@ -22,10 +22,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 INTERFACE, LOOPBACK = "eth0", "lo"
 PORT = 29500
@@ -159,32 +159,22 @@ class Network:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def start(
-        self,
-        worker: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        output: IO[Any] | None = None,
-    ) -> "subprocess.Popen[Any]":
-        """Start a program as a worker; `output` receives its standard output and errors.
-
-        The process is the program itself. Its environment is `env` and the variables of a rank.
-        """
-        process = subprocess.Popen(
-            [*self.inside(self.namespace(worker)), *command],
-            env={**env, **self.rank_variables(worker)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-        )
-        self._processes.append(process)
-        return process
-
     def launch(self, worker: int, command: Sequence[str], log: Path, **env: str) -> Program:
-        """Start a program of one thread whose output is appended to a log."""
+        """Start a program of one thread as a worker, and append its output to `log`.
+
+        It gets the variables of a rank. The process is the program itself, not a shell.
+        """
+        variables = {"OMP_NUM_THREADS": "1", **env, **self.rank_variables(worker)}
         with log.open("ab") as output:
-            variables = os.environ | {"OMP_NUM_THREADS": "1", **env}
-            return Program(self.start(worker, command, variables, output), log)
+            process = subprocess.Popen(
+                [*self.inside(self.namespace(worker)), *command],
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._processes.append(process)
+        return Program(process, log)
 
     def run(self, worker: int, command: Sequence[str]) -> str:
         """Run a command as a worker to its end, and return what it prints."""
