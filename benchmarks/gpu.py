@@ -91,7 +91,6 @@ def main() -> None:
     options = parser.parse_args()
     scale = MINIATURE if options.miniature else GPU
     out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     if options.part:
         checks = PARTS[options.part][0](scale, out)
         (out / f"{options.part}.json").write_text(json.dumps([asdict(one) for one in checks]))
