@@ -332,7 +332,7 @@ class Trainer:
             load_initial_weights(self.model, config.model.weights)
 
     def _build_outer_loop(self) -> OuterLoop:
-        config, group = self.config.diloco, self.world.group(WORKER)
+        config = self.config.diloco
         if self.config.islands.join:
             parts = self.world, self.model, self.optimizer
             identity = self._data_identity() | {"tokenizer": self.tokenizer.fingerprint}
@@ -340,9 +340,16 @@ class Trainer:
             return self.island.outer
         if config.method == "none":
             return DataParallel(self.model, self.world.workers, self.world.liveness)
-        build = partial(StreamingDiLoCo, optimizer=self.optimizer, seed=self.config.run.seed)
-        build = partial(build, shard_group=self.world.shards, liveness=self.world.liveness)
-        return build(self.model, group, config, total_steps=self.plan.total_steps)
+        return StreamingDiLoCo(
+            self.model,
+            self.world.group(WORKER),
+            config,
+            optimizer=self.optimizer,
+            seed=self.config.run.seed,
+            shard_group=self.world.shards,
+            liveness=self.world.liveness,
+            total_steps=self.plan.total_steps,
+        )
 
     def _build_validator(self) -> Validator:
         """Build the validator; the few sequences that it reads stay in memory."""
