@@ -1,4 +1,4 @@
-"""Measuring core of the benchmarks: command lines, turns, tables, and results that are kept."""
+"""Shared parts of the benchmarks: command lines, measuring in turns, kept results, tables."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def positive_number(text: str) -> float:
 
 
 def folder(text: str) -> Path:
-    """Return a folder, made if it is new: for an option, so that a bad one is refused at once."""
+    """Create the folder of an option, so that a bad one is refused before anything is measured."""
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def parse_names(
     known: Collection[str],
     separator: str = ";",
 ) -> list[str]:
-    """Return the names in a text; all if it is empty."""
+    """Return the names listed in `text`, or all known names if it is empty."""
     names = [name.strip() for name in text.split(separator) if name.strip()]
     for name in names:
         if name not in known:
@@ -84,7 +84,7 @@ def parse_names(
 
 
 def parse_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> Config:
-    """Return the trainer's configuration, or exit with its error message."""
+    """Return the configuration of the trainer, or exit with its error message."""
     try:
         config = from_command_line(list(words))
     except ConfigError as error:
@@ -97,7 +97,7 @@ def parse_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> Confi
 def parse_settings(
     parser: argparse.ArgumentParser, words: Sequence[str], reserved: Collection[str]
 ) -> Settings:
-    """Return `--section.key value` for all runs of a table, which sets the reserved keys itself."""
+    """Parse `--section.key value` pairs for all runs. The benchmark sets `reserved` keys itself."""
     if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
         parser.error("settings of the trainer look like --section.key value")
     settings = {
@@ -109,7 +109,7 @@ def parse_settings(
 
 
 def command_line(settings: Mapping[str, str]) -> list[str]:
-    """Return the words that set these settings on top of debug.toml."""
+    """Return command-line arguments for these settings on top of debug.toml."""
     pairs = {"config": "debug", **settings}
     return [word for key, value in pairs.items() for word in (f"--{key}", value)]
 
@@ -120,9 +120,9 @@ def command_line(settings: Mapping[str, str]) -> list[str]:
 def take_turns(
     tasks: Mapping[str, Callable[[], Result]], rounds: int, *, warm_up: int = 1
 ) -> dict[str, list[Result]]:
-    """Call the tasks in turns and return their results by name, without those of the warm-up.
+    """Call the tasks in turns and return their results by name, without warm-up rounds.
 
-    Turns treat all tasks alike on a machine whose speed drifts.
+    With turns, a drift in the speed of the machine affects all tasks alike.
     """
     found: dict[str, list[Result]] = {name: [] for name in tasks}
     for number in range(warm_up + rounds):
@@ -136,11 +136,11 @@ def take_turns(
 class Seconds(NamedTuple):
     wall: float
     cpu: float
-    """CPU time of this process, all its threads. Other programs do not change it."""
+    """CPU time of all threads of this process, which does not depend on other programs."""
 
 
 def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
-    """Return the seconds of a task, including its work on a GPU."""
+    """Time a task, including its work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started, cpu = time.perf_counter(), time.process_time()
@@ -153,7 +153,7 @@ def timed(task: Callable[[], object], device: torch.device = CPU) -> Seconds:
 def kept(
     folder: Path, settings: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the result of `measure`, kept as JSON in `folder`: a finished run is not repeated."""
+    """Return the result of `measure`, or the one that a finished run has saved in `folder`."""
     path = folder / "finished.json"
     if not path.exists():
         result = measure()
@@ -173,7 +173,7 @@ def kept(
 
 
 def summary(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> str:
-    """Return `median (min ... max)`, without a spread if there is only one value."""
+    """Return "median (min ... max)", or only the value if there is just one."""
     scaled = [factor * value for value in values]
     middle = f"{statistics.median(scaled):,.{digits}f}"
     if len(scaled) == 1:
@@ -182,10 +182,10 @@ def summary(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> st
 
 
 def mean(values: Sequence[float], form: str) -> str:
-    """Return `mean (min ... max)`."""
+    """Return "mean (min ... max)"."""
     return f"{statistics.mean(values):{form}} ({min(values):{form}} ... {max(values):{form}})"
 
 
 def print_table(title: str, header: str, rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table. `header`: names of the columns, separated by " | "."""
+    """Print a Markdown table. `header` has the column names, separated by " | "."""
     print(f"\n{title}\n\n{markdown_table(header.split(' | '), rows)}", flush=True)

@@ -1,4 +1,4 @@
-"""Networks for benchmarks: Linux network namespaces, with links as slow as asked.
+"""Networks for benchmarks: Linux network namespaces joined by links of limited rate.
 
     with Network(3, up=10, down=20) as network:  # Mbit/s; math.inf: no limit
         program = network.launch(1, [sys.executable, "-m", ...], Path("log.txt"))
@@ -6,13 +6,12 @@
         network.set_rate(1, up=5, down=5)  # while the program runs
 
 Each worker has a namespace with one interface, `eth0` at `10.0.0.<worker + 1>`, and reaches only
-the other workers. Its link is a pair of virtual Ethernet devices with a token bucket at each end:
-the worker's limits what it sends, the switch's what it receives.
+the other workers. Its link is a pair of virtual Ethernet devices with a token bucket at each end,
+one for what it sends and one for what it receives.
 
 `enter_own_network` runs a whole benchmark in one such namespace, over its loopback interface.
 
-Neither needs root where the kernel allows user namespaces. Elsewhere NoNetworkError says what is
-missing.
+Neither needs root if the kernel allows user namespaces. NoNetworkError says what is missing.
 """
 
 import math
@@ -33,23 +32,23 @@ MARK = "BENCHMARK_IN_OWN_NETWORK"
 ENVIRONMENT = os.environ | {
     "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 }
-"""Environment for ip and tc, which are not in every user's PATH."""
+"""Environment for ip and tc, which may not be in the PATH of the user."""
 
 BURST_SECONDS, BURST_BYTES = 0.005, 16_384
-"""A burst may hold so many seconds at the link's rate, and at least so many bytes."""
+"""Size of a burst: seconds at the rate of the link, but at least this many bytes."""
 QUEUE_SECONDS, QUEUE_BYTES = 0.1, 262_144
-"""Queue beyond the burst before packets are lost, as in a router. TCP hands over up to 64 kB at
-once: a short queue would lose most of it, and one would measure TCP's recovery."""
+"""Queue beyond the burst before packets are dropped, as in a router. TCP sends up to 64 kB at once.
+With a shorter queue most of it would be lost, and benchmarks would measure how TCP recovers."""
 PATIENCE_SECONDS = 90.0
-"""Limit of each wait. An event that takes longer counts as one that never came."""
+"""Limit of each wait. An event that takes longer counts as one that never happens."""
 
 HOLDER = "import socket, sys; socket.sethostname(sys.argv[1]); print(flush=True); sys.stdin.read()"
-"""A namespace exists as long as a process in it. This one waits until its standard input is closed,
-also because its parent was killed. Its host name is an address that programs in it can look up."""
+"""Process that keeps a namespace alive until its standard input is closed, for example because its
+parent was killed. The host name is an address that programs in the namespace can look up."""
 
 
 class NoNetworkError(RuntimeError):
-    """The kernel or the machine does not let this user have network namespaces."""
+    """Network namespaces are not available to this user."""
 
 
 def run_command(command: Sequence[str]) -> str:
@@ -74,7 +73,7 @@ def unshare() -> list[str]:
 
 
 def read_counters(interface: str, process: int | str = "self") -> tuple[int, int]:
-    """Return the bytes that an interface has sent and received so far, headers included."""
+    """Return the bytes sent and received by an interface so far, including headers."""
     for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
         name, _, counted = line.partition(":")
         if name.strip() == interface:
@@ -98,7 +97,7 @@ def wait_until(
 
 
 def end(process: "subprocess.Popen[Any]", seconds: float) -> int | None:
-    """Return the exit code; None and a kill if it does not end in time."""
+    """Wait for a process and return its exit code. Kill it and return None after `seconds`."""
     try:
         return process.wait(max(0.1, seconds))
     except subprocess.TimeoutExpired:
@@ -108,7 +107,7 @@ def end(process: "subprocess.Popen[Any]", seconds: float) -> int | None:
 
 
 class Program:
-    """A program in a network, and what it has printed to its log."""
+    """A program in a network, and its log."""
 
     def __init__(self, process: "subprocess.Popen[Any]", log: Path) -> None:
         self.process, self.log = process, log
@@ -122,11 +121,11 @@ class Program:
         return self.log.read_text(errors="replace")
 
     def line(self, pattern: str) -> str:
-        """Return the first line of the log that has the pattern, or an empty text."""
+        """Return the first line of the log that matches the pattern, or an empty string."""
         return next((one for one in self.printed().splitlines() if re.search(pattern, one)), "")
 
     def seconds_until(self, pattern: str) -> float | None:
-        """Return after how many seconds the log has a line, or None for never."""
+        """Wait for a line that matches, and return the seconds it took, or None for never."""
         started = time.monotonic()
         with suppress(TimeoutError):
             wait_until(lambda: bool(self.line(pattern)) or not self.running, pattern)
@@ -195,16 +194,16 @@ class Network:
         }
 
     def counters(self, worker: int) -> tuple[int, int]:
-        """Return the bytes that a worker has sent and received so far, headers included."""
+        """Return the bytes sent and received by a worker so far, including headers."""
         return read_counters(INTERFACE, self.namespace(worker).pid)
 
     def set_rate(self, worker: int, *, up: float, down: float) -> None:
-        """Limit the link of a worker from now on, in Mbit/s."""
+        """Change the rate of a worker's link, in Mbit/s."""
         self._limit(self.namespace(worker), INTERFACE, up)
         self._limit(self.switch, port_of(worker), down)
 
     def cut(self, worker: int, *, closed: bool) -> None:
-        """Drop all packets of a worker's link without a word, or let them pass again."""
+        """Silently drop all packets of a worker's link, or let them pass again."""
         change = "nomaster" if closed else "master switch"
         self._run(self.switch, f"ip link set {port_of(worker)} {change}")
 
@@ -234,7 +233,7 @@ class Network:
         self._run(self.switch, "ip link add name switch type bridge")
         self._run(self.switch, "ip link set switch up")
         for worker in range(self.workers):
-            # A user namespace of its own would cut the worker off from the switch.
+            # No user namespace of its own, which would separate the worker from the switch.
             self._hold(
                 [*self.inside(self.switch), "unshare", "--net", "--uts"], self.address(worker)
             )
@@ -265,7 +264,7 @@ class Network:
         run_command([*self.inside(namespace), *command.split()])
 
     def _limit(self, namespace: "subprocess.Popen[str]", device: str, rate: float) -> None:
-        """Limit what leaves through a device."""
+        """Limit the rate at which packets leave through a device."""
         queue = "pfifo limit 1000"
         if rate < math.inf:
             bytes_per_second = rate * 1e6 / 8
@@ -276,7 +275,7 @@ class Network:
 
 
 def port_of(worker: int) -> str:
-    """Return the switch's end of a worker's link."""
+    """Return the name of a worker's port at the switch."""
     return f"port{worker}"
 
 
@@ -284,10 +283,10 @@ def port_of(worker: int) -> str:
 
 
 def enter_own_network(module: str, rate: str = "") -> None:
-    """Run `python -m module` again in a namespace of its own, unless this is in one already.
+    """Run `python -m module` again in a namespace of its own, unless this process is in one.
 
-    `rate`: bandwidth of its loopback interface as tc writes it, such as 200mbit, which all
-    processes and both directions share. Empty: no limit.
+    `rate`: bandwidth of the loopback interface as tc writes it, such as 200mbit, shared by all
+    processes and both directions. Empty: no limit.
     """
     if MARK in os.environ:
         return
@@ -300,5 +299,5 @@ def enter_own_network(module: str, rate: str = "") -> None:
 
 
 def loopback_bytes() -> int:
-    """Return the bytes sent over loopback by all processes; 0 if other programs share it."""
+    """Return the bytes sent over loopback by all processes, or 0 if other programs share it."""
     return read_counters(LOOPBACK)[0] if MARK in os.environ else 0

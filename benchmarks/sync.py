@@ -1,16 +1,15 @@
-"""Compare one sync of StreamingDiLoCo with one flat all-reduce in plain torch, on two gloo
-processes of one thread each.
+"""Compare a sync of StreamingDiLoCo with a flat all-reduce in plain torch.
 
     python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
 
-Both take turns in one run, so that a machine whose speed drifts treats them alike, and the ratio is
-taken for each sync. Rows are without norms, cosines and drift, as most rounds of a run are (see
-`diloco.measure_every`), but for "fp32, measured".
+Both run in turns on two gloo processes of one thread each, and the ratio is computed for each sync.
+Like most rounds of a run (see `diloco.measure_every`), rows do not measure norms, cosines and
+drift, except for "fp32, measured".
 
-If torchft is installed (`pip install -e .[bench]`), its DiLoCo syncs the same model in a row of its
-own; if the extra `islands` is, so do two islands through a server with TLS. If the system allows
-it, everything runs in a network namespace: its interface counter then counts nothing else, and
-`--rate` limits it.
+If torchft is installed (`pip install -e .[bench]`), its DiLoCo also syncs the same model. With the
+extra `islands`, two islands do so through a server with TLS. If the system allows it, everything
+runs in a network namespace, so that its interface counts no other traffic and `--rate` can limit
+it.
 """
 
 import argparse
@@ -56,7 +55,7 @@ MEGABYTES = 33.6
 """Size of the parameters in fp32."""
 TIMEOUT = 600
 INNER_SECONDS = 0.4
-"""With a delay: the training thread sleeps as if it waited for an accelerator."""
+"""Length of an inner step with a delay: a sleep, as if waiting for an accelerator."""
 HEADER = (
     "loop | MB fp32 | tau | exposed ms | all-reduce ms | ratio | CPU ms | all-reduce CPU ms | "
     "server CPU ms | sent MB, one worker | on lo MB, both | memory MB | n"
@@ -75,12 +74,12 @@ class Case:
     codec: str
     rounds: int
     measured: bool = False
-    """Measure norms, cosines and drift in all rounds; otherwise in none."""
+    """Measure norms, cosines and drift in all rounds instead of none."""
 
     @property
     def config(self) -> DiLoCoConfig:
-        """A cycle has `delay` + 1 steps for each fragment, in which one sync begins and ends."""
-        # The last fragment is the rest.
+        """Give each fragment `delay` + 1 steps of a cycle, in which its sync begins and ends."""
+        # The last fragment holds the parameters outside the blocks.
         layers = LAYERS // (self.fragments - 1) if self.fragments > 1 else 0
         return DiLoCoConfig(
             sync_every=self.fragments * (self.delay + 1),
@@ -100,24 +99,24 @@ class Sync:
     exposed: float
     cpu: float
     server: float
-    """CPU of the server of islands, in ticks of 10 ms."""
+    """CPU time of the server of islands, in multiples of 10 ms."""
     wire: int
-    """Bytes of both workers; 0 if other programs share the interface."""
+    """Bytes sent by both workers, or 0 if other programs share the interface."""
     sent: int
 
 
 Measured = tuple[list[Sync], float]
-"""The syncs, and the MB by which the peak memory exceeds that of the same loop without syncs."""
+"""Syncs, and peak memory in MB above that of the same loop without syncs."""
 
 
 class Through(NamedTuple):
-    """Say through what workers exchange, if it is not gloo."""
+    """Server through which workers exchange, if not by gloo."""
 
     kind: Literal["torchft", "islands"]
     place: str
     """Address of the lighthouse, or join string."""
     server: int = 0
-    """Process of the islands' server."""
+    """Process id of the server of islands."""
 
 
 # --- in the processes -----------------------------------------------------------------------------
@@ -131,24 +130,24 @@ def inner_step(model: nn.Module, worker: int) -> None:
 
 
 def measure(case: Case, through: Through | None = None) -> Measured:
-    """Measure StreamingDiLoCo on this rank, an island, or torchft's DiLoCo."""
+    """Measure StreamingDiLoCo, an island or torchft's DiLoCo on this rank."""
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
     # Half of the values are in blocks, the rest in an embedding and a head.
     shape = Model(layers=LAYERS, width=256, heads=4, head_dim=64, feed_forward=1536)
     model = Decoder(shape, 16_384, 128)
-    values = torch.ones(round(MEGABYTES * 1e6 / 4))  # kept, so that a sync does not find it free
+    values = torch.ones(round(MEGABYTES * 1e6 / 4))  # kept, so that a sync cannot reuse its memory
     for _ in range(3):
         inner_step(model, world.worker)
         time_all_reduce(values)
-    # Two at once, as each of gloo's threads takes memory of its own for its first one.
+    # Two at once, as each thread of gloo allocates memory for its first one.
     for work in [dist.all_reduce(values, async_op=True) for _ in range(2)]:
         work.wait()
     plain = peak_megabytes()
     outer: StreamingDiLoCo | TorchftLoop
     step: Callable[[], object]
     if through is not None and through.kind == "torchft":
-        inner = SGD(model.parameters(), lr=0.0)  # without gradients its step only runs hooks
+        inner = SGD(model.parameters(), lr=0.0)  # without gradients, a step only runs the hooks
         name = f"replica_{world.worker}"
         outer = TorchftLoop(
             model,
@@ -195,7 +194,7 @@ def build_loop(
 
 
 def cpu_seconds(process: int) -> float:
-    """Return the CPU time of another process so far, or 0 without one."""
+    """Return the CPU time of another process so far, or 0 if `process` is 0."""
     if not process:
         return 0.0
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -224,9 +223,9 @@ def time_window(step: Callable[[], object], delay: int) -> tuple[float, float, i
 
 
 def peak_megabytes() -> float:
-    """Return the peak of this program's own memory, without what it has read of library files.
+    """Return the peak memory of this process, without mapped library files.
 
-    getrusage would include its parent's.
+    getrusage would include the peak of the parent process.
     """
     lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     kib = {words[0]: int(words[1]) for words in lines if words[0] in ("VmHWM:", "RssFile:")}
@@ -237,7 +236,7 @@ def peak_megabytes() -> float:
 
 
 def run(case: Case, through: Through | None = None) -> Measured:
-    """Measure in new processes: memory that others have freed would hide what this needs."""
+    """Measure in new processes, as memory freed by earlier cases would be reused."""
     pool = ProcessPool(TIMEOUT)
     measured: Measured = pool.run(measure, WORKERS, case, through)[0]
     pool.close()

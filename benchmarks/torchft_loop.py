@@ -1,9 +1,8 @@
-"""torchft's DiLoCo (optional: `pip install -e .[bench]`) in the loops of the benchmarks: in
-`benchmarks.sync`, and as the outer loop of our trainer in `benchmarks.slow_link`.
+"""torchft's DiLoCo (optional: `pip install -e .[bench]`) as an outer loop of the benchmarks.
 
     python -m benchmarks.torchft_loop --section.key value ...
 
-runs one rank of the trainer, started with torchrun's variables.
+runs one rank of our trainer with it, and needs the environment variables of torchrun.
 """
 
 import importlib.util
@@ -34,7 +33,7 @@ def is_installed() -> bool:
 
 
 def serve_lighthouse(address: str, workers: int) -> Any:
-    """Start the server at which the workers meet."""
+    """Start the server that connects the workers."""
     from torchft.coordination import LighthouseServer
 
     return LighthouseServer(
@@ -43,8 +42,10 @@ def serve_lighthouse(address: str, workers: int) -> Any:
 
 
 class TorchftLoop(DataParallel):
-    """torchft's DiLoCo as the outer loop of our trainer. Its work is done in hooks on the inner
-    optimizer's step; all workers must start with the same parameters."""
+    """torchft's DiLoCo as the outer loop of our trainer.
+
+    It works in hooks of the inner optimizer. All workers must start with the same parameters.
+    """
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class TorchftLoop(DataParallel):
         timeout_seconds: int,
         alone: bool = False,
     ) -> None:
-        """`address`: of this worker. `alone`: continue without the others, and load their model
-        when joining."""
+        """`address`: that of this worker. `alone`: train without the others if they are absent, and
+        load their model when joining."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
@@ -90,7 +91,7 @@ class TorchftLoop(DataParallel):
         )
         self._commit, self._manager.should_commit = self._manager.should_commit, self._committed
         self.lost_steps, self.commits, self._inner_steps = 0.0, 0, 0
-        # Its fragments are modules: ours become dictionaries of the same parameters.
+        # Its fragments are modules.
         fragments = build_fragments(model, config.fragments)
         self.sizes = [fragment.parameters for fragment in fragments]
         self._synced_at = [0] * len(fragments)
@@ -122,7 +123,7 @@ class TorchftLoop(DataParallel):
         self.exposed_seconds += time.perf_counter() - self._begun
 
     def _committed(self, *arguments: Any, **named: Any) -> bool:
-        """Count the steps of a fragment that are lost where its sync fails."""
+        """Commit, and count the steps of a fragment that are lost if its sync fails."""
         fragments = len(self._synced_at)
         fragment = self._manager.current_step() % fragments
         committed: bool = self._commit(*arguments, **named)
@@ -162,7 +163,7 @@ class TorchftTrainer(Trainer):
 
 
 def main(words: list[str]) -> None:
-    """Run one rank of the trainer. WORKER_ADDRESS: address of this worker."""
+    """Run one rank of the trainer. WORKER_ADDRESS is the address of this worker."""
     config = from_command_line(words)
     assert config is not None
     link, workers = config.diloco.link, config.diloco.workers
@@ -174,7 +175,7 @@ def main(words: list[str]) -> None:
     trainer = TorchftTrainer(config, world)
     trainer.run()
     trainer.outer.close()
-    dist.barrier()  # the lighthouse answers until all have ended
+    dist.barrier()  # the lighthouse has to answer until all ranks have ended
     if lighthouse is not None:
         lighthouse.shutdown()
     leave_world(world)
