@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoint [--flavor 35m] [--rounds 5] [--folder FOLDER]
 
-The checkpoint is that of one worker with an outer loop: parameters, two inner moments, shared
-parameters and outer momentum, 20 bytes a parameter. Both write their files to the disk (fsync).
-"Held up" is the time that training waits for an asynchronous save.
+The checkpoint has the parameters, two inner moments, shared parameters and outer momentum of one
+worker, 20 bytes a parameter. Both flush their files to the disk (fsync). "Held up" is the time that
+training waits for an asynchronous save.
 """
 
 import os
@@ -41,7 +41,7 @@ def copy_and_flush(source: str, target: str) -> None:
 
 
 def load(path: Path, world: World, *parts: Any) -> None:
-    """Verify a checkpoint and load it, as at the start of a run."""
+    """Verify and load a checkpoint, as at the start of a run."""
     manifest = find_start(world, str(path), "").manifest
     assert manifest is not None
     restore(path, manifest, world, *parts)
@@ -50,7 +50,7 @@ def load(path: Path, world: World, *parts: Any) -> None:
 def measure(
     flavor: str, rounds: int, folder: Path, device: torch.device = core.CPU
 ) -> tuple[dict[str, list[float]], int]:
-    """Return seconds by what was done, and the bytes of a checkpoint."""
+    """Return the seconds of each operation, and the bytes of a checkpoint."""
     shape = Model(flavor=flavor)  # type: ignore[arg-type]
     model = Decoder(shape, 32_000, 128).to(device)
     optimizer = build_optimizer(model, Optimizer(), 100)
@@ -73,7 +73,7 @@ def measure(
         copy = partial(shutil.copytree, path, folder / "copy", copy_function=copy_and_flush)
         copied = core.timed(copy).wall
         shutil.rmtree(folder / "copy")
-        if step:  # the first round loads code
+        if step:  # the first round is a warm-up
             for name, seconds in zip(found, (held_up, saved, loaded, copied), strict=True):
                 found[name].append(seconds)
     saver.close()

@@ -1,10 +1,10 @@
-"""Compare encoding and decoding of each wire format with a memory copy of as many fp32 values.
+"""Compare encoding and decoding in each wire format with a copy of as many fp32 values.
 
     python -m benchmarks.codecs [--codecs fp32,int8] [--megabytes 4.2,33.6]
 
-All run in one process and take turns. A second table has the outer step, which the background
-thread takes with the mean that comes back. GB/s are of fp32 values: 33.6 MB in 10 ms are 3.36. A
-copy reads and writes all values: a format that reads as much and writes less may be faster.
+All run in turns in one process. A second table has the outer step, which the background thread
+computes from the mean that it receives. GB/s count fp32 values: 33.6 MB in 10 ms are 3.36 GB/s. A
+format can be faster than the copy, as it writes fewer bytes.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ turns. Outer step, in a measured round: norm of the mean, Nesterov, norm of the 
 
 
 def measure_codec(codec: Codec, values: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of encoding, decoding and copying, in pieces as an exchange calls a codec."""
+    """Return the seconds of encoding and decoding, in pieces as in an exchange, and of a copy."""
     piece = GPU_CHUNK if values.device.type == "cuda" else PIECE
     payload = torch.empty(codec.wire_bytes(len(values)), dtype=torch.uint8, device=values.device)
     decoded = torch.empty_like(values)

@@ -1,11 +1,11 @@
-"""Inject faults into real runs and say what happened.
+"""Inject faults into real runs and report what happens.
 
     python -m benchmarks.faults [--only killed,cut] [--repeats 3]
 
-Each fault meets a small run of its own, in a network of its own (benchmarks/network.py). The table
-says what happened, how many seconds it took (until the fault was named, or until training went on),
-how many steps of work were lost, and whether that is what the documentation promises. All faults
-take about six minutes on two cores. What files, disks and settings can do is in the tests.
+Each fault has a small run of its own, in a network of its own (benchmarks/network.py). The table
+says what happened, how many seconds it took (until the fault was named, or training went on), how
+many steps of work were lost, and whether the documentation promises this. All faults take about six
+minutes on two cores. Faults of files, disks and settings are covered by the tests.
 """
 
 import os
@@ -46,7 +46,7 @@ SETTINGS: core.Settings = {
     "metrics.log_every": "10",
     "metrics.tensorboard": "false",
 }
-"""0.5M parameters in 3 fragments; a step takes some 30 ms on one core."""
+"""0.5M parameters in 3 fragments. A step takes about 30 ms on one core."""
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ SETTINGS: core.Settings = {
 
 @dataclass
 class Job:
-    """A run: one program for each worker, or the launcher of all."""
+    """A run: a program for each worker, or one launcher."""
 
     network: Network
     folder: Path
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last step that is known to be done."""
+        """Last step with a record."""
         path = self.folder / "run" / "metrics.jsonl"
         records: list[dict[str, Any]] = read_json_lines(path)[0] if path.exists() else []
         return max((int(one["step"]) for one in records if "kind" not in one), default=0)
@@ -77,11 +77,11 @@ class Job:
             raise SystemExit(f"the run ended before step {step}:\n{self.first.printed()[-3000:]}")
 
     def wait(self) -> list[int | None]:
-        """Return the exit codes; None of a program that does not end."""
+        """Return the exit codes, with None for a program that does not end."""
         return [program.wait() for program in self.programs]
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the launcher's ranks, in their order."""
+        """Return the process ids of the launcher's ranks, by rank."""
         found = []
         for children in Path(f"/proc/{self.first.pid}/task").glob("*/children"):
             for pid in map(int, children.read_text().split()):
@@ -95,7 +95,7 @@ class Job:
 def running(
     folder: Path, workers: int = 2, more: core.Settings | None = None, *, launcher: bool = False
 ) -> Iterator[Job]:
-    """Start a run: each worker in a namespace, or a launcher of all in one."""
+    """Start a run: each worker in its own namespace, or one launcher in a single namespace."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {"run.folder": str(folder / "run"), "diloco.workers": str(workers)}
     settings = SETTINGS | (more or {}) | own
@@ -175,7 +175,7 @@ def flapping(folder: Path) -> Outcome:
 def strangers(folder: Path) -> Outcome:
     with running(folder, launcher=True) as job:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        # Before the launcher starts its ranks, which inherit the limit.
+        # Before the launcher starts the ranks, which inherit the limit.
         resource.prlimit(job.first.pid, resource.RLIMIT_NOFILE, (1024, hard))
         job.reach(20)
         call = "from benchmarks.faults import scribble; scribble(200)"
@@ -185,7 +185,7 @@ def strangers(folder: Path) -> Outcome:
 
 
 def scribble(connections: int) -> None:
-    """Send garbage to every port that something listens on in this network, and stay connected."""
+    """Send garbage to every listening port of this network, and stay connected."""
     ports = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -261,7 +261,7 @@ CASES: dict[str, Callable[[Path], Outcome]] = {
 
 
 def run_case(name: str, out: Path, repeats: int) -> list[str]:
-    """Return the row of a fault."""
+    """Inject a fault `repeats` times, and return its row of the table."""
     outcomes = []
     for number in range(repeats):
         folder = out / re.sub(r"\W+", "-", name) / f"{time.time():.0f}-{number}"
@@ -291,7 +291,7 @@ def main() -> None:
     names = [one for one in CASES if not options.only or any(part in one for part in options.only)]
     if not names:
         parser.error(f"--only {','.join(options.only)}: the faults are {'; '.join(CASES)}")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of scripts ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     rows = []
     try:
         for name in names:

@@ -1,11 +1,11 @@
-"""Show on one GPU that the CUDA paths are right, and how fast they are, in at most nine minutes.
+"""Check the results of the CUDA paths on one GPU, and measure them, in at most nine minutes.
 
     python -m benchmarks.gpu --out DIR [--only bits,save]
 
-Every part is a process with a time limit of its own. One that fails is a line of the table, and the
-others go on. DIR/gpu.json and DIR/gpu.md have what was expected beside what was measured, and
-DIR/PART.txt what a part has printed. With `--miniature` every part does the same on the CPU with
-small sizes, which shows that the command works; its figures mean nothing.
+Each part runs in a process with a time limit of its own. If one fails, the table says so and the
+others still run. DIR/gpu.json and DIR/gpu.md have the expected and measured values, DIR/PART.txt
+the output of a part. With `--miniature` every part runs on the CPU with small sizes, to show that
+the command works. Its figures mean nothing.
 """
 
 import json
@@ -33,7 +33,7 @@ a real link, and losses of workers in the middle of an exchange on GPUs."""
 
 
 def run_part(name: str, seconds: float, out: Path, more: list[str]) -> list[Check]:
-    """Run a part in a process group of its own, and return its checks or how it failed."""
+    """Run a part in a new process group, and return its checks, or one that says how it failed."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *more]
     result, printed = out / f"{name}.json", out / f"{name}.txt"
     result.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def main() -> None:
         return
     names = core.parse_names(parser, "--only", options.only.replace(",", ";"), list(PARTS))
     more, end, results = ["--miniature"] * options.miniature, time.monotonic() + TOTAL_SECONDS, {}
-    for name in names:  # what matters most comes first: later parts get what time is left
+    for name in names:  # by importance, as later parts only get the time that is left
         left = max(1.0, min(PARTS[name][1], end - time.monotonic()))
         results[name] = run_part(name, left, out, more)
         text = report(out, versions(scale), results)

@@ -1,4 +1,4 @@
-"""Parts of `benchmarks.gpu`, each run in a process of its own."""
+"""Parts of `benchmarks.gpu`. Each runs in a process of its own."""
 
 import os
 import statistics
@@ -37,7 +37,7 @@ class Check:
     expected: str
     measured: str
     passed: bool | None = None
-    """None: for information."""
+    """None if the value is only for information."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ MINIATURE = Scale(
 
 
 def bits(scale: Scale, _: Path) -> list[Check]:
-    """Compare the bits of the formats and of an outer round with those of the CPU."""
+    """Compare wire formats and an outer round with those of the CPU."""
     wrong, values = list[str](), 1e-3 * torch.randn(3 * UNIT + 77)
     cases = list(product(CODECS, scale.blocks))
     for name, block in cases:
@@ -125,7 +125,7 @@ def bits(scale: Scale, _: Path) -> list[Check]:
 
 
 def outer_round(model_device: torch.device, state_device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the shared and the local parameters after a round of one worker."""
+    """Return the shared and local parameters after a round of one worker."""
     torch.manual_seed(0)
     model = nn.Linear(1000, 301)
     noise = [1e-2 * torch.randn_like(parameter) for parameter in model.parameters()]
@@ -153,7 +153,7 @@ def codec(scale: Scale, _: Path) -> list[Check]:
         with torch.cuda.stream(background_stream(scale.device)) if on_gpu else nullcontext():
             found = codecs.measure_codec(made, values, scale.rounds)
         share = statistics.median(codecs.share_of_copy(found))
-        # Launches take longer than the work on 2 MB.
+        # With 2 MB, kernel launches take longer than the kernels.
         passed = share >= 0.5 if on_gpu and megabytes >= 64 else None
         what = f"{name}, {megabytes:g} MB"
         checks.append(Check(what, "50 % of the speed of a copy", f"{share:.0%}", passed))
@@ -161,14 +161,14 @@ def codec(scale: Scale, _: Path) -> list[Check]:
 
 
 def step(scale: Scale, _: Path) -> list[Check]:
-    """Measure a training step, each loop in a process of its own."""
+    """Measure training steps, each loop in a process of its own."""
     titan = [train_step.TITAN] * (util.find_spec("torchtitan") is not None)
     on_gpu, checks = scale.device.type == "cuda", []
     for compiled, batch in ((False, 4), (True, 8)) if on_gpu else ((False, 1),):
         changes = {"compile.enable": str(compiled).lower(), "training.batch_size": str(batch)}
         words = core.command_line(scale.step | changes)
         kind, ours = f"batch {batch}, {'compiled' if compiled else 'eager'}", 0.0
-        # Compiling torchtitan's model takes longest, so it runs only once.
+        # torchtitan's model takes longest to compile, so it runs only once.
         for name in [train_step.OURS, train_step.BARE, *(titan if compiled or not on_gpu else [])]:
             result = train_step.measure_alone(name, words, scale.rounds, 2)
             seconds = statistics.median(result.wall)
@@ -187,7 +187,7 @@ def step(scale: Scale, _: Path) -> list[Check]:
 
 
 def outer(scale: Scale, _: Path) -> list[Check]:
-    """Measure take and apply of one worker's fragments."""
+    """Measure taking and applying the fragments of one worker."""
     checks = []
     with scale.device:
         model = Decoder(Model(flavor=scale.flavor), 32_000, 2048)  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def train(scale: Scale, folder: Path, **changes: str) -> list[dict[str, Any]]:
 
 
 def workers(scale: Scale, folder: Path) -> list[Check]:
-    """Train several workers on one GPU. Their checksums are compared in every exchange."""
+    """Train several workers on one GPU. Every exchange compares their checksums."""
     cases, checks = ((2, 1), (4, 3)) if scale.device.type == "cuda" else ((2, 1),), []
     for count, delay in cases:
         records = train(
@@ -250,7 +250,7 @@ def workers(scale: Scale, folder: Path) -> list[Check]:
 
 
 def save(scale: Scale, folder: Path) -> list[Check]:
-    """Resume from a save that was written while training went on, and measure a save."""
+    """Resume from a checkpoint that was saved in the background, and measure a save."""
     length = {"training__steps": "8", "diloco__workers": "1", "training__batch_size": "2"}
     length |= {"checkpoint__every": "4", "diloco__sync_every": "3"}
     one, other = folder / "saved", folder / "resumed"
@@ -269,7 +269,7 @@ def save(scale: Scale, folder: Path) -> list[Check]:
 
 
 def nccl(scale: Scale, _: Path) -> list[Check]:
-    """Train in a world of one under FSDP2, and leave it in order."""
+    """Run FSDP2 on one rank, and destroy its process group."""
     mesh = world_of_one(scale.device, "nccl" if scale.device.type == "cuda" else "gloo").mesh
     assert mesh is not None
     model = nn.Linear(64, 64, device=scale.device)
@@ -292,4 +292,4 @@ PARTS: dict[str, tuple[Part, int]] = {
     "save": (save, 100),
     "step": (step, 260),
 }
-"""Functions and seconds."""
+"""Function and time limit in seconds of each part."""

@@ -1,15 +1,14 @@
-"""Compare the loss of the shared model at equal tokens: data parallelism, DiLoCo and streaming
-variants, with several seeds.
+"""Compare the loss of data parallelism, DiLoCo and streaming variants at equal tokens.
 
     python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key value ...]
 
-The tables are those of benchmarks/parity_tables.py. On 2 CPU cores `parity` takes hours at full
-length and the others about an hour each. `--short` is one seed of a tenth of the steps.
+The tables are in benchmarks/parity_tables.py. On 2 CPU cores, `parity` takes hours at full length
+and the others about an hour each. `--short` runs one seed with a tenth of the steps.
 
-Every run is a real one (`python -m torchtitan_diloco.launch`, gloo processes on the CPU) and is
-kept in --out: the same command continues where it was interrupted, and a run that another table
-also has is not repeated. Runs start seed by seed, in the order of the table, with one thread for
-each process. Without --corpus, the text is the source of the Python standard library.
+Every run starts `python -m torchtitan_diloco.launch` on the CPU, with one thread for each process.
+Runs are kept in --out: the same command continues an interrupted table, and tables share runs. They
+start seed by seed, in the order of the table. Without --corpus, the text is the source of the
+Python standard library.
 """
 
 from collections.abc import Mapping
@@ -31,13 +30,13 @@ Losses = Mapping[int, float]
 
 
 def against(losses: Losses, control: Losses) -> str:
-    """Compare seed by seed: what the runs of a seed share cancels."""
+    """Compare seed by seed, as runs of the same seed have much of their noise in common."""
     more = [100 * (losses[seed] / control[seed] - 1) for seed in losses if seed in control]
     return f"{core.mean(more, '+.2f')} %" if more else ""
 
 
 def bytes_of_gradients(settings: core.Settings) -> float:
-    """Return how many times as much data parallelism would send, as bf16 gradients."""
+    """Return the bytes that data parallelism would send as bf16 gradients / those of this run."""
     config = load_config("debug", settings)
     load = Workload.of(config, BYTES)
     link = Conditions(1e12, (1.0,) * load.workers)
@@ -46,7 +45,7 @@ def bytes_of_gradients(settings: core.Settings) -> float:
 
 
 def print_losses(table: Table, steps: int, losses: Mapping[str, Losses]) -> None:
-    """Compare each run with its own control and with the table's."""
+    """Compare each run with its own control and with the first run of the table."""
     rows, first = [], table.runs[0]
     for name, found in losses.items():
         if not found:

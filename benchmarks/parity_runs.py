@@ -1,4 +1,4 @@
-"""Runs of `benchmarks.parity`: real ones, several at once, each kept in a folder of its own."""
+"""Runs of `benchmarks.parity`: several at once, each in a folder of its own."""
 
 import hashlib
 import json
@@ -20,23 +20,23 @@ LOSS = "validation/loss_nats_per_token_global"
 
 
 def resolved(settings: core.Settings) -> core.Settings:
-    """Return all settings of a run, defaults included."""
+    """Return all settings of a run, including defaults."""
     config = from_command_line(core.command_line(settings))
     assert config is not None
     return {key: str(value) for key, value in flat_settings(config).items()}
 
 
 def run_folder(out: Path, settings: core.Settings) -> Path:
-    """Return the folder of a run, which is the same for tables that share it."""
+    """Return the folder of a run, which depends only on its settings, so that tables share it."""
     run = resolved(settings)
     digest = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
     return out / f"{run['training.steps']}-steps-seed{run['run.seed']}-{digest}"
 
 
 def train_all(out: Path, named: Sequence[tuple[str, core.Settings]], jobs: int = 1) -> list[float]:
-    """Train runs, with so many processes at once, and return their last validation losses.
+    """Train runs, `jobs` processes at a time, and return their last validation losses.
 
-    They start in this order. One that begins from a checkpoint waits for those before it.
+    They start in this order. A run that begins from a checkpoint waits for all runs before it.
     """
     free = threading.Semaphore(jobs)
     futures: list[Future[float]] = []
@@ -63,9 +63,9 @@ def train_all(out: Path, named: Sequence[tuple[str, core.Settings]], jobs: int =
 
 
 def run(folder: Path, settings: core.Settings) -> dict[str, float]:
-    """Start a run, or resume it if it was interrupted. Return its last validation loss."""
+    """Start a run, or resume it after an interruption, and return its last validation loss."""
     if "checkpoint.resume" in settings or not (folder / "checkpoints").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that cannot be resumed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that cannot be resumed
     words = core.command_line(settings | {"run.folder": str(folder)})
     command = [sys.executable, "-m", "torchtitan_diloco.launch", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,17 +1,16 @@
-"""Compare data parallelism, DiLoCo and streaming variants over links from far too slow to plenty.
+"""Compare data parallelism, DiLoCo and streaming variants over links of several rates.
 
     python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
 
-Every run is a real one (`python -m torchtitan_diloco.train`, one process and thread a worker) in a
-network of its own (benchmarks/network.py). Model, data and tokens a step are the same; only the
-method and the links differ. Rates are those of each worker's link in each direction: Mbit/s, `inf`
-for no limit, or a multiple such as `0.1x` of the rate at which data parallelism is expected to have
-a tenth of its compute left, from its bytes and the seconds of a step without a limit. If torchft is
-installed (`pip install -e .[bench]`), its DiLoCo replaces the outer loop of the same trainer
-(benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
+Every run starts `python -m torchtitan_diloco.train`, with one process and thread a worker, in a
+network of its own (benchmarks/network.py). Only the method and the links differ. --rates limits the
+link of each worker in each direction: Mbit/s, `inf` for no limit, or a multiple such as `0.1x` of
+the rate at which data parallelism should keep a tenth of its compute, computed from its bytes and
+the time of a step without a limit. If torchft is installed (`pip install -e .[bench]`), its DiLoCo
+also runs in the same trainer (benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
 
-The command above takes about a quarter of an hour on 2 quiet cores. Finished runs are kept in
---out, so that an interrupted table can be continued.
+The command above takes about 15 minutes on 2 idle cores. Finished runs are kept in --out, so that
+the same command continues an interrupted table.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.planner.prediction import predict
 
 GOODPUT = 1448 / 1514
-"""Payload of a full packet / its size as the bucket counts it."""
+"""Payload of a full packet / its size, as counted by the token bucket."""
 HEADER = (
     "Mbit/s | method | tokens/s | utilisation % | not exposed % | predicted % | "
     "exposed ms a step | sent kB a step | peak Mbit/s | n (steps)"
@@ -60,7 +59,7 @@ counter of its interface; peak: most in half a second, of the worker that sends 
 @dataclass
 class Table:
     runs: dict[tuple[float, str], list[Measured]] = field(default_factory=dict)
-    """By rate in Mbit/s and method: one run in each repeat."""
+    """Runs by rate in Mbit/s and method, one for each repeat."""
 
     @property
     def rates(self) -> list[float]:
@@ -71,17 +70,17 @@ class Table:
         return list(dict.fromkeys(method for _, method in self.runs))
 
     def references(self) -> list[float]:
-        """Return tokens/s of each repeat's fastest method without a limit."""
+        """Return the tokens/s of the fastest method without a limit in each repeat."""
         repeats = zip(*(self.runs[math.inf, method] for method in self.methods), strict=True)
         return [max(run.tokens_per_second for run in repeat) for repeat in repeats]
 
     def utilisations(self, rate: float, method: str) -> list[float]:
-        """Return shares of the reference."""
+        """Return tokens/s / reference for each repeat."""
         pairs = zip(self.runs[rate, method], self.references(), strict=True)
         return [run.tokens_per_second / reference for run, reference in pairs]
 
     def predictions(self, rate: float, method: str, diloco: DiLoCoConfig) -> list[float]:
-        """Return shares of compute by the planner; none without an outer loop of ours."""
+        """Return the utilisation predicted by the planner, or nothing without our outer loop."""
         found = []
         for free, run in zip(self.runs[math.inf, method], self.runs[rate, method], strict=True):
             if free.observed is not None and run.observed is not None:
@@ -95,18 +94,18 @@ class Table:
         return found
 
     def free_step(self) -> tuple[float, float]:
-        """Return seconds of a step without a limit, and bytes that data parallelism sends in it.
+        """Return the seconds of a step without a limit, and the bytes data parallelism sends in it.
 
-        Only of the first repeat, so that a table that is continued has the same rates.
+        Both are from the first repeat, so that a continued table has the same rates.
         """
         firsts = [self.runs[math.inf, method][0] for method in self.methods]
         seconds = min(run.seconds_per_step for run in firsts)
         return seconds, self.runs[math.inf, DATA_PARALLEL][0].sent_per_step
 
     def rate_of(self, text: str) -> float:
-        """Return Mbit/s; multiples are rounded, as they name folders.
+        """Return a rate in Mbit/s. Multiples are rounded, as they are part of folder names.
 
-        At the rate of 1x, data parallelism sends for nine times as long as it computes.
+        At 1x, data parallelism spends nine times as long sending as computing.
         """
         if not text.endswith("x"):
             return float(text)
@@ -122,8 +121,8 @@ class Table:
 
 
 def measure_table(options: argparse.Namespace, settings: Mapping[str, core.Settings]) -> Table:
-    """Measure all methods in turns at each rate, and all rates in each repeat, so that a machine
-    whose speed drifts treats them alike."""
+    """Measure all methods and rates in each repeat, so that a drift in the speed of the machine
+    affects them alike."""
     table = Table()
     for repeat in range(options.repeats):
         for text in dict.fromkeys(["inf", *options.rates]):

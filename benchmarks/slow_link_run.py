@@ -1,5 +1,4 @@
-"""One run of `benchmarks.slow_link`: real trainers in a network of their own, and the bytes that
-its interfaces count meanwhile."""
+"""A run of `benchmarks.slow_link`: trainers in a network whose interfaces count bytes."""
 
 import math
 import shutil
@@ -36,8 +35,7 @@ MODEL = {
     "diloco.link.timeout_seconds": "3600",
     "distributed.train_timeout_seconds": "3600",
 }
-"""4.8M parameters in 3 fragments of 2 blocks and a small one of the rest; on one core a step takes
-a tenth of a second."""
+"""4.8M parameters in 3 fragments of 2 blocks and a small one. A step takes 0.1 s on one core."""
 
 DATA_PARALLEL, TORCHFT, OURS = "data parallel", "torchft", "streaming + overlap + fp4"
 AT_ONCE = {"diloco.overlap.delay": "0", "diloco.overlap.mixing": "0"}
@@ -50,11 +48,11 @@ METHODS: dict[str, core.Settings] = {
     TORCHFT: {},
 }
 LATE = STEPS_APART + 1
-"""Steps after which our trainer has written the record of a step, and one to spare."""
+"""Steps until our trainer has written the record of a step, plus one to be safe."""
 SAMPLE_SECONDS, PEAK_SAMPLES = 0.05, 10
-"""Time between two samples of the counters, and samples over which the peak is a mean."""
+"""Time between two samples of the counters, and number of samples averaged for the peak."""
 SETTLED = 4
-"""Steps of data parallelism that are not measured: the link becomes slow during the third."""
+"""Steps of data parallelism before measuring starts. The link becomes slow during the third."""
 
 RESERVED = {
     "run.folder",
@@ -67,13 +65,13 @@ RESERVED = {
     "diloco.overlap.mixing",
     "diloco.quantization.codec",
 }
-"""Settings that the tables set themselves."""
+"""Settings that the benchmark sets itself."""
 
 
 def build_settings(
     method: str, workers: int, sync_every: int, delay: int, extra: Mapping[str, str]
 ) -> core.Settings:
-    """Return the settings of the trainer, without the length of the run."""
+    """Return the settings of the trainer, except for the length of the run."""
     outer = {
         "diloco.workers": str(workers),
         "diloco.sync_every": str(sync_every),
@@ -85,12 +83,12 @@ def build_settings(
 
 
 def run_length(sync_every: int, delay: int) -> core.Settings:
-    """Return the length of a run with an outer loop: a cycle in which nothing is sent, and one."""
+    """Return the length of a run with an outer loop: a cycle without exchanges, and one with."""
     return _length(2 * sync_every + max(delay, LATE) + 1, sync_every // 2)
 
 
 def data_parallel_length(seconds_per_step: float) -> core.Settings:
-    """Return the length of a run with data parallelism, whose steps are alike and may be slow."""
+    """Return the length of a run with data parallelism. All its steps are alike, so few will do."""
     if seconds_per_step < 1:
         return _length(51, 10)
     return _length(SETTLED + min(10, max(2, round(30 / seconds_per_step))), 1)
@@ -108,19 +106,19 @@ class Measured:
     seconds_per_step: float
     tokens_per_second: float
     exposed_seconds: float | None
-    """Per step, by the trainer's own clock; None with data parallelism."""
+    """Per step, as measured by the trainer; None with data parallelism."""
     sent_per_step: float
-    """Bytes that a worker's interface sends in a step, mean over workers."""
+    """Bytes sent by the interface of a worker in a step, mean over workers."""
     peak_mbit: float
-    """Rate of the worker that sends most in half a second."""
+    """Highest rate of a worker over half a second."""
     observed: Conditions | None = None
-    """Link and steps that the trainer has measured; None without our outer loop."""
+    """Link and steps as measured by the trainer; None without our outer loop."""
     fragments: list[int] = field(default_factory=list)
-    """Parameters of each."""
+    """Parameters of each fragment."""
 
 
 def measure(method: str, rate: float, settings: core.Settings, folder: Path) -> Measured:
-    """Measure a run unless `folder` holds it. `rate`: of each worker's link, in Mbit/s."""
+    """Measure a run, unless `folder` has its result. `rate`: Mbit/s of the link of each worker."""
 
     def run() -> dict[str, object]:
         samples = watch(method, rate, settings, folder)
@@ -146,7 +144,7 @@ class Samples:
     sent: list[list[int]] = field(default_factory=list)
     """By sample and worker."""
     records: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Records of logged steps, each with the number of the first sample at which it was there."""
+    """Records of logged steps, each with the number of the first sample that found it."""
 
     def take(self, network: Network, path: Path) -> None:
         self.times.append(time.perf_counter())
@@ -158,8 +156,8 @@ class Samples:
 
 
 def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Samples:
-    """Run the workers to their end. The links become slow after the first record."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    """Run the workers until they end. Limit the links after the first record."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.mkdir(parents=True)
     module = "benchmarks.torchft_loop" if method == TORCHFT else "torchtitan_diloco.train"
     words = core.command_line(settings | {"run.folder": str(folder)})
@@ -188,12 +186,12 @@ def watch(method: str, rate: float, settings: core.Settings, folder: Path) -> Sa
 
 
 def summarise(samples: Samples, sync_every: int | None) -> Measured:
-    """Measure the cycle of `sync_every` steps after the first one, or (None: data parallelism) all
-    records after the link has become slow."""
+    """Measure the second cycle of `sync_every` steps, or, if that is None (data parallelism), all
+    steps after the link has become slow."""
     steps = [int(record["step"]) for _, record in samples.records]
     if sync_every is None:
         first = next(number for number, step in enumerate(steps) if step >= SETTLED - 1)
-        last = len(steps) - 2  # the last record comes earlier than the others
+        last = len(steps) - 2  # the last record is written without the usual delay
     else:
         first, last = steps.index(sync_every), steps.index(2 * sync_every)
     records = [record for _, record in samples.records[first + 1 : last + 1]]
