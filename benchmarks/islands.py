@@ -1,16 +1,16 @@
-"""Inject faults into runs of islands, and measure what the other islands notice of them.
+"""Inject faults into runs of islands, and measure how they affect the other islands.
 
     python -m benchmarks.islands [--cases control,killed] [--repeats 3]
     python -m benchmarks.islands --storm 600 --repeats 1
     python -m benchmarks.islands --torchft --cases killed
 
-The rows of the first table are those of docs/islands.md. Each island and the server has a network
-namespace of its own (benchmarks/network.py). The model is small, and a step is a sleep of 0.1 s, so
-that three or four islands fit on two cores; H = 20, tau = 5 steps. A stall is the time of a
-survivor's step outside its computation, in its usual steps. After every run, the islands that have
-reached the end must have the same shared parameters, and the log must add up: each range of samples
-merged once, weights equal to tokens, the same ledger on all islands. Needs the extra `islands`, and
-takes about half an hour.
+The first table is the one of docs/islands.md. Each island and the server have a network namespace
+of their own (benchmarks/network.py). The model is small and a step is a sleep of 0.1 s, so that
+three or four islands fit on two cores; H = 20, tau = 5 steps. A stall is the time of a step that a
+surviving island does not compute, as a multiple of its usual step. After every run, islands that
+have reached the end must have the same shared parameters, and the log must be consistent: each
+range of samples is merged once, weights equal tokens, and all islands have the same ledger. Needs
+the extra `islands`, and takes about half an hour.
 """
 
 import os
@@ -31,11 +31,11 @@ from benchmarks.network import wait_until
 from benchmarks.torchft_loop import is_installed
 
 COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
-"""Columns of the first table, and the digits after the point."""
+"""Columns of the first table, with their number of decimals."""
 HEADER = "case | measured | goal | found | n"
 STORM_EVERY = 40.0
 MEDIUM: dict[str, Any] = {"width": 180, "codec": "fp32", "rate": 40}
-"""The parts of a round take 0.1 s; with a tenth of the rate, half of the round."""
+"""Exchanging the parts of a round takes 0.1 s, and half of the round at a tenth of the rate."""
 LARGE: dict[str, Any] = {"blocks": 8, "width": 512}
 """2.1M parameters: 8.4 MB in fp32, a snapshot of 16.8 MB."""
 FAULTS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def others(run: Run, gone: str) -> list[str]:
 
 
 def strike(run: Run, fault: str, worker: int) -> None:
-    """Cause a fault at a worker, and return when its cause is gone."""
+    """Inject a fault at a worker, and return when it is over."""
     network = run.network
     program = run.programs[f"island-{worker}"]
     match fault:
@@ -96,7 +96,7 @@ def fault_case(folder: Path, fault: str, kind: type[Run] = Run) -> Found:
 
 
 def join(folder: Path, kind: type[Run] = Run) -> Found:
-    """Let an island join two others over 200 Mbit/s."""
+    """Start an island that joins two others over 200 Mbit/s."""
     with running(folder, seconds=50, rate=200, begin=2, kind=kind, **LARGE) as run:
         run.start_all(2, 50)
         since = time.time()
@@ -105,7 +105,7 @@ def join(folder: Path, kind: type[Run] = Run) -> Found:
 
 
 def donor_dies(folder: Path) -> Found:
-    """Kill the island that gives a snapshot, over 20 Mbit/s, when it has sent some of it."""
+    """Kill the island that sends a snapshot, over 20 Mbit/s, when it has sent a part of it."""
     with running(folder, seconds=60, rate=20, begin=2, **LARGE) as run:
         run.start_all(2, 50)
         sent = [run.network.counters(worker)[0] for worker in range(2)]
@@ -121,21 +121,21 @@ def donor_dies(folder: Path) -> Found:
 
 
 def joined(run: Run, dead: str, since: float) -> Found:
-    """Wait until island-2 has joined, and say how it went for all."""
+    """Wait until island-2 has joined, and return what was measured until its first merge."""
     run.reach("island-2", 50)
     audit = run.finish(dead)
     joined = run.event("island-2", "joined")["time"]
     merged = next(one for one in run.steps("island-2", joined) if one["own"])
     names = [name for name in others(run, "island-2") if name != dead]
     found = run.seen(names, since, merged["time"]) | run.losses(audit, names)
-    if not run.has_log:  # it has joined when it has sent a part
+    if not run.has_log:  # torchft joins when it sends a part
         return found | {"start until a part, s": joined - run.event("island-2", "started")["time"]}
     found["start until joined, s"] = joined - run.event("island-2", "started")["time"]
     return found | {"first part merged after, steps": merged["step"]}
 
 
 def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
-    """Train with an island that is four times as fast as the other."""
+    """Train with one island that is four times as fast as the other."""
     with running(folder, islands=2, seconds=25, kind=kind) as run:
         run.start(0)
         run.start(1, step_seconds=4 * STEP)
@@ -144,7 +144,7 @@ def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
         if not run.has_log:
             return run.seen(["island-0"], since) | run.losses(audit, run.programs)
         steps, slot = run.steps("island-1"), run.event("island-1", "joined")["slot"]
-        # What is trained after the last round can no longer be merged.
+        # Steps after the last round can no longer be merged.
         before = sum(one["rounds"] < steps[-1]["rounds"] for one in steps)
         merged = statistics.mean(spans[-1][1] for spans in audit["ledger"][slot]) / SAMPLES
         found = run.seen(["island-0"], since) | run.losses(audit, run.programs)
@@ -153,7 +153,7 @@ def fast_and_slow(folder: Path, kind: type[Run] = Run) -> Found:
 
 
 def clocks(folder: Path) -> Found:
-    """Give an island a monotonic clock of its own, an hour ahead, by a time namespace."""
+    """Set the monotonic clock of an island an hour ahead, by a time namespace."""
     with running(folder) as run:
         ahead = ["unshare", "--time", "--monotonic", "3600", "--boottime", "3600", "--"]
         for worker in range(3):
@@ -164,8 +164,8 @@ def clocks(folder: Path) -> Found:
 
 
 def storm(folder: Path, seconds: float) -> Found:
-    """Let a fault happen every 40 s, at a random one of four islands, in a random order."""
-    generator = random.Random(folder.name)  # the number of the run: a storm can be repeated
+    """Inject a fault every 40 s at one of four islands, in random order."""
+    generator = random.Random(folder.name)  # number of the run, so that a storm can be repeated
     faults = ["killed", *(one for one in FAULTS if one.endswith(" s")), "link at 1/10"]
     with running(folder, islands=4, seconds=seconds, **MEDIUM) as run:
         run.start_all(4, 20)
@@ -232,7 +232,7 @@ def main() -> None:
         parser.error("--torchft: it is not installed: pip install -e .[bench]")
     if options.torchft and not any(one in OF_TORCHFT for one in cases):
         parser.error(f"--torchft: give --cases of those that it can run: {', '.join(OF_TORCHFT)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all that was started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends all programs
     results, out = dict[str, list[Found]](), options.out.absolute() / f"{time.time():.0f}"
     for name, task in cases.items():
         for number in range(options.repeats):

@@ -3,8 +3,8 @@
     python -m benchmarks.islands_program island '{"join": ..., "name": ..., "path": ..., ...}'
     python -m benchmarks.islands_program audit JOIN
 
-An island trains a small model. A step is a sleep and a small real step, so that some islands fit on
-two cores. It appends a line of JSON to the file `path` for each step, and for what happens to it.
+An island trains a small model. A step is a sleep and a small real step, so that several islands fit
+on two cores. It appends a line of JSON to the file `path` for each step and event.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.log import Entry, Outcome, State
 
 TOKENS, SAMPLES = 4, 2
-"""Weight of a step, and samples of the slot that it reads."""
+"""Weight of a step, and number of samples that it reads."""
 DELAY = 5
-"""tau. The grace is as long as so many steps of 0.1 s."""
+"""tau. The grace is as long as this number of steps of 0.1 s."""
 CONFIG = DiLoCoConfig(
     sync_every=20, fragments=Fragments(layers_per_fragment=2), overlap=Overlap(delay=DELAY)
 )
@@ -63,7 +63,7 @@ def train(
     width: int = 32,
     codec: str = "fp4_e3m0",
 ) -> None:
-    """Train an island. Those of a run differ only in name and speed."""
+    """Train an island. Islands of a run differ only in name and speed."""
     with notes(path) as note:
         note(event="started")
         model = Net(blocks, width)
@@ -105,7 +105,7 @@ def train(
 
 @contextmanager
 def notes(path: str) -> Iterator[Callable[..., None]]:
-    """Yield a function that appends a line to the file."""
+    """Open a file, and yield a function that appends a line to it."""
     with Path(path).open("a", buffering=1) as file:
 
         def note(**facts: Any) -> None:
@@ -133,7 +133,7 @@ def _digest(shared: dict[str, Tensor]) -> str:
 
 
 def _ledger(state: State) -> list[list[list[tuple[int, int, str]]]]:
-    """Return the spans of samples of each slot and fragment, with their fates."""
+    """Return spans of samples and their fates, by slot and fragment."""
     return [
         [[(span.start, span.end, span.fate) for span in one.spans] for one in slot.ledgers]
         for slot in state.slots
@@ -141,7 +141,7 @@ def _ledger(state: State) -> list[list[list[tuple[int, int, str]]]]:
 
 
 def audit(join: Join) -> dict[str, Any]:
-    """Return figures of a log, and what does not add up in it."""
+    """Return statistics and inconsistencies of a log."""
     outcomes: list[Outcome] = []
     with open_reader(join, outcomes.append) as reader:
         state = reader.state
@@ -165,7 +165,7 @@ def audit(join: Join) -> dict[str, Any]:
 
 
 def _problems(state: State, entries: Sequence[Entry]) -> list[str]:
-    """Check what was merged, with arithmetic of its own."""
+    """Check what was merged by recomputing it from the entries."""
     found, merged = [], dict[tuple[int, int], list[tuple[int, int]]]()
     for entry in entries:
         for part in entry.parts:

@@ -1,13 +1,13 @@
-"""Compare the loss of islands that come, go, lag and die with that of two islands in lockstep.
+"""Compare the loss of islands that join, leave, lag and die with that of islands in lockstep.
 
     python -m benchmarks.islands_quality [--cases 'one always late;constant, 2'] [--seeds 0,1,2]
 
-All cases train the decoder of 0.12M parameters of docs/measurements.md with as many tokens, on the
-source of the Python standard library. Islands are threads of this process, around a server on this
-machine. A slow island sleeps as long as the steps of the first one take. But in lockstep, rounds
-wait for 0.1 s, less than an exchange takes.
+All cases train the decoder of 0.12M parameters of docs/measurements.md with the same number of
+tokens, on the source of the Python standard library. Islands are threads of this process, with a
+server on this machine. A slow island sleeps in multiples of the first island's step. Except in
+lockstep, rounds wait for 0.1 s, which is less than an exchange takes.
 
-Each run is a line of --out: the same command continues where it was interrupted.
+Each run is a line of --out. The same command continues an interrupted table.
 """
 
 import json
@@ -49,27 +49,27 @@ from torchtitan_diloco.islands.server import local_server
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
 EXPIRY_SECONDS, BEAT_SECONDS = 2.0, 0.1
-"""Shorter than the defaults, as the steps are."""
+"""Shorter than the defaults, as steps are short."""
 TOKENS_PER_STEP = 512
-"""Length of a run of two islands."""
+"""Of two islands together."""
 UPLOAD_STEPS = 5
-"""Time in which an island uploads that is always late: more than the grace, and less than H."""
+"""Length of an upload of an island that is always late: more than the grace, less than H."""
 ROUNDS_OF_A_LIFE = 20
 
 
 @dataclass(frozen=True)
 class Case:
     islands: tuple[int, ...] = (2,)
-    """Islands in each phase."""
+    """Number of islands in each phase."""
     ends: tuple[float, ...] = (1.0,)
-    """Share of the run's tokens at which each phase ends."""
+    """End of each phase, as a share of the tokens of the run."""
     grace: float = 0.1
     slow: float = 1.0
-    """How many times longer the steps of the last island are."""
+    """Length of the last island's steps / that of the others."""
     late: bool = False
     """The uploads of the last island take UPLOAD_STEPS."""
     dies: bool = False
-    """The last island dies again and again, and starts again with a fresh inner optimizer."""
+    """The last island dies repeatedly, and restarts with a fresh inner optimizer."""
 
 
 CONTROL = "lockstep"
@@ -85,11 +85,11 @@ CASES = {
     "ramp up, 1 2 3 4": Case((1, 2, 3, 4), (0.1, 0.3, 0.6, 1.0)),
     "ramp down, 4 3 2 1": Case((4, 3, 2, 1), (0.4, 0.7, 0.9, 1.0)),
 }
-"""Phases of a schedule are equally long if all islands are equally fast."""
+"""All phases of a case take equally long if all islands are equally fast."""
 
 
 def settings(tokens: int, seed: int) -> core.Settings:
-    """Return the settings of the same run in one world."""
+    """Return the settings of the same run as a single job."""
     shape = {key: value for key, value in MANY_STEPS.items() if key != "checkpoint.every"}
     steps = tokens // TOKENS_PER_STEP
     run = DEFAULTS | shape | {"training.steps": str(steps), "training.batch_size": "4"}
@@ -107,7 +107,7 @@ class LateIsland(IslandDiLoCo):
 
 
 class Island(threading.Thread):
-    """One island that trains until the run ends, it is told to leave, or it dies."""
+    """An island that trains until the run ends, or until it has to leave or die."""
 
     def __init__(self, run: "Run", number: int) -> None:
         super().__init__(name=f"island-{number}", daemon=True)
@@ -191,7 +191,7 @@ class Run:
         self.latest_seconds: deque[float] = deque(maxlen=32)
 
     def usual_seconds(self) -> float:
-        """Return how long a step of the first island takes."""
+        """Return the median seconds of the first island's last steps."""
         return statistics.median(list(self.latest_seconds) or [0.0])
 
     def build_model(self) -> LanguageModel:
@@ -201,7 +201,7 @@ class Run:
         return model
 
     def load(self, outer: IslandDiLoCo) -> TrainLoader:
-        """Return batches from where the island begins to read its stream."""
+        """Return batches from the position at which the island joins its stream."""
         training, seat = self.config.training, outer.seat
         return TrainLoader(
             self._text,
@@ -218,7 +218,7 @@ class Run:
         )
 
     def train(self) -> dict[str, Any]:
-        """Start and stop islands as the case says, and return what came of the run."""
+        """Start and stop islands as the case says, and return the results of the run."""
         case = self.case
         latest: dict[int, Island] = {}
         started: list[Island] = []
@@ -267,7 +267,7 @@ class Run:
         return validate(model, batches, world, chunk_tokens=1024).loss
 
     def read_log(self) -> dict[str, Any]:
-        """Return what the log tells of the rounds, and of the samples that were trained."""
+        """Return statistics of rounds and trained samples from the log."""
         found = audit(self.join)
         merged, late = [], found["late"]
         for number, slot in enumerate(found["ledger"]):
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/islands-quality.jsonl"))
     options = parser.parse_args()
     names = core.parse_names(parser, "--cases", options.cases, list(CASES))
-    sys.setswitchinterval(0.0005)  # islands of a process take turns
+    sys.setswitchinterval(0.0005)  # islands are threads, and must not wait long for each other
     connection.EXPIRY, leader.BEAT = EXPIRY_SECONDS, BEAT_SECONDS
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.touch()
@@ -312,7 +312,7 @@ def main() -> None:
 
 
 def read_results(path: Path, tokens: int) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the runs of so many tokens, by case and seed."""
+    """Return the runs with this number of tokens, by case and seed."""
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     return {(run["case"], run["seed"]): run for run in runs if run["tokens"] == tokens}
 

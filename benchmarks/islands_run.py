@@ -1,4 +1,4 @@
-"""A run of `benchmarks.islands`: a server and islands in a network, and what they have written."""
+"""A run of `benchmarks.islands`: a server and islands in a network, and their records."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from benchmarks.network import Network, Program, wait_until
 from benchmarks.torchft_loop import LIGHTHOUSE_PORT
 
 STEP = 0.1
-"""Seconds."""
+"""Seconds of a step."""
 END_SECONDS = 150
-"""Time without a step of any island after which a run has not ended."""
+"""Time without a step of any island after which a run is considered stuck."""
 AFTER_SECONDS = 15.0
-"""Time that torchft still trains after the last fault."""
+"""Time for which torchft continues to train after the last fault."""
 Found = dict[str, float]
 
 
 class Run:
-    """A server and islands in a network; the last worker of the network has the server."""
+    """A server and islands in a network, whose last worker runs the server."""
 
     program = "benchmarks.islands_program"
     has_log = True
-    """Whether a log says what was merged."""
+    """Whether there is a log of what was merged."""
 
     def __init__(self, folder: Path, network: Network, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True)
@@ -44,7 +44,7 @@ class Run:
     # --- programs -----------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Start the server, or start it again, and return when it is ready."""
+        """Start or restart the server, and wait until it is ready."""
         out = self.folder / f"server-{time.time():.1f}.txt"
         command = [sys.executable, "-m", "torchtitan_diloco.islands", "serve", "--folder"]
         command += [str(self.folder / "server"), "--address", self.network.address(self.islands)]
@@ -70,7 +70,7 @@ class Run:
         self.programs[name] = self.network.launch(worker, [*command, json.dumps(job)], log)
 
     def start_all(self, workers: int, steps: int) -> None:
-        """Start islands, and wait until all have done so many steps."""
+        """Start islands, and wait until each has taken `steps` steps."""
         for worker in range(workers):
             self.start(worker)
         for worker in range(workers):
@@ -103,14 +103,14 @@ class Run:
         return [one for one in self.lines(name) if "step" in one and since <= one["time"] <= until]
 
     def event(self, name: str, kind: str) -> dict[str, Any]:
-        """Return the last event of a kind."""
+        """Return the last event of this kind."""
         return [one for one in self.lines(name) if one.get("event") == kind][-1]
 
     def usual(self, name: str) -> float:
         return float(statistics.median(one["seconds"] for one in self.steps(name)))
 
     def seen(self, names: Iterable[str], since: float, until: float = math.inf) -> Found:
-        """Return the longest stall of these islands in a span of time, and their idle share."""
+        """Return the longest stall and the largest idle share of these islands in a time span."""
         stalls, idle = [], []
         for name in names:
             steps = self.steps(name, since, until)
@@ -120,7 +120,7 @@ class Run:
         return {"longest stall, steps": max(stalls), "idle, %": max(idle)}
 
     def next_round(self, names: Iterable[str], since: float) -> float:
-        """Return after how many seconds all these islands have read another close."""
+        """Return the seconds until all these islands have read the close of another round."""
         found = []
         for name in names:
             before = max((one["rounds"] for one in self.steps(name, until=since)), default=0)
@@ -131,7 +131,7 @@ class Run:
     # --- the end ------------------------------------------------------------------------------
 
     def finish(self, dead: str = "") -> dict[str, Any]:
-        """Wait for the end of all islands but that one, and check copies and ledgers."""
+        """Wait until all islands except `dead` have ended, and check copies and ledgers."""
         living = [name for name in self.programs if name != dead]
         problems = []
         while any(self.programs[name].running for name in living):
@@ -156,7 +156,7 @@ class Run:
         return audit | {"problems": problems}
 
     def losses(self, audit: dict[str, Any], names: Iterable[str]) -> Found:
-        """Return the steps of islands whose work is lost or was done again, and what is wrong."""
+        """Return the number of steps that are lost or were repeated, and of problems."""
         slots = [int(self.event(name, "joined")["slot"]) for name in names]
         samples = sum(audit["lost_samples"][one] + audit["read_twice"][one] for one in slots)
         return {
@@ -167,7 +167,7 @@ class Run:
 
 
 class TorchftRun(Run):
-    """The same with torchft, whose runs are ended some seconds after the last fault."""
+    """The same with torchft, whose runs are stopped some seconds after the last fault."""
 
     program = "benchmarks.islands_torchft"
     has_log = False
@@ -207,7 +207,7 @@ def running(
     kind: type[Run] = Run,
     **settings: Any,
 ) -> Iterator[Run]:
-    """Yield a run whose islands would train for so many seconds, all together."""
+    """Yield a run with as many tokens as its first islands train in `seconds`."""
     begin = settings.get("begin", islands)
     settings["total_tokens"] = round(begin * seconds / STEP) * TOKENS
     with Network(islands + 1, up=rate, down=rate) as network:

@@ -3,8 +3,8 @@
     python -m benchmarks.islands_torchft island '{"join": ..., "name": ..., "path": ..., ...}'
     python -m benchmarks.islands_torchft lighthouse 0.0.0.0:29510
 
-A worker trains the model of an island, with the same fragments and tau, in fp32. torchft takes H as
-a multiple of the number of fragments, and tau below the steps between two of them.
+A worker trains the model of an island, with the same fragments and tau, in fp32. torchft needs an H
+that is a multiple of the number of fragments, and a tau below H / fragments.
 """
 
 import json
@@ -21,7 +21,7 @@ from benchmarks.torchft_loop import TorchftLoop, serve_lighthouse
 from torchtitan_diloco.diloco.fragments import build_fragments
 
 TIMEOUT = 10
-"""Seconds after which torchft gives up an exchange or a quorum. Its own default is 60."""
+"""Seconds after which torchft gives up an exchange or a quorum. Its default is 60."""
 
 
 def train(
@@ -36,7 +36,7 @@ def train(
     width: int = 32,
     **_: Any,
 ) -> None:
-    """Train until this process is ended."""
+    """Train until this process is killed."""
     with notes(path) as note:
         note(event="started")
         model = Net(blocks, width)

@@ -2,17 +2,16 @@
 
     python -m benchmarks.train_step [--rounds 7] [--steps 10] [--section.key value ...]
 
-On a CPU all loops take turns in one process, so that a machine whose speed drifts treats them
-alike, and ratios are taken for each round. On a GPU each has a process of its own, for the memory
-of its optimizer; peaks of the others contain the parameters of our model, too. The bare loop does
-less: it materialises all logits and has no z-loss, no guard and no metrics. With `--compile.enable
-true` all loops compile their blocks. If torchtitan is installed (`pip install --no-deps
-torchtitan==0.2.2 tyro einops typeguard docstring-parser`; later versions have no attention for
-CPUs), its Llama 3 of the same width, depth and heads also trains in the bare loop, with a
-feed-forward layer of as many parameters.
+On a CPU all loops run in turns in one process, and ratios are computed for each round. On a GPU
+each has a process of its own, as their optimizers need the memory; peaks of the other loops include
+the parameters of our model. The bare loop does less: it materialises all logits and has no z-loss,
+no guard and no metrics. With `--compile.enable true` all loops compile their blocks. If torchtitan
+is installed (`pip install --no-deps torchtitan==0.2.2 tyro einops typeguard docstring-parser`;
+later versions have no attention for CPUs), its Llama 3 of the same width, depth, heads and number
+of feed-forward parameters also trains in the bare loop.
 
-A second table has what the outer loop adds to a step in which nothing is sent or applied, and a
-step of each inner optimizer alone.
+A second table has the cost of the outer loop in a step without exchanges, and of a step of each
+inner optimizer.
 """
 
 import importlib.util
@@ -44,7 +43,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 ONE_WORKER = ["--diloco.workers", "1", "--validation.every", "0", "--diloco.method", "none"]
 OURS, BARE, TITAN = "torchtitan_diloco", "bare PyTorch loop", "torchtitan's Llama 3, bare loop"
 OUTER_STEPS = 1000
-"""Calls of the outer loop that are timed together."""
+"""Number of calls of the outer loop that are timed together."""
 HEADER = (
     "loop | M parameters | tokens/s | ratio | CPU ms a step | ratio of CPU time | MFU % | peak GiB"
 )
@@ -57,23 +56,22 @@ class Loop(NamedTuple):
 
 @dataclass
 class Result:
-    """Measurements of one loop."""
-
     loop: str
     parameters: int
     wall: list[float]
-    """Mean seconds of a step in each round, and CPU seconds."""
+    """Mean seconds of a step in each round."""
     cpu: list[float]
+    """Mean CPU seconds of a step in each round."""
     tokens: int
     """Tokens of a step."""
     mfu_percent: float
-    """MFU of our model; 0 if the peak is not known."""
+    """MFU of our model, or 0 if the peak of the device is not known."""
     peak_bytes: int
-    """On an accelerator."""
+    """Peak memory of an accelerator."""
 
 
 def build_trainer_loop(config: Config) -> tuple[Trainer, Batches, Loop]:
-    """Build the step of a run with its telemetry, logged as often as in a run."""
+    """Build the step of a run, including its telemetry."""
     link = config.diloco.link
     world = join_world(config.distributed, link, device=config.run.device, workers=1, fsdp=0)
     trainer = Trainer(config, world)
@@ -132,7 +130,7 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
         n_heads=shape.heads,
         vocab_size=trainer.vocab_size,
         multiple_of=1,
-        # Its three matrices then hold as many parameters as our two.
+        # Its three matrices then have as many parameters as our two.
         ffn_dim_multiplier=shape.feed_forward / (4 * shape.width),
         max_seq_len=trainer.config.training.sequence_length,
     )
@@ -143,13 +141,13 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
 
 
 def run_steps(loop: Loop, steps: int, device: torch.device) -> core.Seconds:
-    """Return the mean times of a step."""
+    """Return the mean time of a step."""
     seconds = core.timed(lambda: [loop.step() for _ in range(steps)], device)
     return core.Seconds(seconds.wall / steps, seconds.cpu / steps)
 
 
 def measure(names: Sequence[str], config: Config, rounds: int, steps: int) -> list[Result]:
-    """Measure loops in turns in this process."""
+    """Measure loops in turns."""
     trainer, batches, ours = build_trainer_loop(config)
     device, builders = trainer.world.device, {BARE: bare_pytorch, TITAN: bare_torchtitan}
     loops = {name: builders[name](trainer, batches) if name != OURS else ours for name in names}
@@ -192,7 +190,7 @@ def build_row(result: Result, ours: Result) -> list[str]:
 
 
 def part_seconds(trainer: Trainer, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of one `outer.step()` between two exchanges, and of the inner optimizers."""
+    """Return the seconds of an `outer.step()` between exchanges, and of inner optimizers."""
     config, device = trainer.config, trainer.world.device
     streaming = replace(config.diloco, method="streaming")
     outer = StreamingDiLoCo(trainer.model, None, streaming, total_steps=trainer.plan.total_steps)
