@@ -1,4 +1,4 @@
-"""The command `torchtitan-diloco COMMAND ...`: the modules of this package that can be run."""
+"""The command `torchtitan-diloco COMMAND ...`, which runs a module of this package."""
 
 import sys
 from runpy import run_module
@@ -16,7 +16,7 @@ COMMANDS = {
     "prepare": ("data.prepare", "tokenise a corpus"),
     "train-tokenizer": ("data.train_tokenizer", "learn a tokenizer"),
 }
-"""Module of each command, and what it does."""
+"""Module and description of each command."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Entry point of a training process: configuration, process groups, trainer, run."""
+"""Entry point of a training process."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ from torchtitan_diloco.utils import (
 )
 
 TORCH_SECONDS = 5.0
-"""For torch's own timeout, whose error says more."""
+"""Extra time for torch's own timeout, whose error says more."""
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     set_determinism(config.run)
     try:
         if config.islands.join:
-            Join.parse(config.islands.join)  # a missing file is found before a model is built
+            Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
         Trainer(config, world).run()
     except ValueError as error:
@@ -72,7 +72,7 @@ def join(config: Config) -> World:
         "(docs/troubleshooting.md)"
     )
 
-    def give_up() -> None:  # torch waits in C++, and gloo longer than it is told to
+    def give_up() -> None:  # torch waits in C++, and gloo longer than its timeout
         _print_error(reason)
         os._exit(WORKER_LOST)
 
@@ -88,7 +88,7 @@ def join(config: Config) -> World:
             fsdp=config.parallel.fsdp,
             outer_loop=config.diloco.method != "none",
         )
-    except torch.AcceleratorError:  # such as a GPU that is in use
+    except torch.AcceleratorError:  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
         raise RanksLostError(f"{reason} ({cause_of(error)})") from error
@@ -105,10 +105,10 @@ def set_determinism(run: Run) -> None:
 
 
 def _report(error: ValueError) -> int:
-    """Print a mistake of the user in one line; any other error keeps its traceback.
+    """Print a mistake of the user in one line. Raise any other error with its traceback.
 
-    If all ranks meet the same error, the first rank of each machine prints it, and the launcher
-    ends the others. A rank that still lives ten seconds later has met an error of its own.
+    If all ranks have the same error, the first rank of each machine prints it, and the launcher
+    ends the others. A rank that is still alive after ten seconds has an error of its own.
     """
     if not is_user_error(error):
         raise error

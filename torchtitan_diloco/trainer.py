@@ -1,4 +1,4 @@
-"""Trainer: builds the parts of a run and holds its loop. Only it sees the whole configuration."""
+"""Trainer: builds the parts of a run and trains. Only it receives the whole configuration."""
 
 import time
 from collections.abc import Iterator
@@ -60,14 +60,14 @@ from torchtitan_diloco.planner.prediction import predict_observed
 from torchtitan_diloco.utils import GarbageControl, logger
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
-"""Settings in which the processes of a run may differ."""
+"""Settings that may differ between the processes of a run."""
 
 
 class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world, self.toml = config, world, to_toml(portable(config))
         self.ranks = config.workers * world.ranks_per_worker
-        """Ranks of all workers, also of those on other islands."""
+        """Number of ranks of all workers, including those of other islands."""
         self.island: IslandRun | None = None
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
@@ -94,7 +94,7 @@ class Trainer:
     # --- the run ----------------------------------------------------------------------------------
 
     def run(self) -> Path:
-        """Train to the last step, or until `stop_after` or a signal, and return the folder."""
+        """Train until the last step, `stop_after` or a signal, and return the run folder."""
         config, stop_after = self.config, self.config.training.stop_after
         stops_early = 0 < stop_after < self.plan.total_steps
         claim = partial(claim_run_folder, self.world, config.run, config.checkpoint)
@@ -167,7 +167,7 @@ class Trainer:
         factor = self._next_lr_factor()
         self.lr = self.config.optimizer.lr * factor
         set_lr(self.optimizer, factor)
-        # The gradient is a sum over all tokens / their number. FSDP2 takes the mean over ranks.
+        # The gradient is the mean over all tokens of the step; FSDP2 averages over ranks.
         scale = self.ranks / plan.tokens_per_step
         cross_entropy = torch.zeros((), device=self.world.device)
         for number, (inputs, targets) in enumerate(islice(batches, plan.accumulation), start=1):
@@ -182,7 +182,7 @@ class Trainer:
         read = read_later(torch.stack([cross_entropy, total_norm]))
         clipped_step(self.optimizer, total_norm, config.max_gradient_norm)
         self.optimizer.zero_grad()
-        loss, norm = read()  # while a GPU works on the optimizer step
+        loss, norm = read()  # while a GPU runs the optimizer step
         skipped = self.skips.count(self.step, norm)
         if skipped:
             self.outer.heal(fsdp)
@@ -191,7 +191,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has had its tokens. Islands count them together."""
+        """Whether all tokens of the run have been trained. Islands count them together."""
         island = self.island
         return self.step == self.plan.total_steps if island is None else island.outer.finished
 
@@ -200,7 +200,7 @@ class Trainer:
         return lr_factor(step, self.plan.total_steps, self.config.lr_schedule)
 
     def begin(self) -> None:
-        """Join the other islands, if there are any, and read samples from where the run is."""
+        """Join the other islands, if any, and start the loader at the current position."""
         world, config = self.world, self.config
         start, stream = self.resumed.position, None
         if self.island is not None:
@@ -232,7 +232,7 @@ class Trainer:
         summary = summarise(telemetry, config, step=self.step, validated=self.validator.validated)
         predicted = predict_observed(summary, config, rounds, self.world.ranks_per_worker)
         summary.predicted_utilisation_percent = predicted
-        if self.step > self.resumed.step:  # else the summary of the start before stays the last one
+        if self.step > self.resumed.step:  # otherwise the previous summary stays the last one
             telemetry.files.write(summary)
             telemetry.write_trace()
         return summary
@@ -246,7 +246,7 @@ class Trainer:
             position=self.loader.position,
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
-            totals=dict(telemetry.totals),  # a copy: it is written while the run goes on counting
+            totals=dict(telemetry.totals),  # a copy, as counting continues during the save
             counted_after_step=self.resumed.counted_after_step,
             elapsed_seconds=telemetry.elapsed_seconds,
         )
@@ -260,7 +260,7 @@ class Trainer:
         )
 
     def _resumed_state(self) -> RunState:
-        """Return the state to resume from; what does not fit this run starts from zero."""
+        """Return the state to resume from, with zeros for what does not fit this run."""
         manifest, state = self.start.manifest, self.start.state
         if manifest is not None and manifest.data != self._data_identity():
             state = replace(state, position=0)
@@ -269,7 +269,7 @@ class Trainer:
         return state
 
     def _resume(self) -> None:
-        """Load the checkpoint, and log what has changed since it was saved."""
+        """Load the checkpoint, and log what has changed since the save."""
         path, manifest = self.start.checkpoint, self.start.manifest
         if path is None or manifest is None:
             return
@@ -284,7 +284,7 @@ class Trainer:
             logger.info(f"  {line}")
 
     def _data_identity(self) -> dict[str, Any]:
-        """Return what a position in the order of samples refers to."""
+        """Return the facts that a position in the order of samples depends on."""
         streams = self.config.islands.slots or self.config.workers
         return {
             "corpus": self.tokens.fingerprint,
@@ -295,7 +295,7 @@ class Trainer:
         }
 
     def _validation_missed(self) -> bool:
-        """Return whether a signal came between the resumed step and its validation."""
+        """Return whether the run was stopped between the resumed step and its validation."""
         due = validation_due(self.step, self.finished, self.config.validation.every)
         done = 0 if self.validator.validated is None else self.validator.validated[0]
         return bool(self.start.checkpoint) and due and done < self.step
@@ -314,7 +314,7 @@ class Trainer:
 
     def _build_model(self) -> None:
         config, device = self.config, self.world.device
-        # The tokens of islands are counted in their log.
+        # Tokens of islands are counted in their log.
         self.plan = self._plan_run(RunState() if config.islands.join else self.resumed)
         self._log_plan()
         dtype = compute_dtype(config.parallel.compute_dtype, device)
@@ -352,7 +352,7 @@ class Trainer:
         )
 
     def _build_validator(self) -> Validator:
-        """Build the validator; the few sequences that it reads stay in memory."""
+        """Build the validator, and keep its few sequences in memory."""
         config = self.config
         batches: list[Batch] = []
         if config.validation.every:
@@ -376,7 +376,7 @@ class Trainer:
         )
 
     def _log_plan(self) -> None:
-        """Log what is built, and refuse what does not fit, before memory is taken."""
+        """Log the plan, and raise if it does not fit, before memory is allocated."""
         config = self.config
         model_line = (
             f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
