@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: a few curves first, and the settings of the run."""
+"""Curves and settings in TensorBoard and Weights & Biases, with the most important curves first."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,17 +40,17 @@ FIRST = {
     ),
     "memory/peak_gib_max_over_ranks": ("train/memory_gib", "GiB at the peak, largest rank"),
 }
-"""Tags and descriptions of the curves that are shown first."""
+"""Tags and descriptions of the curves that come first."""
 REST = "z_"
-"""Prefix of all other tags, which puts them last: TensorBoard sorts tags."""
+"""Prefix of all other tags. TensorBoard sorts tags, so they come last."""
 COMPARED = ("loss/train", "loss/val", "speed/tokens_per_s")
-"""Curves whose last values the tab HPARAMS shows beside the settings."""
+"""Curves whose last values are shown beside the settings in the tab HPARAMS."""
 
 
 def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
     """Yield tag, description and value of each curve of a step.
 
-    Leave out the speed of the first step, which is an outlier.
+    The speed of the first step is left out, as it is an outlier.
     """
     for name, value in record.items():
         slow = record["step"] == first_step and name.startswith("speed/")
@@ -59,12 +59,12 @@ def curves(record: Record, first_step: int) -> Iterator[tuple[str, str, float]]:
 
 
 class TensorBoard:
-    """Event files of a run that was resumed after `step`."""
+    """Event files of a run that starts or resumes after `step`."""
 
     def __init__(self, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         self._files = FileWriter(str(folder / "tensorboard"), flush_secs=10)
         self._first_step = step + 1
-        restart = SessionLog(status=SessionLog.START)  # drops later steps of the run before
+        restart = SessionLog(status=SessionLog.START)  # hides later steps of the run before
         self._files.add_event(Event(step=step + 1, session_log=restart))
         self._described = set[str]()
         known = {
@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Run in a project of Weights & Biases. A resumed run continues it."""
+    """Run in a project of Weights & Biases, which a resumed run continues."""
 
     def __init__(self, project: str, folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         try:
@@ -116,7 +116,7 @@ class WeightsAndBiases:
         named.parent.mkdir(exist_ok=True)  # WANDB_MODE=disabled makes none
         named.write_text(self._run.id)
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # values of one step come at several times
+        self._run.define_metric("*", step_metric="step")  # values of a step come in several calls
 
     def add(self, record: Record) -> None:
         values = {tag: value for tag, _, value in curves(record, self._first_step)}

@@ -1,9 +1,8 @@
-"""Cross-entropy and z-loss as sums over tokens, computed a chunk of tokens at a time.
+"""Cross-entropy and z-loss as sums over tokens, computed in chunks of tokens.
 
-The logits of a batch are its largest tensor by far (8 x 2,048 tokens x 32,000 words x 4 bytes =
-2.1 GB). Here only those of `chunk_tokens` tokens exist at once: the gradients of a chunk are
-computed right away, in the forward pass, so that its logits need not be kept or computed a second
-time.
+The logits of a batch are by far its largest tensor (8 x 2,048 tokens x 32,000 words x 4 bytes =
+2.1 GB). Here only the logits of `chunk_tokens` tokens exist at a time. The gradients of a chunk are
+computed in the forward pass, so that its logits are neither kept nor recomputed.
 """
 
 from functools import partial
@@ -20,9 +19,9 @@ class LossSums(NamedTuple):
     """Sums over the tokens whose target is not IGNORE_INDEX."""
 
     objective: Tensor
-    """Cross-entropy + z-loss, to differentiate."""
+    """Cross-entropy + z-loss, on which to call backward."""
     cross_entropy: Tensor
-    """Cross-entropy in nats, to report."""
+    """Cross-entropy in nats, for reports."""
     tokens: Tensor
     """Number of these tokens."""
 
@@ -35,7 +34,7 @@ def loss_head(targets: Tensor, *, z_loss: float, chunk_tokens: int) -> Any:
 def chunked_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk_tokens: int
 ) -> LossSums:
-    """Return the loss of hidden [batch, length, width] with weight [vocabulary, width] and targets
+    """Return the loss for hidden [batch, length, width], weight [vocabulary, width] and targets
     [batch, length]."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     objective, cross_entropy = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]

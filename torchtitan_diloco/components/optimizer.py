@@ -18,8 +18,7 @@ from torchtitan_diloco.utils import logger
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products for `parallel.compute_dtype`. Parameters, gradients and
-    optimizer state stay fp32."""
+    """Return the dtype of matrix products. Parameters, gradients and optimizer state stay fp32."""
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
     if choice == "bfloat16" and device.type != "cuda":
@@ -33,7 +32,7 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
 def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> torch.optim.Optimizer:
     """Build AdamW, or Muon for the matrices of the blocks and AdamW for the rest.
 
-    Weight decay is for matrices only, not for the gains of norms.
+    Weight decay applies to matrices, not to the gains of norms.
     """
     blocks = model.blocks.parameters() if config.name == "muon" else ()  # type: ignore[union-attr]
     in_blocks = [one for one in blocks if one.requires_grad and one.dim() == 2]
@@ -56,8 +55,8 @@ def build_optimizer(model: nn.Module, config: Optimizer, total_steps: int) -> to
 
 
 def lr_factor(step: float, total_steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak learning rate in `step`, from 1 to `total_steps`. A resumed run
-    has no state to restore for it."""
+    """Return the share of the peak learning rate in `step`, which is 1 to `total_steps`. It is
+    without state, so a resumed run has nothing to restore."""
     if step < config.warmup_steps:
         return step / config.warmup_steps
     if config.decay == "constant":
@@ -77,10 +76,10 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
-    """Turn the sum of gradients over workers on or off, in data parallelism.
+    """Turn the reduction of gradients over workers on or off, in data parallelism.
 
-    Only the last micro-batch needs it, as links between workers are slow. Inside a worker, every
-    micro-batch is reduced at once, so that gradients stay sharded.
+    It is on only for the last micro-batch, as links between workers are slow. Inside a worker,
+    every micro-batch is reduced, so that gradients stay sharded.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(enabled)
@@ -90,7 +89,7 @@ def reduce_over_workers(model: nn.Module, enabled: bool) -> None:
 def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the norm of the gradient, which is sharded over `group`, on its device."""
+    """Return the norm of a gradient that is sharded over `group`, on the device of the gradient."""
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = get_total_norm([local_of(gradient) for gradient in gradients])
@@ -103,11 +102,10 @@ def gradient_norm(
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradient of this norm down to `max_norm` (0: never) and step, unless the norm is
-    not finite.
+    """Clip the gradient to `max_norm` (0: no limit) and step, unless `norm` is not finite.
 
-    The kernels of the optimizer do both, as for GradScaler: the host does not wait for the norm, so
-    a GPU always has work.
+    As with GradScaler, the kernels of the optimizer do both, so that the host does not wait for the
+    norm.
     """
     optimizer.found_inf = (~norm.isfinite()).to(norm.dtype)  # type: ignore[attr-defined]
     optimizer.grad_scale = (norm / (max_norm or math.inf)).clamp(min=1)  # type: ignore[attr-defined]
@@ -115,8 +113,8 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float
 
 
 def read_later(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a small tensor to the host. The returned function waits for the copy, but not
-    for what is queued on the GPU after this call."""
+    """Start to copy a small tensor to the host. The returned function waits only for the copy, not
+    for kernels that are queued later."""
     if not values.is_cuda:
         return values.tolist
     host, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -132,7 +130,7 @@ def read_later(values: Tensor) -> Callable[[], list[float]]:
 
 @dataclass
 class SkippedSteps:
-    """Counts steps in a row whose gradient is not finite, and raises after too many."""
+    """Counts consecutive steps whose gradient is not finite, and raises after too many."""
 
     limit: int
     in_a_row: int = 0
@@ -162,15 +160,15 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 EPSILON = 1e-7
 ADAMW_RMS = 0.2
-"""Usual root mean square of AdamW's updates, so that its learning rates transfer."""
+"""Typical root mean square of AdamW's updates, so that its learning rates can be used."""
 
 
 class Muon(torch.optim.Optimizer):
     """Muon (arXiv 2502.16982) for its first group, and AdamW for the others.
 
-    Muon makes the momentum of a matrix nearly orthogonal before it is applied, which needs the
-    whole matrix. With FSDP2, one rank gathers it, works on it and sends back the rows of the
-    others: the result is the same with any number of ranks, and no work is done twice.
+    Muon orthogonalises the momentum of a matrix, for which it needs the whole matrix. With FSDP2,
+    one rank gathers it, orthogonalises it and sends the other ranks their rows. The result does not
+    depend on the number of ranks, and no work is done twice.
 
     Like fused AdamW, it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1.
     """
@@ -199,7 +197,7 @@ class Muon(torch.optim.Optimizer):
         self._others.step()
 
     def _nesterov(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum and return this rank's rows of what to orthogonalise."""
+        """Update the momentum, and return this rank's rows of the matrix to orthogonalise."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
@@ -208,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         gradient = (gradient / self.grad_scale).where(self.found_inf == 0, 0.0)
         momentum.lerp_(gradient, (1 - group["momentum"]) * (1 - self.found_inf))
         update = gradient.lerp(momentum, group["momentum"])
-        # bf16 is enough for the iteration; most CPUs are far slower in it.
+        # bf16 is enough for the iteration, but much slower on most CPUs.
         return update.bfloat16() if update.is_cuda else update
 
 
@@ -240,7 +238,7 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
     owned = assign_owners(matrices, ranks)
     mine = [matrices[index] for index in owned[group.rank()]]
 
-    # Rows go to the owners of their matrices in this order, and come back in it.
+    # Rows are sent to the owners of their matrices in this order, and returned in it.
     order = [index for indices in owned for index in indices]
     sent = [sum(rows[index].numel() for index in indices) for indices in owned]
     sizes = [
@@ -264,7 +262,7 @@ def orthogonalise(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Te
 
 
 def assign_owners(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
-    """Return the matrices that each rank works on, of about as many values in total."""
+    """Return the matrices of each rank, balanced by their number of values."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for index in sorted(range(len(matrices)), key=lambda index: -matrices[index].numel()):
@@ -275,13 +273,14 @@ def assign_owners(matrices: Sequence[Tensor], ranks: int) -> list[list[int]]:
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> range:
-    """Return the rows of a rank under FSDP2: equal ranges, the last ones shorter or empty."""
+    """Return the rows of a rank under FSDP2: equal ranges, of which the last may be shorter or
+    empty."""
     size = -(-rows // ranks)
     return range(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return about the nearest orthogonal matrix: all singular values end near 1."""
+    """Return roughly the nearest orthogonal matrix, with all singular values near 1."""
     a, b, c = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if tall else matrix

@@ -14,7 +14,7 @@ from torchtitan_diloco.utils import logger
 def build_profiler(
     config: Profiling, folder: Path, world: World
 ) -> AbstractContextManager[profile | None]:
-    """Return a profiler that writes traces of `steps` steps into folder/traces, or None."""
+    """Return a profiler that writes traces into folder/traces, or a context that yields None."""
     absent = [rank for rank in config.ranks if rank >= world.size]
     if config.enable and absent:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Summary of a run: its last record, the table at its end, and what it measured."""
+"""Summary of a run: its last record, the printed table, and the measured link and steps."""
 
 import math
 import statistics
@@ -19,9 +19,9 @@ REASONS = {
     "transfer": "the link: docs/planning.md says how to find settings for it",
     "outer step": "decoding and the outer step, on too few cores",
 }
-"""Text for the phase that took most of the exchanges' time."""
+"""Text for the phase that took most of the time of exchanges."""
 UNLIMITED = 1e12
-"""Bits a second of a link on which no transfer took long enough to be measured."""
+"""Bits per second of a link whose transfers were too short to be measured."""
 
 
 def summarise(
@@ -57,7 +57,7 @@ def summarise(
 
 
 def longest_phase(rounds: Collection[RoundRecord]) -> str:
-    """Return the phase that took most of the exchanges' time, or "" if it is not known."""
+    """Return the phase that took most of the time of exchanges, or "" if it is not known."""
     seconds = dict.fromkeys(REASONS, 0.0)
     for phase in phases(tuple(rounds)):
         if phase.name in seconds:
@@ -122,7 +122,7 @@ def log_summary(
 def observed_conditions(
     config: DiLoCoConfig, totals: Mapping[str, float], rounds: Collection[RoundRecord]
 ) -> Conditions | None:
-    """Return the link, step times and coding speeds, or None if too little was measured."""
+    """Return link, step times and coding speeds, or None if not enough was measured."""
     tables = [(record.parameters, worker) for record in rounds for worker in record.workers]
     heard_after = known(seconds for _, worker in tables for seconds in worker.heard_after_seconds)
     means, spreads = [], []
@@ -152,15 +152,15 @@ def observed_conditions(
 
 
 def _median_rate(measured: Iterable[tuple[float, float]]) -> float:
-    """Return the median of bytes a second, or infinity if nothing took time."""
+    """Return the median of bytes per second, or infinity if nothing took time."""
     rates = [count / seconds for count, seconds in measured if seconds > 0]
     return statistics.median(rates or [math.inf])
 
 
 def _slowest_link(rounds: Collection[RoundRecord], workers: int) -> float:
-    """Return the slowest worker's rate. A worker sends to all others at once: their rates add."""
+    """Return the rate of the slowest worker: the sum of its simultaneous transfers."""
     largest = max(record.parameters for record in rounds)
-    large = [one for one in rounds if 2 * one.parameters > largest]  # small ones are too brief
+    large = [one for one in rounds if 2 * one.parameters > largest]  # others are too short
 
     def median_rate(to: int, source: int) -> float:
         rates = known(one.workers[to].received_bits_per_second_from[source] for one in large)
@@ -173,7 +173,8 @@ def _slowest_link(rounds: Collection[RoundRecord], workers: int) -> float:
 def coded_bytes(values: int, workers: int, codec: str) -> float:
     """Return the fp32 bytes that a worker encodes and decodes in an exchange.
 
-    Two workers, and any number with `topk`, encode their own delta and decode all. More encode
-    their own and the mean of their slice, and decode all parts of that slice and all means.
+    Two workers, or any number with `topk`, encode their delta and decode those of all workers.
+    Otherwise each encodes its delta and the mean of its slice, and decodes all parts of that slice
+    and all means.
     """
     return 4 * values * (1 + workers if workers == 2 or codec == "topk" else 3 + 1 / workers)

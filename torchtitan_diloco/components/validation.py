@@ -1,4 +1,4 @@
-"""Loss on held-out text: the sum over tokens divided by their number, over all ranks."""
+"""Loss on held-out text: the mean over the tokens of all ranks."""
 
 import math
 import time
@@ -49,7 +49,7 @@ def validate(
 
 @dataclass
 class Validator:
-    """Validates the shared parameters, and with `local` the workers' own parameters, too."""
+    """Validates the shared parameters and, with `local`, also the workers' own parameters."""
 
     model: nn.Module
     batches: Iterable[Batch]
@@ -58,10 +58,10 @@ class Validator:
     chunk_tokens: int
     local: bool
     validated: tuple[int, float] | None
-    """Step of the last validation and its loss."""
+    """Step and loss of the last validation."""
 
     def validate(self, step: int, telemetry: Telemetry) -> float:
-        """Validate, report the result, and return the seconds it took."""
+        """Validate, report the result, and return the duration in seconds."""
         started = time.perf_counter()
         parts = self.model, self.batches, self.world
         evaluate = partial(validate, *parts, chunk_tokens=self.chunk_tokens)
