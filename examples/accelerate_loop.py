@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 def main() -> None:
     group = join_workers()  # before accelerate looks for other processes
-    generator = torch.Generator().manual_seed(group.rank())  # each worker has data of its own
+    generator = torch.Generator().manual_seed(group.rank())  # each worker has its own data
     x = torch.randn(1280, 16, generator=generator)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16)
 
@@ -44,7 +44,7 @@ def main() -> None:
             accelerator.backward(loss)
             prepared.step()
             prepared.zero_grad()
-        if accelerator.sync_gradients:  # the optimizer has made a step
+        if accelerator.sync_gradients:  # the optimizer has taken a step
             outer.step()
     outer.drain()
 

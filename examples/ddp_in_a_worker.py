@@ -8,7 +8,7 @@ The ranks are a mesh of (worker, rank):
     worker 1: ranks 2, 3
                             ranks 0 and 2, and ranks 1 and 3, exchange fragments
 
-Every rank exchanges the whole model. With FSDP2 instead of DDP each exchanges its shard only.
+Every rank exchanges the whole model. With FSDP2 instead of DDP, it would exchange only its shard.
 """
 
 import os
@@ -52,7 +52,7 @@ def main() -> None:
     config = DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=2))
     outer = StreamingDiLoCo(net, mesh["worker"].get_group(), config, optimizer=optimizer)
 
-    generator = torch.Generator().manual_seed(dist.get_rank())  # each rank has data of its own
+    generator = torch.Generator().manual_seed(dist.get_rank())  # each rank has its own data
     for _ in range(40):
         x = torch.randn(16, 16, generator=generator).to(device)
         loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())

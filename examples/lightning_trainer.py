@@ -32,14 +32,14 @@ class Classifier(pl.LightningModule):
 
 def main() -> None:
     group = join_workers()  # before the framework looks for other processes
-    generator = torch.Generator().manual_seed(group.rank())  # each worker has data of its own
+    generator = torch.Generator().manual_seed(group.rank())  # each worker has its own data
     x = torch.randn(512, 16, generator=generator)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16, shuffle=True)
 
     config = DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=2))
     callback = lightning_callback(group, config)
     trainer = pl.Trainer(
-        devices=1,  # a worker is one process, and its ranks are not Lightning's
+        devices=1,  # a worker is one process, and Lightning does not know of the others
         max_steps=40,
         callbacks=[callback],
         default_root_dir=f"outputs/worker-{group.rank()}",

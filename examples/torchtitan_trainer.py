@@ -4,8 +4,8 @@ Start it with
 
 torchrun --nproc-per-node 4 examples/torchtitan_trainer.py --model.name llama3_diloco [--...]
 
-The ranks are a mesh of (worker, world). torchtitan gets one row of it for its whole world, so that
-FSDP2 (and TP, CP) stay inside a worker. Streaming DiLoCo joins each column:
+The ranks are a mesh of (worker, world). torchtitan uses one row of it as its world, so that FSDP2
+(and TP, CP) stay inside a worker. Streaming DiLoCo runs in each column:
 
     worker 0: ranks 0, 1    shards of the same model, as in any torchtitan run of two ranks
     worker 1: ranks 2, 3
@@ -73,7 +73,7 @@ class DiLoCoTrainer(Trainer):
 
 
 def build_dataloader(*, dp_world_size: int, dp_rank: int, **others: Any) -> Any:
-    """Build torchtitan's loader for all workers together: each reads a part of its own."""
+    """Build torchtitan's loader for the ranks of all workers, so that each reads its own part."""
     dp_rank += dp_world_size * (dist.get_rank() * WORKERS // dist.get_world_size())
     dp_world_size *= WORKERS
     return spec.build_dataloader_fn(dp_world_size=dp_world_size, dp_rank=dp_rank, **others)

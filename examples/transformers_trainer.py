@@ -12,7 +12,7 @@ from torchtitan_diloco.integrations import join_workers, transformers_callback
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences that count up, each from a start of its own."""
+    """Sequences that count up from different numbers."""
 
     def __init__(self, worker: int, workers: int) -> None:
         self.starts = torch.arange(worker, 4096, workers)  # a worker reads its own part
@@ -44,7 +44,7 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
         report_to="none",
-        seed=group.rank(),  # the order of the data; the model starts as worker 0's
+        seed=group.rank(),  # for the order of the data; all start from the model of worker 0
     )
     trainer = Trainer(
         LlamaForCausalLM(shape),
