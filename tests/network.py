@@ -1,4 +1,4 @@
-"""Networks for tests: processes in network namespaces, and two sites behind routers."""
+"""Networks for tests: network namespaces, and two sites behind routers."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ Some = TypeVar("Some", bound=Network)
 
 @contextmanager
 def built(network: Some) -> Iterator[Some]:
-    """Yield a network, or skip the test where this machine gives none."""
+    """Yield a network, or skip the test if this machine does not support one."""
     try:
         network.__enter__()
     except NoNetworkError as error:
@@ -35,10 +35,10 @@ def network_of(workers: int, **rates: Any) -> AbstractContextManager[Network]:
 
 
 class Sites(Network):
-    """Two sites and a server. A router with NAT stands before each site.
+    """Two sites, each behind a router with NAT, and a server.
 
-    Both sites have the same private addresses. Their routers let connections out, and those in
-    that have an answer's address; the router of site A forwards WireGuard's port to its site.
+    Both sites have the same private addresses. Their routers allow outgoing connections and the
+    answers to them. The router of site A also forwards the port of WireGuard.
     """
 
     PLACES = ("server", "router-a", "router-b", "site-a", "site-b")
@@ -96,7 +96,7 @@ class Sites(Network):
         interface: str,
         address: str,
     ) -> None:
-        """Join a place to its gateway, which has the first address of the place's network."""
+        """Connect a place to its gateway, which has the first address of their network."""
         first = f"{address.rpartition('.')[0]}.1"
         self._run(gateway, f"ip link add {port} type veth peer {interface} netns {place.pid}")
         for end, name, own in ((gateway, port, first), (place, interface, address)):
@@ -118,9 +118,9 @@ def processes_in(
     *arguments: Any,
     loopback: bool = False,
 ) -> Iterator[list[BaseProcess]]:
-    """Run a function as each worker of a network; `logs` receive what they print.
+    """Run a function as each worker of a network, and write the output to `logs`.
 
-    With `loopback`, all are in the place of worker 0 and meet over its loopback interface.
+    With `loopback`, all run in the namespace of worker 0 and use its loopback interface.
     """
     found: list[BaseProcess] = []
     for worker, log in enumerate(logs):
@@ -141,7 +141,7 @@ def processes_in(
 
 
 def enter(holder: int) -> None:
-    """Move this process into the network of another one. It must not have threads yet."""
+    """Move this process into the network of another one. It must not have other threads."""
     libc = ctypes.CDLL(None, use_errno=True)
     for kind in ("net", "uts") if os.geteuid() == 0 else ("user", "net", "uts"):
         with open(f"/proc/{holder}/ns/{kind}") as namespace:

@@ -1,8 +1,7 @@
-"""Real processes that run a function together, joined by gloo, as torchrun would have started them.
+"""Run a function in several processes that can use gloo, as if torchrun had started them.
 
-Importing torch takes seconds, so it is imported once, in a server that forks the processes. They
-are kept for the next test; process groups are not. A test that fails, hangs or lets a rank die
-costs the pool its processes.
+Importing torch takes seconds, so a server imports it once and forks the processes. They are reused
+by the next test, without process groups. If a test fails, hangs or lets a rank die, all are killed.
 """
 
 import multiprocessing as mp
@@ -14,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PATIENCE = 150
-"""Seconds after which a function hangs."""
+"""Seconds after which a function is considered to hang."""
 DIED = "the process died"
 FORKS = mp.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])
@@ -34,14 +33,14 @@ class ProcessPool:
     ) -> list[Any]:
         """Run function(*arguments) on `size` ranks and return the results by rank.
 
-        `function` must be importable by name. The ranks `dying` end their process on purpose:
+        `function` must be importable by name. Ranks in `dying` end their process on purpose, and
         their result is DIED.
         """
         import torch.distributed as dist
 
         while len(self._members) < size:
             self._members.append(self._start_member())
-        # The store lives here, on a port of the system's choice, so that no two runs can meet.
+        # The store is in this process, on a free port, so that no two runs can share it.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
@@ -65,7 +64,7 @@ class ProcessPool:
     def _collect(
         self, pipes: list[Connection], deadline: float, dying: Collection[int]
     ) -> list[Any]:
-        """Return all results. The first failure ends the wait: the other ranks may hang with it."""
+        """Return all results. Raise at the first failure, as other ranks may hang because of it."""
         results: list[Any] = [None] * len(pipes)
         pending = set(range(len(pipes)))
         failures: list[str] = []
@@ -118,7 +117,7 @@ def _serve(pipe: Connection) -> None:
             return
         os.environ.clear()
         os.environ.update(clean | environment)
-        if not joined:  # what failed to join has counted a group, and ranks must count alike
+        if not joined:  # a failed join leaves a group counted, and counts of ranks must be equal
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Check imports between packages, that torch is used by public names, and lengths."""
+"""Check imports between packages, names of torch, and the lengths of files and functions."""
 
 import ast
 from functools import cache
@@ -100,7 +100,7 @@ SCHEDULE = "torchtitan_diloco.diloco.schedule."
 
 
 def test_the_rules_of_islands_are_pure() -> None:
-    """They have no I/O and no clock, so that a simulation can test them."""
+    """A simulation can test them, as they have no I/O and no clock."""
     allowed = {"collections", "dataclasses", "enum", "hashlib", "math", "msgspec", "operator"}
     allowed |= {"statistics", "typing"}
     for name in ("records", "log", "members", "rules"):
@@ -110,7 +110,7 @@ def test_the_rules_of_islands_are_pure() -> None:
 
 
 def private_names(parsed: ast.Module) -> list[str]:
-    """Return what is used of torch that is not public."""
+    """Return the private names of torch that a module uses."""
     found = []
     for node in ast.walk(parsed):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -129,7 +129,7 @@ def test_only_public_names_of_torch() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """Objects from other ranks and from files must not run code."""
+    """Data from other ranks and from files must not run code."""
     for path in FILES:
         nodes = ast.walk(tree(path))
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -139,8 +139,8 @@ def test_nothing_is_unpickled() -> None:
 
 
 LONG_FUNCTIONS = {"run", "join_world"}
-"""Longer than 60 lines, as they are read from top to bottom: the training loop, and the steps in
-which a process joins the others."""
+"""Functions that may exceed 60 lines, as they are read from top to bottom: the training loop, and
+the steps in which a process joins the others."""
 
 
 def test_files_and_functions_stay_short() -> None:

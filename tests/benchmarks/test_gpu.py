@@ -1,4 +1,4 @@
-"""The command for a GPU, in miniature on the CPU."""
+"""Run the GPU benchmark on the CPU with small sizes."""
 
 import subprocess
 from pathlib import Path
@@ -20,7 +20,7 @@ def measure_here(name: str, words: list[str], rounds: int, steps: int) -> train_
 
 
 def run_here(command: list[str], env: dict[str, str], **more: Any) -> None:
-    """Train one worker in this process, which has imported everything."""
+    """Train a single worker in this process, which has already imported the package."""
     if env["NPROC"] == "1":
         assert main(command[3:]) == 0
     else:

@@ -37,7 +37,7 @@ print(sorted(names & {"lo", "eth0"}), socket.gethostname())
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Three workers; the link of the last is slow upwards."""
+    """Three workers, of which the last sends over a slow link."""
     with network_of(3, down=100) as network:
         network.set_rate(2, up=8, down=100)
         yield network

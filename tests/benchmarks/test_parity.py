@@ -81,7 +81,7 @@ def test_tables_share_their_runs() -> None:
 
 
 class Trainer:
-    """Stands for a process that appends a loss to its records, unless it is interrupted."""
+    """Replaces a training process. Appends a loss to its records unless it is interrupted."""
 
     interrupted = False
 

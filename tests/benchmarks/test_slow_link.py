@@ -1,4 +1,4 @@
-"""Runs are made up, so that their numbers are known."""
+"""Test the results of synthetic runs, whose numbers are known."""
 
 import math
 
@@ -22,7 +22,10 @@ EXPOSED = "diloco/exposed_seconds_mean_over_ranks"
 
 
 def made_up(length: dict[str, str], seconds: float, late: int, exposed: float | None) -> Samples:
-    """Worker 1 sends twice as much as worker 0. Records are `late` steps late, except the last."""
+    """Return a run in which worker 1 sends twice as much as worker 0.
+
+    Records come `late` steps late, except for the last one.
+    """
     steps, every = int(length["training.steps"]), int(length["metrics.log_every"])
     count = math.ceil(steps * seconds / SAMPLE_SECONDS) + 2
     times = [number * SAMPLE_SECONDS for number in range(count)]
