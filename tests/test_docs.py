@@ -67,6 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             output = start("./run_train.sh", *SHORT.split(), "--run.folder", str(folder))
             for expected in (
                 "each fragment every 10 steps, applied 1 steps later",
+                "step 12/12  loss ",
                 "loss of the shared model",
                 "sent between workers",
                 "data parallelism would send",

@@ -129,7 +129,7 @@ class Trainer:
                     self.outer.drain()
                     telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
-                    done = self.step if self.island is None else self.island.step - 1
+                    done = None if self.island is None else self.island.step - 1
                     telemetry.open(self.step, self.lr, stop.waited_seconds, done)
                 telemetry.publish(all=then.flush)
                 if then.validate:

@@ -178,10 +178,10 @@ def test_print_config_and_help_print_and_stop(
 
 def test_a_config_made_in_python_is_checked() -> None:
     wrong = DiLoCoConfig(workers=0, method="stream", overlap=Overlap(mixing=2), link=None)  # type: ignore[arg-type]
-    assert field_mistakes(wrong, "diloco") == [
+    assert field_mistakes(wrong, "diloco", DiLoCoConfig) == [
         ("diloco.method", "must be one of streaming, none (did you mean streaming?)"),
         ("diloco.workers", "must be an integer >= 1"),
         ("diloco.overlap.mixing", "must be a number >= 0 and <= 1"),
         ("diloco.link", "must be a section"),
     ]
-    assert field_mistakes(DiLoCoConfig(), "diloco") == []
+    assert field_mistakes(DiLoCoConfig(), "diloco", DiLoCoConfig) == []

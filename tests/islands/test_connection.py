@@ -289,11 +289,12 @@ def test_a_login_that_is_not_right_is_refused(server: Server, tmp_path: Path) ->
             dataclasses.replace(right, certificate=other.join.certificate)
         )
     assert "the join string has none" in refusal(dataclasses.replace(right, certificate=b""))
-    assert "begin the join string with nats+tls" in refusal(dataclasses.replace(right, tls=False))
 
 
 def test_no_server_is_an_error_at_first(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     monkeypatch.setattr(module, "FIRST_CONNECTION_SECONDS", 0.5)
+    plain = dataclasses.replace(server.join, tls=False)
+    assert "needs a join string that begins with nats+tls://" in refusal(plain)
     address = f"127.0.0.1:{free_port()}"
     missing = dataclasses.replace(server.join, addresses=(address,))
     assert "no connection within 0.5 s" in refusal(missing)

@@ -247,8 +247,10 @@ def test_settings_are_checked() -> None:
         IslandDiLoCo(Net(), Islands(name="a", local=2), FP4, total_tokens=1)
     with pytest.raises(TypeError, match=r"group: give Islands\(...\), not the class"):
         StreamingDiLoCo(Net(), Islands, FP4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"diloco = <class .*>: must be an instance"):
+    with pytest.raises(TypeError, match=r"diloco: must be DiLoCoConfig\(...\), not the class"):
         IslandDiLoCo(Net(), here, DiLoCoConfig, total_tokens=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"islands: must be Islands\(...\), not <class 'str'>"):
+        IslandDiLoCo(Net(), "nats+tls://u:p@h:1#r", FP4, total_tokens=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"total_tokens = 1.5: must be an integer >= 1"):
         IslandDiLoCo(Net(), here, FP4, total_tokens=1.5)  # type: ignore[arg-type]
     build: Any = StreamingDiLoCo

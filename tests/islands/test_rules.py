@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from torchtitan_diloco.diloco.schedule import Schedule
@@ -173,6 +174,11 @@ def test_an_island_leaves_when_its_last_work_is_sent() -> None:
     one.open(1, now=10.0)
     assert island.last_record(10.0) is None
     assert isinstance(island.last_record(11.0 + EXPIRY), Give)
+    opened = one.state.fragments[0].open
+    assert opened is not None
+    one.state.fragments[0].open = msgspec.structs.replace(opened, grace=300.0)
+    assert isinstance(island.last_record(10.0 + 2 * EXPIRY), Give), "it may be killed soon"
+    one.state.fragments[0].open = opened
     close = rounds.close({one.state.sequence - 1: ""}, lr=1.0, now=40.0)
     assert close is not None
     one.read(close)

@@ -1,5 +1,6 @@
 """The trainer on islands: the command that starts a server and islands on one machine."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     first = run(tmp_path, training__stop_after=10)
     assert first.returncode == 0, first.stderr
     assert "island island-1 has slot" in first.stdout
+    assert re.search(r"step +\d+  run \d+ %  loss ", first.stdout)
     again = run(tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from" in again.stdout

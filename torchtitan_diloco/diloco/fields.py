@@ -95,13 +95,11 @@ def describe(kind: Any) -> str:
     return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
 
 
-def field_mistakes(section: Any, prefix: str) -> list[tuple[str, str]]:
+def field_mistakes(section: Any, prefix: str, kind: type[Section]) -> list[tuple[str, str]]:
     """Check the values of a section built in Python and return (key, reason) pairs."""
-    if not isinstance(section, Section):
-        raise TypeError(
-            f"{prefix} = {section!r}: must be an instance of its class, such as "
-            "DiLoCoConfig(sync_every=30)"
-        )
+    if not isinstance(section, kind):
+        given = f"the class {section.__name__}" if isinstance(section, type) else type(section)
+        raise TypeError(f"{prefix}: must be {kind.__name__}(...), not {given}")
     kinds, found = setting_types(type(section)), []
     for key, value in flat_settings(section).items():
         try:

@@ -252,10 +252,14 @@ def load(
         notes.append("nothing is saved of what topk has not sent: it starts from zero")
     for index, (state, record) in enumerate(zip(states, fragments, strict=True)):
         fill(state, state.outer, values[SHARED])
-        for slot in state.slots:
-            fill(state, slot, values[MOMENTUM])
+        kept = [(slot, values[MOMENTUM]) for slot in state.slots]
         if state.residual is not None:
-            fill(state, state.residual, values[RESIDUAL])
+            kept.append((state.residual, values[RESIDUAL]))
+        for buffer, found in kept:
+            if found:
+                fill(state, buffer, found)
+            else:  # what was not saved starts from zero
+                buffer.zero_()
         if index in in_flight:
             fill(state, state.delta, values[NEXT])
         state.resume(record["delta_norms"], in_flight=index in in_flight)
@@ -264,10 +268,7 @@ def load(
 
 @torch.no_grad()
 def fill(state: OuterState, buffer: Tensor, values: Named) -> None:
-    """Copy values by name into a fragment's flat buffer. What was not saved starts from zero."""
-    if not values:
-        buffer.zero_()
-        return
+    """Copy values by name into a fragment's flat buffer."""
     for part, view in zip(state.fragment.parts, state.views(buffer), strict=True):
         view.copy_(local_rows(part.name, values[part.name]))
 

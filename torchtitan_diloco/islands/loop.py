@@ -79,7 +79,10 @@ class IslandDiLoCo(StreamingDiLoCo):
         """
         total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
         samples_per_step = _count("samples_per_step", samples_per_step)
-        fields = [*field_mistakes(group, "islands"), *field_mistakes(config, "diloco")]
+        fields = [
+            *field_mistakes(group, "islands", Islands),
+            *field_mistakes(config, "diloco", DiLoCoConfig),
+        ]
         begin = group.begin or config.workers
         mistakes = fields or [
             *own_loop_mistakes(group),
@@ -274,7 +277,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         round_.outer_round, round_.applied_step = due.version, self.step_count
         round_.weight, round_.participants = due.weight, due.participants
         round_.asked, round_.fetched = now - due.waited, now
-        if due.waited > 1e-3:  # the exchange lasted until now
+        if due.own and due.waited > 1e-3:  # the exchange lasted until now
             round_.ready = now
         round_.traffic.bytes_received = due.received
         drop_gathered(self._model)

@@ -274,9 +274,9 @@ class Rounds:
         island, sent = self._island, self.sent
         if sent is None or island.position == sent.end or island.done or not self._may_write:
             return False
-        opened = self.shared.open
-        since = self._sent_at if opened is None else self._opened_at + opened.grace
-        return not self.is_pending or now < since + island.members.expiry
+        opened, patience = self.shared.open, island.members.expiry
+        since = self._sent_at if opened is None else self._opened_at + min(opened.grace, patience)
+        return not self.is_pending or now < since + patience
 
     def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
         """Return the part to append once its chunks are stored. `checksum`: of the base version."""

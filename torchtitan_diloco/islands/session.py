@@ -370,14 +370,11 @@ def _explain(error: Exception, address: str, join: Join) -> Exception:
             f"islands.join: {address} does not begin with TLS ({error.reason}): set "
             "`handshake_first: true` in the tls section of its configuration"
         )
-    if not join.tls and "expecting INFO" in text:
-        return RefusedError(
-            f"islands.join: {address} says nothing without TLS: begin the join string with "
-            "nats+tls:// if the server has it"
-        )
     if "authorization" in text.lower():
         return RefusedError(
             f"islands.join: {address} refuses the user or the password of the join string; "
             "use the one that the server printed"
         )
+    if not join.tls and "expecting INFO" in text:
+        text += "; a server with TLS needs a join string that begins with nats+tls://"
     return ConnectionError(f"{address}: {text}")
