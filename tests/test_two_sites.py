@@ -93,7 +93,7 @@ class Console:
 
     @property
     def step(self) -> int:
-        steps = re.findall(r"^step +(\d+)/", self.program.printed(), re.M)
+        steps = re.findall(r"^step +(\d+)(?:/|  run)", self.program.printed(), re.M)
         return max(map(int, steps), default=0)
 
 

@@ -132,7 +132,7 @@ class Trainer:
                     done = None if self.island is None else self.island.step - 1
                     telemetry.open(self.step, self.lr, stop.waited_seconds, done)
                 telemetry.publish(all=then.flush)
-                if then.validate:
+                if then.validate and not (self.island and self.island.outer.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
                 if then.save:
                     telemetry.pause(checkpointer.save(self._manifest(telemetry)))
@@ -144,7 +144,8 @@ class Trainer:
         early = not self.finished if self.island is None else self.island.close()
         garbage.close()
         if early:
-            log_early_end(self.plan, self.step, config.training, config.checkpoint, folder)
+            about = self.plan, self.step, config.training, config.checkpoint, folder
+            log_early_end(*about, island=self.island is not None)
         has_control = not (self.island or config.data.shard_by != "none" or self.start.checkpoint)
         log_summary(
             summary,

@@ -182,6 +182,6 @@ def test_a_config_made_in_python_is_checked() -> None:
         ("diloco.method", "must be one of streaming, none (did you mean streaming?)"),
         ("diloco.workers", "must be an integer >= 1"),
         ("diloco.overlap.mixing", "must be a number >= 0 and <= 1"),
-        ("diloco.link", "must be a section"),
+        ("diloco.link", "must be Link(...)"),
     ]
     assert field_mistakes(DiLoCoConfig(), "diloco", DiLoCoConfig) == []

@@ -181,12 +181,23 @@ def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_bytes
 
 
 def log_early_end(
-    plan: RunPlan, step: int, training: Training, checkpoint: Checkpoint, folder: Path
+    plan: RunPlan,
+    step: int,
+    training: Training,
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    island: bool = False,
 ) -> None:
-    """Log why a run stopped before its last step and how to resume it."""
+    """Log why a run stopped before its last step, or this island left it, and how to resume."""
+    if (folder.parent / "server" / "run.json").exists():  # of islands.local, with the other islands
+        folder = folder.parent
     paused = 0 < training.stop_after <= step
     reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"
     saved = paused or checkpoint.at_end
     hint = f"; {command} with --run.folder {folder} resumes it" if saved else ""
-    logger.info(f"stopped after step {step} of {plan.total_steps}, as asked by {reason}{hint}")
+    if island:
+        logger.info(f"left the run after own step {step}{hint}")
+    else:
+        logger.info(f"stopped after step {step} of {plan.total_steps}, as asked by {reason}{hint}")

@@ -50,7 +50,8 @@ def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in fields(section):
         value, key = getattr(section, entry.name), prefix + entry.name
-        found |= flat_settings(value, f"{key}.") if is_dataclass(value) else {key: value}
+        is_section = is_dataclass(value) and not isinstance(value, type)
+        found |= flat_settings(value, f"{key}.") if is_section else {key: value}
     return found
 
 
@@ -105,7 +106,8 @@ def field_mistakes(section: Any, prefix: str, kind: type[Section]) -> list[tuple
         try:
             convert(value, kinds[key])
         except KeyError:
-            found.append((f"{prefix}.{key}", "must be a section"))
+            section_of = get_type_hints(type(section)).get(key, Section)
+            found.append((f"{prefix}.{key}", f"must be {section_of.__name__}(...)"))
         except ValueError as error:
             found.append((f"{prefix}.{key}", str(error)))
     return found

@@ -35,7 +35,8 @@ def check_settings(
     """Raise if settings are invalid, contradict each other, or do not fit the group or model."""
     check_group(group)
     workers = 1 if group is None else group.size()
-    mistakes = field_mistakes(config, "diloco", DiLoCoConfig) or list(diloco_mistakes(config))
+    raise_mistakes(field_mistakes(config, "diloco", DiLoCoConfig), diloco=config)
+    mistakes = list(diloco_mistakes(config))
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
     needs_length = {

@@ -75,6 +75,8 @@ class Boundary(msgspec.Struct, frozen=True):
 
     clock: int
     stopped: bool = False
+    leaving: bool = False
+    """Before the end of the run."""
     over: bool = False
     """Nothing is left to send or apply."""
     applied: list[Apply] = []
@@ -178,7 +180,8 @@ class Leader(Replay):
         with self.changed:
             sent = list(self._due_sends()) if sends else []
             over = island.stopped and self._is_over()
-            return Boundary(island.clock, island.stopped, over, applied, sent)
+            state = island.clock, island.stopped, island.leaving
+            return Boundary(*state, over, applied, sent)
 
     def _due_applies(self) -> Iterator[Apply]:
         for fragment, rounds in enumerate(self.joined.rounds):

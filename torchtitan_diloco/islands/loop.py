@@ -158,7 +158,7 @@ class IslandDiLoCo(StreamingDiLoCo):
     @property
     def left(self) -> bool:
         """Whether this island leaves before the end of the run, or has left."""
-        return self._leader is not None and self._leader.joined.leaving
+        return self._last.leaving
 
     @property
     def clock(self) -> int:
