@@ -79,10 +79,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         """
         total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
         samples_per_step = _count("samples_per_step", samples_per_step)
-        fields = [
-            *field_mistakes(group, "islands", Islands),
-            *field_mistakes(config, "diloco", DiLoCoConfig),
-        ]
+        fields = field_mistakes(group, "islands", Islands)
+        fields += field_mistakes(config, "diloco", DiLoCoConfig)
         begin = group.begin or config.workers
         mistakes = fields or [
             *own_loop_mistakes(group),

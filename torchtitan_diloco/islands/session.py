@@ -375,6 +375,6 @@ def _explain(error: Exception, address: str, join: Join) -> Exception:
             f"islands.join: {address} refuses the user or the password of the join string; "
             "use the one that the server printed"
         )
-    if not join.tls and "expecting INFO" in text:
+    if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
         text += "; a server with TLS needs a join string that begins with nats+tls://"
     return ConnectionError(f"{address}: {text}")
