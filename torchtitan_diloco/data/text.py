@@ -142,7 +142,8 @@ def _find_files(pattern: str) -> list[Path]:
     else:
         files = [path]
     if not files:
-        raise ValueError(f"{path.absolute()} has no text ({_KINDS}) and no token shards")
+        why = "; no file matches it" if glob.has_magic(pattern) else ""
+        raise ValueError(f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}")
     return files
 
 
@@ -162,7 +163,8 @@ def _stat(path: Path) -> os.stat_result:
     try:
         status = path.stat()
     except OSError as error:
-        raise ValueError(f"cannot read the text file {path.absolute()}: {error}") from error
+        reason = f"{error.strerror}; check its path"
+        raise ValueError(f"cannot read the text file {path.absolute()}: {reason}") from error
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is a pipe or a device; a corpus is made of regular files")
     if text_kind(path) is None:

@@ -224,7 +224,9 @@ def read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int], s
         }
         merges = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
         made = [model["vocab"]["".join(pair)] for pair in merges]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise _refusal(path, str(error.strerror)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refusal(path, f"{type(error).__name__}: {error}") from error
     end = next((name for name in ENDS if name in special), "")
     if model.get("type", "BPE") != "BPE" or not pattern or made != sorted(made) or not merges:
