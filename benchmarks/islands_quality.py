@@ -51,7 +51,7 @@ from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 EXPIRY_SECONDS, BEAT_SECONDS = 2.0, 0.1
 """Shorter than the defaults, as steps are short."""
 TOKENS_PER_STEP = 512
-"""Of two islands together."""
+"""Two islands together train so many tokens in a step."""
 UPLOAD_STEPS = 5
 """Length of an upload of an island that is always late: more than the grace, less than H."""
 ROUNDS_OF_A_LIFE = 20

@@ -46,6 +46,8 @@ SAME_SIGNAL_SECONDS = 0.5
 """Service managers signal a process and then its group. Both signals count as one."""
 FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
 """Environment variable: a file in which training tells the launcher the folder of the run."""
+LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
+"""Environment variable: the folder of a run of `islands.local`, whose islands are below it."""
 PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
@@ -303,16 +305,15 @@ def code_fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def find_differences(
-    gathered: Sequence[Mapping[str, str]], where: Callable[[int], str]
-) -> list[str]:
-    """Describe up to eight differences from the first entry. `where(0)` is such as "on rank 0"."""
+def find_differences(gathered: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Describe up to eight differences from the first facts. A key such as "on rank 0" says whose
+    facts they are."""
+    (first, reference), *others = gathered.items()
     differences = [
-        f"{key}: {_shorten(gathered[0].get(key))} {where(0)}, "
-        f"{_shorten(theirs.get(key))} {where(number)}"
-        for number, theirs in enumerate(gathered)
-        for key in sorted({*gathered[0], *theirs})
-        if theirs.get(key) != gathered[0].get(key)
+        f"{key}: {_shorten(reference.get(key))} {first}, {_shorten(theirs.get(key))} {where}"
+        for where, theirs in others
+        for key in sorted({*reference, *theirs})
+        if theirs.get(key) != reference.get(key)
     ]
     more = [f"and {len(differences) - 8} more"] if len(differences) > 8 else []
     return differences[:8] + more

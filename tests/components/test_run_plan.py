@@ -9,10 +9,10 @@ import torch
 
 from torchtitan_diloco import utils
 from torchtitan_diloco.components import run_plan
-from torchtitan_diloco.components.run_plan import RunPlan, check_size, plan_run
-from torchtitan_diloco.config.schema import Training
+from torchtitan_diloco.components.run_plan import RunPlan, check_size, log_early_end, plan_run
+from torchtitan_diloco.config.schema import Checkpoint, Training
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import GIB, free_memory_bytes
+from torchtitan_diloco.utils import GIB, LOCAL_ISLANDS, free_memory_bytes
 
 ALONE = World(rank=0, size=1, workers=1, device=torch.device("cpu"))
 LARGE = RunPlan(GIB, GIB // 4, accumulation=1, tokens_per_step=1000, total_steps=10)
@@ -44,6 +44,19 @@ def test_a_run_of_months_is_told_so(
     with caplog.at_level(logging.WARNING, "torchtitan_diloco"):
         check_size(LARGE, ALONE, flops, outer_bytes=0)
     assert ("10,000 tokens take" in caplog.text) == said
+
+
+def test_an_island_that_stops_says_how_to_resume(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `islands.local` by the folder of all islands, not by its own."""
+    caplog.set_level(logging.INFO)
+    about = LARGE, 4, Training(steps=10), Checkpoint(), Path("runs/island-1")
+    log_early_end(*about, island=True)
+    monkeypatch.setenv(LOCAL_ISLANDS, "runs")
+    log_early_end(*about, island=True)
+    resumes = "left the run after own step 4; the same command with --run.folder {} resumes it"
+    assert caplog.messages == [resumes.format(one) for one in ("runs/island-1", "runs")]
 
 
 @pytest.mark.parametrize(("limit", "free"), [("1000", 350), ("max", None)])

@@ -63,20 +63,20 @@ def test_numbers_have_the_type_of_their_setting() -> None:
     assert OuterOptimizer(lr=wrong).lr == wrong, "what cannot be converted is refused later"
 
 
+STRIDE: Any = "stride"
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
         ({"method": "none"}, "diloco.method"),
         ({"workers": 3}, "diloco.workers = 3: must be 1"),
         ({"sync_every": 2.5}, "diloco.sync_every"),
-        (
-            {"overlap": Overlap(delay=100)},
-            r"delay = 100: must be smaller than .*; 0 waits",
-        ),
+        ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
         ({"overlap": Overlap(mixing=50.0)}, "diloco.overlap.mixing"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
         ({"average_at_end": True}, "average_at_end = True: needs the length of the run"),
-        ({"fragments": Fragments(pattern="stride")}, "pattern = 'stride': must be .*strided"),  # type: ignore[arg-type]
+        ({"fragments": Fragments(pattern=STRIDE)}, "pattern = 'stride': must be .*strided"),
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
     ],
 )

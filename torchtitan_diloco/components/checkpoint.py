@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,8 +173,8 @@ class Checkpointer:
             saving=None if mesh is None else mesh.get_group(),
         )
         parts = alone, self._model, self._optimizer, self._outer
-        saver = Checkpointer(self._config, RunFolder(self._run), *parts)
-        saver._write(replace(manifest, workers=1), saver._copy_inner(), lambda: state)
+        with closing(Checkpointer(self._config, RunFolder(self._run), *parts)) as saver:
+            saver._write(replace(manifest, workers=1), saver._copy_inner(), lambda: state)
 
     def close(self) -> None:
         """Give a save under way some time. Its failure must not hide why the run has ended."""

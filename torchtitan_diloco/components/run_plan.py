@@ -1,6 +1,7 @@
 """Decisions that follow from the configuration: numbers of a run, and actions after a step."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
+    LOCAL_ISLANDS,
     available_cores,
     describe_device,
     free_memory_bytes,
@@ -190,8 +192,7 @@ def log_early_end(
     island: bool = False,
 ) -> None:
     """Log why a run stopped before its last step, or this island left it, and how to resume."""
-    if (folder.parent / "server" / "run.json").exists():  # of islands.local, with the other islands
-        folder = folder.parent
+    folder = Path(os.environ.get(LOCAL_ISLANDS, folder))
     paused = 0 < training.stop_after <= step
     reason = f"training.stop_after = {training.stop_after}" if paused else "a signal"
     command = "with a later one or none, the same command" if paused else "the same command"

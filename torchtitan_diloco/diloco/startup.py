@@ -130,7 +130,8 @@ def agree_on_run(
         "memory of the outer state (diloco.link.outer_state)": device.type,
         "codec kernels": kernels_name() if device.type == "cuda" else "torch",
     }
-    differences = find_differences(gather_objects(mine, group), "on worker {}".format)
+    gathered = {f"on worker {n}": one for n, one in enumerate(gather_objects(mine, group))}
+    differences = find_differences(gathered)
     if differences:
         raise ValueError(
             "workers were started differently; give all of them the same:\n  "

@@ -18,7 +18,8 @@ Value = TypeVar("Value")
 def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
     """Raise on every rank if facts, code or torch of a rank differ from those of rank 0."""
     own = {**facts, "code": code_fingerprint(), "torch version": str(torch.__version__)}
-    differences = find_differences(gather_objects(own, world.control), "on rank {}".format)
+    gathered = {f"on rank {n}": one for n, one in enumerate(gather_objects(own, world.control))}
+    differences = find_differences(gathered)
     if differences:
         raise ValueError(
             "processes were started differently; start all of them with the same:\n  "

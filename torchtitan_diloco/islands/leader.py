@@ -180,8 +180,7 @@ class Leader(Replay):
         with self.changed:
             sent = list(self._due_sends()) if sends else []
             over = island.stopped and self._is_over()
-            state = island.clock, island.stopped, island.leaving
-            return Boundary(*state, over, applied, sent)
+            return Boundary(island.clock, island.stopped, island.leaving, over, applied, sent)
 
     def _due_applies(self) -> Iterator[Apply]:
         for fragment, rounds in enumerate(self.joined.rounds):

@@ -110,8 +110,8 @@ class Replay:
                 f"the run has {facts.total_tokens:,} tokens, as its first island says, and not "
                 f"{self._mine.total_tokens:,}, as the settings of this one do"
             )
-        where = ["in the run", "in this island"].__getitem__
-        differences = find_differences([_flat(facts), _flat(self._mine)], where)
+        both = {"in the run": _flat(facts), "in this island": _flat(self._mine)}
+        differences = find_differences(both)
         if differences:
             raise ValueError(
                 "this island does not fit the run: start it with the same settings, code, data and "

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import secrets
 import shutil
@@ -24,7 +25,13 @@ from torchtitan_diloco.diloco.fields import convert, setting_types
 from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
-from torchtitan_diloco.utils import STOP_SIGNALS, end_with_parent, install_command, logger
+from torchtitan_diloco.utils import (
+    LOCAL_ISLANDS,
+    STOP_SIGNALS,
+    end_with_parent,
+    install_command,
+    logger,
+)
 
 ISLAND, ADMIN = "island", "admin"
 ISLAND_MAY = {
@@ -365,6 +372,7 @@ def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
                     [*command, *flags, "--run.folder", str(own)],
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
+                    env=os.environ | {LOCAL_ISLANDS: str(folder)},
                     preexec_fn=end_with_parent,
                     process_group=0,  # they receive signals of the terminal only from here
                 )
