@@ -74,6 +74,7 @@ def train(
             replace(CONFIG, quantization=Quantization(codec=codec)),  # type: ignore[arg-type]
             total_tokens=total_tokens,
             optimizer=optimizer,
+            tokens_per_step=TOKENS,
             samples_per_step=SAMPLES,
         )
         outer.join()

@@ -131,6 +131,7 @@ class Island(threading.Thread):
             config.diloco,
             total_tokens=run.tokens,
             optimizer=self.optimizer,
+            tokens_per_step=config.training.batch_size * config.training.sequence_length,
             samples_per_step=config.training.batch_size,
         )
         if isinstance(self.outer, LateIsland):

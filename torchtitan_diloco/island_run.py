@@ -32,6 +32,7 @@ class IslandRun:
             config.islands,
             config.diloco,
             total_tokens=plan.total_steps * plan.tokens_per_step,
+            tokens_per_step=plan.tokens_per_step // config.workers,
             optimizer=optimizer,
             ranks=world.control,
             liveness=world.liveness,

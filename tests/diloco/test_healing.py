@@ -43,14 +43,6 @@ def test_a_norm_is_compared_with_the_median_of_those_before() -> None:
     assert lasting[-1] == 0
 
 
-def test_a_delta_of_more_steps_may_be_larger() -> None:
-    history, early = DeltaNorms([1.0] * FEWEST), DeltaNorms()
-    assert history.judge(50.0**2, LIMIT, turns=30.0) == 0
-    assert history.judge(50.0**2, LIMIT, turns=3.0) == OUTLIER
-    assert {early.judge(0.05**2, LIMIT, turns=0.1) for _ in range(FEWEST)} == {0}
-    assert early.judge(1.0, LIMIT) == 0
-
-
 def header(flags: int = 0, weight: float = 2.0, delta: int = 0, fragment: int = 0) -> Header:
     return Header(flags, 1, fragment, 1, 1, weight, 0, delta)
 

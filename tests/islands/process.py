@@ -24,7 +24,8 @@ from torchtitan_diloco.islands.records import (
     decode,
     digest,
 )
-from torchtitan_diloco.islands.rules import Island, Timing
+from torchtitan_diloco.islands.rounds import Checked, Timing
+from torchtitan_diloco.islands.rules import Island
 
 if TYPE_CHECKING:
     from tests.islands.simulation import World
@@ -33,6 +34,7 @@ RUN_ID = "r1"
 TICK, BEAT, RETRY, RECONNECT = 0.1, 0.5, 0.5, 0.1
 """Seconds between ticks, heartbeats, attempts to append, and attempts to connect."""
 HOUR = 3600.0
+NORM_LIMIT = 20.0
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Plan:
 
     @property
     def timing(self) -> Timing:
-        return Timing(self.schedule, self.quorum, self.floor)
+        return Timing(self.schedule, self.quorum, self.floor, NORM_LIMIT)
 
     @property
     def facts(self) -> Facts:
@@ -71,6 +73,9 @@ class Plan:
             slots=self.slots,
             begin=self.begin,
             total_tokens=self.steps * self.begin * self.batch * toy.TOKENS,
+            cycle=self.sync_every * self.begin * self.batch * toy.TOKENS,
+            outer_lr=1.0,
+            block=self.batch,
             checksums=(Shared().checksum,) * self.fragments,
             fingerprints={"settings": "same"},
         )
@@ -88,6 +93,8 @@ class Nature:
     """Probability that a part is corrupt."""
     not_finite_at: int = -1
     """Step after which the parameters are not finite."""
+    sick_at: int = -1
+    """Step from which its deltas have a hundred times the norm of the others."""
     dies_at: float = -1.0
     """It dies before its n-th message or chunk, or after it for n + 0.5."""
 
@@ -108,7 +115,7 @@ class Process:
         self.state = State(self.copies.checksum)
         self.island: Island | None = None
         self.theta: list[Vector] = []
-        self.checked: dict[int, str] = {}
+        self.checked: dict[int, Checked] = {}
         self.stored: dict[int, Part] = {}
         self.attempts: dict[tuple[object, ...], float] = {}
         self.heads: list[dict[int, str]] = [{} for _ in range(self.plan.fragments)]
@@ -198,7 +205,8 @@ class Process:
         part = decode(self.world.log[sequence - 1])
         assert isinstance(part, Part)
         corrupt = bool(part.chunks) and part.chunks[0].sequence in self.world.corrupt
-        self.checked[sequence] = "its hash differs" if corrupt else ""
+        norm = self.world.norms.get(part.chunks[0].sequence, 0.0) if part.chunks else 0.0
+        self.checked[sequence] = Checked("its hash differs" if corrupt else "", norm)
         self.react()
 
     def have_effect(self, action: Callable[[], object]) -> None:
@@ -317,7 +325,6 @@ class Process:
         if island.step == self.nature.not_finite_at:
             self.poisoned = set(range(self.plan.fragments))
         island.leaving = self.leaving
-        island.stopped = island.leaving or island.clock >= island.total_tokens
         self.boundary()
 
     def boundary(self) -> None:
@@ -327,6 +334,7 @@ class Process:
         if not self.blocked:
             self.blocked_since = began
         self.blocked = False
+        island.look_at_end(self.now)
         if self.plan.delay and self._apply():
             return
         for fragment, rounds in enumerate(island.rounds):
@@ -357,7 +365,8 @@ class Process:
                     share = self.plan.alpha if in_time else max(self.plan.alpha, 0.5)
                     change = toy.combine((1, new), (-1, old))
                     place = island.slot, island.position
-                    self.expected[fragment].apply(share * part.finite, *place, change)
+                    lost = rounds.unapplied[0].is_lost(part)
+                    self.expected[fragment].apply(share * (not lost), *place, change)
                 if mode.value == "reset":
                     self.poisoned.discard(fragment)
                 rounds.finish_apply(self.now)
@@ -388,6 +397,8 @@ class Process:
             return
         number = len(self.world.payloads) + 1
         self.have_effect(partial(self.world.payloads.__setitem__, number, delta))
+        sick = 0 <= self.nature.sick_at <= self.island.step if self.island else False
+        self.world.norms[number] = 100.0 if sick else 1.0
         if not self.alive:
             return
         if self.world.random.random() < self.nature.bad:

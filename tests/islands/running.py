@@ -74,6 +74,7 @@ class Island(threading.Thread):
             self.chosen,
             total_tokens=self.steps * self.begin * TOKENS,
             optimizer=self.optimizer,
+            tokens_per_step=TOKENS,
             samples_per_step=2,
             facts=self.facts,
         )

@@ -17,6 +17,8 @@ class World:
         self.plan, self.random, self.now = plan, random.Random(seed), 0.0
         self.log: list[bytes] = []
         self.payloads: dict[int, Vector] = {}
+        self.norms: dict[int, float] = {}
+        """Norm of each payload."""
         self.corrupt: set[int] = set()
         self.processes: list[Process] = []
         self.void: list[Outcome] = []

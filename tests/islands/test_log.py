@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_diloco.islands.log import VERSIONS_LATE, Outcome, State, checksums_before
+from torchtitan_diloco.islands.log import MOST_SAMPLES, VERSIONS_LATE, Outcome, State
 from torchtitan_diloco.islands.records import (
+    LARGEST,
+    MOST_GRACE,
+    MOST_RANKS,
     Close,
     Done,
     End,
@@ -20,13 +23,21 @@ from torchtitan_diloco.islands.records import (
     Record,
     Refusal,
     Take,
+    checksums_before,
     decode,
     digest,
     encode,
 )
 
 FACTS = Facts(
-    run="r", slots=2, begin=1, total_tokens=100, checksums=("v0", "v0"), fingerprints={"code": "a"}
+    run="r",
+    slots=2,
+    begin=1,
+    total_tokens=100,
+    cycle=80,
+    outer_lr=0.5,
+    checksums=("v0", "v0"),
+    fingerprints={"code": "a"},
 )
 
 
@@ -34,11 +45,13 @@ class Log:
     """A log with shortcuts for records that are valid."""
 
     def __init__(
-        self, checksum: Callable[[int, int], str] = lambda _, version: f"v{version}"
+        self,
+        checksum: Callable[[int, int], str] = lambda _, version: f"v{version}",
+        facts: Facts = FACTS,
     ) -> None:
         self.raw: list[bytes] = []
         self.state = State(checksum)
-        self.write(FACTS)
+        self.write(facts)
         self.take(0, "a")
         self.take(1, "b")
 
@@ -75,7 +88,7 @@ class Log:
 
     def build(self, *parts: int, slot: int = 0, refused: tuple[Refusal, ...] = ()) -> Close:
         by = slot, self.state.slots[slot].owner or "a"
-        return self.state.build_close(0, by, parts, refused, 0.5)
+        return self.state.build_close(0, by, dict.fromkeys(parts, 1.0), refused, 0.5)
 
     def round(self, *ends: int) -> Outcome:
         """Merge a part of each slot."""
@@ -98,7 +111,7 @@ def read_all(raw: list[bytes], state: State) -> State:
 
 
 def test_a_close_that_is_wrong_anywhere_is_void_as_a_whole() -> None:
-    """Its parts determine everything but the learning rate."""
+    """Its parts determine everything but the learning rate, which is bounded, and the norms."""
     log = Log()
     log.open()
     log.part(0, 10)
@@ -107,12 +120,14 @@ def test_a_close_that_is_wrong_anywhere_is_void_as_a_whole() -> None:
     wrong: dict[str, Any] = {"run": "other", "slot": 7, "incarnation": "c", "fragment": 7}
     wrong |= {"version": 2, "after": 5, "previous": "0", "checksum": "v9", "weights": (10, 21)}
     wrong |= {"parts": (6, 5), "clock": 31, "refused": (Refusal(5, "also named"),)}
-    assert {*wrong, "lr"} == set(Close.__struct_fields__)
+    wrong |= {"norms": (1.0,), "lr": 0.6}
+    assert {*wrong} == set(Close.__struct_fields__)
     for name, value in wrong.items():
         assert log.write(changed(right, **{name: value})).void, name
     assert log.write(log.build()).void == "takes nothing"
     for parts in ((5, 5), (5, 9)):
-        assert log.write(changed(right, parts=parts, weights=(10,) * len(parts))).void
+        size = len(parts)
+        assert log.write(changed(right, parts=parts, weights=(10,) * size, norms=(1,) * size)).void
     assert log.write(changed(right, clock=31)).void == "clock is 31, not 30"
     assert log.state.fragments[0].version == 0
     assert not log.write(right).void, "a void record does not get in the way of a valid one"
@@ -139,6 +154,26 @@ def test_a_refused_part_is_given_up_also_alone() -> None:
     assert outcome.entry.parts == ()
     assert log.waiting == {}
     assert not log.part(0, 15, start=0).void, "the next part carries its range"
+
+
+def test_a_part_with_a_norm_beyond_the_usual_is_lost() -> None:
+    """Its island takes the shared copy, so its next part begins after it."""
+    log = Log()
+    log.round(10, 10)
+    log.open()
+    log.part(0, 20)
+    log.part(1, 20)
+    _, sick = log.waiting
+    close = log.build(sick - 1, refused=(Refusal(sick, "its norm", outlier=True),))
+    outcome = log.write(close)
+    assert outcome.entry is not None
+    lost = outcome.entry.part_of("b")
+    assert lost is not None
+    assert outcome.entry.is_lost(lost)
+    assert [span.fate for span in log.state.slots[1].ledgers[0].spans] == ["merged", "lost"]
+    assert "relative to version 1, older than 2" in log.part(1, 30, base=1, checksum="v1").void
+    assert not log.part(1, 30).void
+    assert list(log.state.fragments[0].norms) == [1.0] * 3
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -178,6 +213,64 @@ def test_a_late_part_waits_for_four_versions_and_is_then_given_up() -> None:
         assert not log.write(log.build(len(log.raw))).void
     assert log.waiting == {}
     assert not log.part(1, 8, start=0).void
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+BOUNDED = changed(FACTS, total_tokens=1000, cycle=10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"weight": 81}, "weight above 80"),
+        ({"weight": LARGEST}, "weight above 80"),
+        ({"end": MOST_SAMPLES + 1}, "more samples than any island reads"),
+        ({"end": LARGEST}, "more samples than any island reads"),
+        ({"ranks": MOST_RANKS + 1}, "not a record"),
+    ],
+)
+def test_no_part_can_end_a_run_or_cost_its_readers_much(wrong: dict[str, Any], reason: str) -> None:
+    """Its weight counts towards the end of the run, and its range moves the data of its slot."""
+    log = Log(facts=BOUNDED)
+    assert reason in log.part(0, **{"end": 80, **wrong}).void
+    assert not log.part(0, 80).void
+
+
+def test_no_open_can_stop_the_run() -> None:
+    log = Log(facts=BOUNDED)
+    long = Open(**log.owner(0), fragment=0, version=1, grace=2 * MOST_GRACE)
+    assert "not a record" in log.write(long).void
+    assert not log.write(changed(long, grace=MOST_GRACE)).void
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 2**40}, {"total_tokens": LARGEST}, {"cycle": LARGEST}, {"outer_lr": 1e300}]
+)
+def test_facts_with_numbers_beyond_any_run_are_void(wrong: dict[str, Any]) -> None:
+    """A clock may reach the total and a part of each slot, and must still have an encoding."""
+    state = State(None)
+    assert state.read(1, encode(changed(FACTS, **wrong))).void
+    assert not state.read(2, encode(FACTS)).void
+
+
+def test_rounds_open_until_a_fragment_has_its_tokens_and_the_run_ends_then() -> None:
+    """Fragments may lack the work since their last rounds, a cycle at most."""
+    log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
+    for slot, name in enumerate("ab"):
+        log.write(Done(run="r", slot=slot, incarnation=name))
+    end = End(run="r", slot=0, incarnation="a", absent=(), heads=log.state.heads)
+    assert log.write(end).void == "the run has not merged its tokens"
+    for fragment in log.state.fragments:
+        fragment.clock = 90
+    assert not log.write(end).void
+    log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
+    log.state.fragments[0].clock = 99
+    assert not log.open().void
+    log = Log(facts=changed(FACTS, total_tokens=100, cycle=10))
+    log.state.fragments[0].clock = 100
+    assert log.open().void == "the fragment has merged all tokens of the run"
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -262,11 +355,6 @@ def test_odd_encodings_are_void(record: bytes) -> None:
     taken = encode(Take(run="r", slot=0, incarnation="c", replaces="a"))
     assert "canonical" in log.state.read(5, taken.replace(b":", b": ", 1)).void
     assert log.state.owners() == {0: "a", 1: "b"}
-
-
-def test_a_part_of_more_ranks_than_any_island_has_is_void() -> None:
-    """Islands that fetch it would never finish to compute its size."""
-    assert "not a record" in Log().part(0, 10, ranks=2**50).void
 
 
 def test_a_log_with_a_gap_and_a_log_that_is_not_the_known_one_are_refused() -> None:

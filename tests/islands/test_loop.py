@@ -89,6 +89,7 @@ def _ranks(
         total_tokens=steps * 2 * TOKENS,
         optimizer=optimizer,
         ranks=world.control,
+        tokens_per_step=TOKENS,
         samples_per_step=2,
     )
     encode, uploads = outer._encode, count(1)

@@ -9,15 +9,17 @@ from torchtitan_diloco.diloco.schedule import Schedule
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.members import Hint, IslandFailedError, Members
 from torchtitan_diloco.islands.records import Done, Facts, Give, Open, Part, Record, Take, encode
-from torchtitan_diloco.islands.rules import Island, Timing
+from torchtitan_diloco.islands.rounds import Checked, Timing, find_outliers
+from torchtitan_diloco.islands.rules import Island
 
 EXPIRY = 4.0
 
 
-def owned(*slots: int) -> State:
+def owned(*slots: int, total_tokens: int = 10**6, cycle: int = 1000) -> State:
     """Return the state of a run with three slots, in which i0 owns slot 0, and so on."""
     state = State(lambda _, __: "v0")
-    size: dict[str, Any] = {"slots": 3, "begin": 1, "total_tokens": 9}
+    size: dict[str, Any] = {"slots": 3, "begin": 1, "total_tokens": total_tokens, "cycle": cycle}
+    size["outer_lr"] = 1.0
     facts = Facts(run="r", **size, checksums=("v0",), fingerprints={"code": "a"})
     takes = [Take(run="r", slot=slot, incarnation=f"i{slot}", replaces=None) for slot in slots]
     for sequence, record in enumerate([facts, *takes], start=1):
@@ -41,8 +43,10 @@ def members(begin: float, end: float, *heard: str, of: Members | None = None) ->
 class Alone:
     """The island i0, which reads what i1 and itself have written."""
 
-    def __init__(self, connected_at: float = 0.0, slots: tuple[int, ...] = (0, 1)) -> None:
-        self.state, heard = owned(*slots), members(connected_at, 40.0, "i0", "i1")
+    def __init__(
+        self, connected_at: float = 0.0, slots: tuple[int, ...] = (0, 1), **facts: int
+    ) -> None:
+        self.state, heard = owned(*slots, **facts), members(connected_at, 40.0, "i0", "i1")
         self.island = Island(self.state, heard, 0, Timing(Schedule(10, 1, 1)), now=0.0)
         self.rounds = self.island.rounds[0]
 
@@ -112,7 +116,9 @@ def test_the_part_after_an_outage_is_not_taken_for_what_an_island_usually_sends(
     one = Alone()
     for version, weights in enumerate([(20, 20), (20, 1000), (20,)], start=1):
         one.open(version)
-        checked = {one.part(slot, version, weight): "" for slot, weight in enumerate(weights)}
+        checked = {
+            one.part(slot, version, weight): Checked() for slot, weight in enumerate(weights)
+        }
         close = one.rounds.close(checked, lr=1.0, now=40.0)
         assert close is not None
         assert close.lr == (1.0 if len(weights) == 2 else 0.5)
@@ -125,8 +131,8 @@ def test_lags_of_parts_are_known_also_when_they_are_fetched_in_another_order() -
     one.island.step_seconds = 1.0
     one.open(1, now=10.0, grace=0.5)
     first, second = one.part(0, 1, now=10.0), one.part(1, 1, now=10.0)
-    assert one.rounds.close({second: ""}, lr=1.0, now=10.1) is None
-    assert one.rounds.close({first: "", second: ""}, lr=1.0, now=12.0) is not None
+    assert one.rounds.close({second: Checked()}, lr=1.0, now=10.1) is None
+    assert one.rounds.close({first: Checked(), second: Checked()}, lr=1.0, now=12.0) is not None
     habits = one.island.habits[1]
     assert [list(found.lags) for found in one.island.habits[:2]] == [[2.0], pytest.approx([0.1])]
     assert habits.weight(0) == 20
@@ -139,7 +145,7 @@ def test_lags_are_not_measured_while_an_outage_is_read() -> None:
     """All its records arrive at once, so every lag would seem to be 0."""
     one = Alone(connected_at=37.0)
     one.open(1, now=39.0)
-    one.rounds.close({one.part(1, 1, now=40.0): ""}, lr=1.0, now=40.0)
+    one.rounds.close({one.part(1, 1, now=40.0): Checked()}, lr=1.0, now=40.0)
     assert not one.island.habits[1].lags
 
 
@@ -161,6 +167,71 @@ def test_who_has_other_bits_ends_unless_another_island_has_them(confirmed: bool)
             list(one.island.settle_disputes(EXPIRY + 0.1))
 
 
+@pytest.mark.parametrize(
+    ("norms", "merged", "alone", "outliers"),
+    [
+        ([1, 2, 50], [], False, [2]),
+        ([1, 50], [], False, []),
+        ([50], [], False, []),
+        ([1, 50], [1] * 5, False, [1]),
+        ([50], [1] * 5, False, [0]),
+        ([50], [1] * 5, True, []),
+        ([50, 60], [1] * 5, False, []),
+        ([0, 0, 1], [], False, []),
+        ([1, 50, 60], [1] * 4 + [50], False, [1, 2]),
+    ],
+)
+def test_a_part_is_judged_by_the_others_and_by_those_before(
+    norms: list[float], merged: list[float], alone: bool, outliers: list[int]
+) -> None:
+    """Of two parts without a history, nobody can tell which is right."""
+    assert [*find_outliers(dict(enumerate(norms)), merged, 20.0, alone=alone)] == outliers
+
+
+def test_a_record_with_a_long_grace_holds_training_up_for_no_longer_than_usual() -> None:
+    one = Alone()
+    one.island.finish_step(20, 20, 0.1)
+    one.island.step = one.rounds.turn
+    one.read(one.rounds.send("v0", 10.0))
+    one.open(1, now=10.0, grace=3600.0)
+    one.island.step += 1
+    assert one.rounds.wait_until() == 14.0
+
+
+def test_an_island_stops_when_the_run_has_merged_its_tokens() -> None:
+    """By its own count the run has them all, but its part does not count in full."""
+    one = Alone(slots=(0,), total_tokens=100, cycle=10)
+    island, rounds = one.island, one.rounds
+
+    def stops(now: float) -> bool:
+        island.look_at_end(now)
+        return island.stopped
+
+    island.finish_step(100, 100, 0.1)
+    assert stops(10.0)
+    assert island.may_train_on
+    part = one.read(rounds.send("v0", 10.0))
+    opening = rounds.open()
+    assert opening is not None
+    one.read(opening)
+    assert island.last_record(10.0) is None, "the run is not over"
+    assert stops(11.0), "its last part is under way"
+    close = rounds.close({part: Checked()}, lr=1.0, now=40.0)
+    assert close is not None
+    assert close.weights == (80,), "a part has a bounded weight"
+    one.read(close)
+    rounds.finish_apply(40.0)
+    for _ in range(10):
+        assert not stops(41.0), "20 tokens are missing, more than a cycle"
+        island.finish_step(1, 1, 0.1)
+    assert stops(41.0), "a cycle later"
+    assert island.may_train_on
+    one.state.fragments[0].clock = 100
+    assert stops(42.0)
+    assert not island.may_train_on
+    assert isinstance(island.last_record(42.0), Done)
+
+
 def test_an_island_leaves_when_its_last_work_is_sent() -> None:
     """It waits for the entry with its last part, but not forever: there may be no quorum."""
     one = Alone()
@@ -179,7 +250,7 @@ def test_an_island_leaves_when_its_last_work_is_sent() -> None:
     one.state.fragments[0].open = msgspec.structs.replace(opened, grace=300.0)
     assert isinstance(island.last_record(10.0 + 2 * EXPIRY), Give), "it may be killed soon"
     one.state.fragments[0].open = opened
-    close = rounds.close({one.state.sequence - 1: ""}, lr=1.0, now=40.0)
+    close = rounds.close({one.state.sequence - 1: Checked()}, lr=1.0, now=40.0)
     assert close is not None
     one.read(close)
     assert island.last_record(40.0) is None, "its last part is not applied yet"
@@ -201,6 +272,6 @@ def test_an_island_that_is_done_closes_the_last_round_of_one_that_is_gone() -> N
     number = one.part(1, 1)
     members(40.0, 60.0, of=one.island.members)
     assert not one.island.ready_slots(60.0)
-    closed = one.rounds.close({number: ""}, lr=1.0, now=60.0)
+    closed = one.rounds.close({number: Checked()}, lr=1.0, now=60.0)
     assert closed is not None
     assert closed.parts == (number,)

@@ -30,6 +30,7 @@ Every state of joining: test_coming_and_going, test_a_joiner_may_die_at_any_time
 import random
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -38,7 +39,7 @@ from tests.islands import toy
 from tests.islands.process import Nature, Plan, Process
 from tests.islands.simulation import World, check
 from torchtitan_diloco.islands.log import Entry
-from torchtitan_diloco.islands.records import Part
+from torchtitan_diloco.islands.records import Close, End, Open, Part, decode
 
 PHASES = [Phase.explicit, Phase.generate]
 """Shrinking a failure would take minutes. All is drawn from a seed that the failure names."""
@@ -271,6 +272,104 @@ def test_a_waiting_part_whose_sender_or_whose_peers_die(sender_dies: bool) -> No
     taken = [part for _, entry in world.entries for part in entry.parts]
     assert parts
     assert all(part in taken for part in parts)
+
+
+# --- the end, and false records -------------------------------------------------------------------
+
+
+@settings(max_examples=15, phases=PHASES)
+@given(
+    deaths=st.integers(0, 3),
+    outage=st.tuples(st.floats(3.0, 15.0), st.floats(2.0, 30.0)),
+    steps=st.lists(st.sampled_from([0.1, 0.107, 0.2]), min_size=4, max_size=4),
+    seed=st.integers(0, 999),
+)
+def test_the_run_ends_when_its_tokens_are_merged(
+    deaths: int, outage: tuple[float, float], steps: list[float], seed: int
+) -> None:
+    """In an outage an island counts its own tokens for all. Others may have died meanwhile."""
+    at, seconds = outage
+    plan = Plan(steps=150, slots=4, begin=4)
+    world = World(plan, seed)
+    islands = [world.start(f"i{n}", Nature(step=step)) for n, step in enumerate(steps)]
+
+    def strike() -> None:
+        for island in (one for one in islands if not one.finished):
+            island.cut(seconds)
+        for number, island in enumerate(islands[:deaths]):
+            island.alive = False
+            world.start(f"i{number}", island.nature, at=seconds + 5.0)
+
+    world.after(at, strike)
+    world.run()
+    state, _ = check(world)
+    assert state.is_complete
+    facts = plan.facts
+    assert min(one.clock for one in state.fragments) >= facts.total_tokens - facts.cycle
+
+
+@settings(max_examples=10, phases=PHASES)
+@given(sick_at=st.integers(0, 40), steps=st.sampled_from([0.1, 0.13]), seed=st.integers(0, 99))
+def test_only_the_sick_island_is_left_out(sick_at: int, steps: float, seed: int) -> None:
+    """Its parameters go wrong, so its deltas are a hundred times as large."""
+    world = World(Plan(steps=60), seed)
+    sick = world.start("sick", Nature(sick_at=sick_at, step=steps))
+    for name in ("one", "other"):
+        world.start(name, Nature(jitter=0.02))
+    world.run()
+    check(world)
+    merged = {part.chunks[0].sequence for _, entry in world.entries for part in entry.parts}
+    assert {world.norms[number] for number in merged} == {1.0}
+    left_out = {part.incarnation for _, entry in world.entries for part in entry.outliers}
+    assert left_out == {sick.incarnation}
+
+
+FALSE = [
+    {"weight": 2**52},
+    {"weight": 2**53},
+    {"end": 2**53},
+    {"ranks": 65_536},
+    {"grace": 1e6},
+    {"grace": 3600.0},
+    {"lr": 1e300},
+    {"absent": ("everybody",)},
+]
+
+
+@settings(max_examples=20, phases=PHASES)
+@given(wrong=st.sampled_from(FALSE), at=st.floats(0.5, 5.0), seed=st.integers(0, 99))
+def test_no_record_ends_stalls_or_crashes_a_run(
+    wrong: dict[str, object], at: float, seed: int
+) -> None:
+    """A record of one of the islands, with one number changed, or the end of the run."""
+    world = World(Plan(steps=60), seed)
+    islands = [world.start(f"i{number}") for number in range(3)]
+
+    def strike() -> None:
+        state = islands[0].state
+        if "absent" in wrong:
+            owners = state.owners()
+            who = {"run": "r1", "slot": 0, "incarnation": owners.get(0, "nobody")}
+            absent = tuple(owners.values())
+            world.append(End(**who, absent=absent, heads=state.heads))  # type: ignore[arg-type]
+            return
+        for raw in reversed(world.log):
+            record = decode(raw)
+            if wrong.keys() <= set(record.__struct_fields__):
+                changes = dict(wrong)
+                if isinstance(record, Part | Open | Close):
+                    version = state.fragments[record.fragment].version
+                    changes |= {"number": 1000} if isinstance(record, Part) else {}
+                    changes |= {"version": version + 1} if isinstance(record, Open | Close) else {}
+                world.append(msgspec.structs.replace(record, **changes))
+                return
+
+    world.after(at, strike)
+    world.run(until=60.0)
+    state, _ = check(world)
+    assert state.is_complete
+    assert all(island.finished for island in islands)
+    assert max(island.idle for island in islands) < 10.0
 
 
 # --- no starvation --------------------------------------------------------------------------------

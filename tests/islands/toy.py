@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchtitan_diloco.diloco.schedule import Schedule
-from torchtitan_diloco.islands.log import Entry, State, checksums_before
-from torchtitan_diloco.islands.records import Part, VoidError, decode, digest
-from torchtitan_diloco.islands.rules import Mode
+from torchtitan_diloco.islands.log import Entry, State
+from torchtitan_diloco.islands.records import Part, VoidError, checksums_before, decode, digest
+from torchtitan_diloco.islands.rounds import Mode
 
 PRIME = 2**61 - 1
 TOKENS = 7

@@ -32,24 +32,18 @@ class DeltaNorms:
     def __init__(self, latest: Iterable[float] = ()) -> None:
         self.latest = deque(latest, maxlen=LATEST)
 
-    def judge(self, square: float, limit: float, turns: float = 1.0) -> int:
+    def judge(self, square: float, limit: float) -> int:
         """Return the flag of a delta with this squared norm, and record the norm.
 
         Outliers are recorded too, or the deltas after a lasting change would all be outliers.
-
-        Args:
-            limit: DiLoCoConfig.delta_norm_limit.
-            turns: steps of the delta, in units of H. An island's delta has more steps after an
-                outage, and fewer if it is sent early.
+        `limit`: DiLoCoConfig.delta_norm_limit.
         """
         if not math.isfinite(square):
             return NOT_FINITE
-        norm = math.sqrt(square) / max(1.0, turns)
+        norm = math.sqrt(square)
         usual = statistics.median(self.latest) if len(self.latest) >= FEWEST else math.inf
         if norm:
-            # With alpha > 0, a delta of few steps also contains older steps: only the recorded
-            # norm is scaled up.
-            self.latest.append(norm / min(1.0, turns))
+            self.latest.append(norm)
         return OUTLIER if limit and norm > limit * usual else 0
 
 

@@ -5,6 +5,7 @@ All ranks call the same methods in the same order, each on its own shard: the fi
 """
 
 import hashlib
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,14 +158,13 @@ class Copies:
         copy = self.fragments[fragment]
         return 4 * copy.layout.values * len(copy.buffers())
 
-    def is_finite(self, fragment: int, payload: Tensor, ranks: int) -> bool:
-        """Return whether all values of a part are finite. Any thread may call this."""
+    def norm(self, fragment: int, payload: Tensor, ranks: int) -> float:
+        """Return the norm of a part, NaN or infinite if a value is. Any thread may call this."""
         decoder, sizes = build_codec(self._quantization), self.payload_sizes(fragment, ranks)
         lengths = self.fragments[fragment].layout.sizes(ranks)
         shards = zip(payload.split(sizes), lengths, strict=True)
         pieces = (piece for shard in shards for piece in _decoded_pieces(decoder, *shard))
-        # The sum is several times faster, but may overflow.
-        return all(bool(one.sum().isfinite()) or bool(one.isfinite().all()) for one in pieces)
+        return math.hypot(*(float(torch.linalg.vector_norm(piece)) for piece in pieces))
 
     @torch.no_grad()
     def advance(

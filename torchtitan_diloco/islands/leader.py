@@ -27,7 +27,8 @@ from torchtitan_diloco.islands.records import (
     encode,
 )
 from torchtitan_diloco.islands.replay import RETRY, Replay, Saved, as_buffer
-from torchtitan_diloco.islands.rules import Island, Mode, Rounds, Timing
+from torchtitan_diloco.islands.rounds import Mode, Rounds, Timing
+from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
 from torchtitan_diloco.utils import logger
 
@@ -75,6 +76,8 @@ class Boundary(msgspec.Struct, frozen=True):
 
     clock: int
     stopped: bool = False
+    may_train_on: bool = False
+    """Stopped until it is known whether the run has merged its tokens."""
     leaving: bool = False
     """Before the end of the run."""
     over: bool = False
@@ -165,22 +168,31 @@ class Leader(Replay):
             island = self.joined
             island.finish_step(samples, weight, seconds)
             island.leaving = self._connection.leaving
-            island.stopped = island.leaving or island.clock >= island.total_tokens
 
     def stop(self) -> None:
         """Take no more steps. Before the end of the run, leave it."""
         with self.changed:
-            self.joined.leaving = self.joined.leaving or not self.joined.stopped
-            self.joined.stopped = True
+            island = self.joined
+            island.leaving = island.leaving or not island.stopped or island.may_train_on
+            island.stopped = True
 
     def decide(self, applies: bool, sends: bool) -> Boundary:
         """Return what is due between two steps, after waiting for entries if the rules say so."""
         island = self.joined
+        with self.changed:
+            island.look_at_end(time.monotonic())
         applied = list(self._due_applies()) if applies else []
         with self.changed:
             sent = list(self._due_sends()) if sends else []
-            over = island.stopped and self._is_over()
-            return Boundary(island.clock, island.stopped, island.leaving, over, applied, sent)
+            return Boundary(
+                clock=island.clock,
+                stopped=island.stopped,
+                may_train_on=island.may_train_on,
+                leaving=island.leaving,
+                over=island.stopped and self._is_over(),
+                applied=applied,
+                sent=sent,
+            )
 
     def _due_applies(self) -> Iterator[Apply]:
         for fragment, rounds in enumerate(self.joined.rounds):

@@ -5,11 +5,13 @@ a record that is not valid at its position. An island learns the outcome of a re
 appended when it reads it back. There is no I/O, no clock and no arithmetic in this module.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan_diloco.islands.records import (
+    LARGEST,
     AnyRecord,
     Close,
     Done,
@@ -29,6 +31,11 @@ from torchtitan_diloco.islands.records import (
 
 VERSIONS_LATE = 4
 """Entries that may leave a part out. If the next one does too, the part is given up."""
+MOST_SAMPLES = 2**32
+"""Samples of a part. Only a false record has more; the next sample of its slot might then have no
+valid number."""
+LATEST_NORMS = 32
+"""Norms of merged parts with which later parts of the fragment are compared."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,17 @@ class Entry:
 
     close: Close
     parts: tuple[Part, ...]
+    outliers: tuple[Part, ...] = ()
+    """Parts that it leaves out for their norms."""
 
     def part_of(self, incarnation: str) -> Part | None:
-        return next((part for part in self.parts if part.incarnation == incarnation), None)
+        """Return the part of this owner that the entry merges or declares lost."""
+        parts = *self.parts, *self.outliers
+        return next((part for part in parts if part.incarnation == incarnation), None)
+
+    def is_lost(self, part: Part) -> bool:
+        """Return whether the work in a part of this entry is lost."""
+        return part in self.outliers or not part.finite
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,8 @@ class Fragment:
     open: Open | None = None
     waiting: dict[int, Part] = field(default_factory=dict)
     """Valid parts that are in no entry yet, by sequence number."""
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST_NORMS))
+    """Norms of the parts merged last."""
 
     def waiting_of(self, slot: int) -> Part | None:
         return next((part for part in self.waiting.values() if part.slot == slot), None)
@@ -170,6 +187,27 @@ class State:
             return None
 
     @property
+    def most_weight(self) -> int:
+        """Largest weight of a part: more than the work of any outage, less than a run."""
+        assert self.facts is not None
+        return max(8 * self.facts.cycle, self.facts.total_tokens // 16)
+
+    def is_short(self, fragment: Fragment) -> bool:
+        """Return whether the run cannot end yet, as the fragment has not merged its tokens.
+
+        The work since its last round may be missing: at most a cycle. A run of less than two cycles
+        may end before the first round of each fragment.
+        """
+        assert self.facts is not None
+        total, cycle = self.facts.total_tokens, self.facts.cycle
+        return total >= 2 * cycle and fragment.clock < total - cycle
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all fragments have merged their tokens."""
+        return not any(self.is_short(fragment) for fragment in self.fragments)
+
+    @property
     def heads(self) -> tuple[str, ...]:
         return tuple(fragment.head for fragment in self.fragments)
 
@@ -180,14 +218,19 @@ class State:
         self,
         fragment: int,
         by: tuple[int, str],
-        parts: Collection[int],
+        parts: Mapping[int, float],
         refused: tuple[Refusal, ...],
         lr: float,
     ) -> Close:
-        """Return the only valid close of these parts. `by`: slot and incarnation."""
+        """Return the only valid close of these parts.
+
+        Args:
+            by: slot and incarnation.
+            parts: norm of each part, by sequence number.
+        """
         assert self.facts is not None
         state = self.fragments[fragment]
-        names = sorted(set(parts), key=lambda sequence: state.waiting[sequence].slot)
+        names = sorted(parts, key=lambda sequence: state.waiting[sequence].slot)
         weights = tuple(state.waiting[sequence].weight for sequence in names)
         return Close(
             run=self.facts.run,
@@ -200,6 +243,7 @@ class State:
             checksum=self._checksum(fragment, state.version) if self._checksum else "",
             parts=tuple(names),
             weights=weights,
+            norms=tuple(parts[sequence] for sequence in names),
             refused=refused,
             clock=state.clock + sum(weights),
             lr=lr,
@@ -224,6 +268,8 @@ class State:
                 fragment = self.fragments[record.fragment]
                 _check(record.version == fragment.version + 1, "not the next version")
                 _check(fragment.open is None, "the round is open")
+                has_all = self.facts is not None and fragment.clock >= self.facts.total_tokens
+                _check(not has_all, "the fragment has merged all tokens of the run")
                 fragment.open = record
             case Part():
                 self._part(record)
@@ -253,6 +299,10 @@ class State:
     def _set_facts(self, facts: Facts) -> None:
         head = digest(encode(facts))
         self.facts = facts
+        largest = facts.total_tokens + facts.slots * self.most_weight
+        if largest > LARGEST:  # such a clock could not be written
+            self.facts = None
+            raise VoidError(f"a clock could reach {largest}, above {LARGEST}")
         self.fragments = [Fragment(head) for _ in facts.checksums]
         self.slots = [Slot([Ledger() for _ in facts.checksums]) for _ in range(facts.slots)]
 
@@ -284,6 +334,8 @@ class State:
         _check(fragment.waiting_of(part.slot) is None, "another part of the slot is waiting")
         _check(part.start == ledger.taken_to, f"starts at {part.start}, not at {ledger.taken_to}")
         _check(part.end > part.start, "has no data")
+        _check(part.end - part.start <= MOST_SAMPLES, "has more samples than any island reads")
+        _check(part.weight <= self.most_weight, f"has a weight above {self.most_weight}")
         _check(part.finite or not part.weight, "has weight, and is not finite")
         oldest = max(ledger.merged_in, fragment.version - VERSIONS_LATE)
         # A delta from before the merge of the last part would contain that part again.
@@ -303,35 +355,47 @@ class State:
         _check(len(set(named)) == len(named), "names a part twice")
         for number in named:
             _check(number in fragment.waiting, f"record {number} is not a waiting part")
+        _check(len(close.norms) == len(close.parts), "has not one norm for each part")
+        assert self.facts is not None
+        _check(close.lr <= self.facts.outer_lr, f"lr is above {self.facts.outer_lr}")
         by = close.slot, close.incarnation
-        valid = self.build_close(close.fragment, by, close.parts, close.refused, close.lr)
+        norms = dict(zip(close.parts, close.norms, strict=True))
+        valid = self.build_close(close.fragment, by, norms, close.refused, close.lr)
         self._check_sum(close.fragment, fragment.version, close.checksum)
         for name in Close.__struct_fields__:
             found, right = getattr(close, name), getattr(valid, name)
             known = name != "checksum"  # checked above, if at all
             _check(found == right or not known, f"{name} is {found}, not {right}")
-        return Entry(close, tuple(fragment.waiting[number] for number in close.parts))
+        outliers = [refusal.part for refusal in close.refused if refusal.outlier]
+        parts, lost = (
+            tuple(fragment.waiting[number] for number in numbers)
+            for numbers in (close.parts, outliers)
+        )
+        return Entry(close, parts, lost)
 
     def _close(self, close: Close) -> Entry:
         entry, fragment = self._entry_of(close), self.fragments[close.fragment]
-        refused = [refusal.part for refusal in close.refused]
-        for number, part in zip(close.parts, entry.parts, strict=True):
+        named = *close.parts, *(refusal.part for refusal in close.refused)
+        for part in (*entry.parts, *entry.outliers):
             ledger = self.slots[part.slot].ledgers[close.fragment]
-            ledger.add(part.end, "merged" if part.finite else "lost")
+            ledger.add(part.end, "lost" if entry.is_lost(part) else "merged")
             ledger.merged_in = close.version
-            del fragment.waiting[number]
+        fragment.norms.extend(
+            norm for part, norm in zip(entry.parts, close.norms, strict=True) if part.weight
+        )
         fragment.version, fragment.clock = close.version, close.clock
         fragment.head, fragment.open = digest(encode(close)), None
         oldest = close.version - VERSIONS_LATE
         fragment.waiting = {
             number: part
             for number, part in fragment.waiting.items()
-            if part.base >= oldest and number not in refused
+            if part.base >= oldest and number not in named
         }
         return entry
 
     def _end(self, end: End) -> None:
         _check(end.heads == self.heads, "an entry was made since")
+        _check(self.is_complete, "the run has not merged its tokens")
         for slot in self.slots:
             ready = slot.owner is None or slot.done or slot.owner in end.absent
             _check(ready, f"{slot.owner} is not done")
@@ -341,25 +405,6 @@ class State:
         if self._checksum and found != self._checksum(fragment, version):
             reason = f"checksum of version {version} is {found}, not what this process computes"
             raise _DisputeError(reason)
-
-
-def checksums_before(
-    records: Iterable[AnyRecord | None], fragment: int, head: str
-) -> dict[int, str]:
-    """Return the checksums of all versions before the entry with the hash `head`.
-
-    An island that begins with a snapshot needs them to validate earlier records. The chain of
-    hashes identifies the valid closes, from the last entry of the snapshot back to the first.
-    """
-    closes = {}
-    for record in records:
-        if isinstance(record, Close) and record.fragment == fragment:
-            closes[digest(encode(record))] = record
-    found = dict[int, str]()
-    while head in closes:
-        close = closes[head]
-        found[close.version - 1], head = close.checksum, close.previous
-    return found
 
 
 class _DisputeError(VoidError):

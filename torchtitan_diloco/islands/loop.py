@@ -38,9 +38,12 @@ from torchtitan_diloco.islands.copies import Copies, add_change, encode_delta, f
 from torchtitan_diloco.islands.leader import Apply, Boundary, Leader, Seat
 from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
-from torchtitan_diloco.islands.rules import Mode, Timing
+from torchtitan_diloco.islands.rounds import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
 from torchtitan_diloco.utils import logger
+
+LOOK = 0.05
+"""Seconds between two looks at the log at the end of the run."""
 
 
 class IslandDiLoCo(StreamingDiLoCo):
@@ -61,6 +64,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         config: DiLoCoConfig,
         *,
         total_tokens: int,
+        tokens_per_step: int = 1,
         optimizer: torch.optim.Optimizer | None = None,
         ranks: dist.ProcessGroup | None = None,
         liveness: Liveness | None = None,
@@ -72,12 +76,14 @@ class IslandDiLoCo(StreamingDiLoCo):
         Args:
             group: the run to join.
             total_tokens: tokens of all islands together, at which the run ends.
+            tokens_per_step: most tokens of a step of this island, the largest weight of `step()`.
             ranks: joins the ranks of this island on the CPU.
             liveness: watches these ranks.
             samples_per_step: samples of its slot that this island reads per step.
             facts: what must be equal on all islands besides settings and model, such as the data.
         """
         total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
+        tokens_per_step = _count("tokens_per_step", tokens_per_step)
         samples_per_step = _count("samples_per_step", samples_per_step)
         fields = field_mistakes(group, "islands", Islands)
         fields += field_mistakes(config, "diloco", DiLoCoConfig)
@@ -98,7 +104,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             total_steps=total_tokens,
         )
         self.islands = replace(group, begin=begin, slots=group.slots or begin)
-        self.total_tokens, self._samples_per_step = total_tokens, samples_per_step
+        self.total_tokens, self._tokens_per_step = total_tokens, tokens_per_step
+        self._samples_per_step = samples_per_step
         self.seat: Seat
         """Slot of this island, and its first sample."""
         self._ranks = Ranks(ranks)
@@ -145,11 +152,14 @@ class IslandDiLoCo(StreamingDiLoCo):
             slots=chosen.slots,
             begin=chosen.begin,
             total_tokens=self.total_tokens,
+            cycle=chosen.begin * self.config.sync_every * self._tokens_per_step,
+            outer_lr=self.config.outer_optimizer.lr,
             checksums=tuple(declare(one, 0) for one in range(len(self.fragments))),
             block=self._samples_per_step,
             fingerprints=fingerprints(self.config, self._states, self._facts),
         )
-        timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds)
+        limit = self.config.delta_norm_limit
+        timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds, limit)
         connection = Connection(join, incarnation)
         return Leader(connection, self._copies, facts, timing, incarnation)
 
@@ -165,11 +175,11 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     @property
     def progress(self) -> float:
-        return self.clock / self.total_tokens
+        return min(1.0, self.clock / self.total_tokens)
 
     @property
     def finished(self) -> bool:
-        """Whether the run has had its tokens, or this island was asked to leave."""
+        """Whether the run has merged its tokens, or this island was asked to leave."""
         return self._last.stopped
 
     def _take_versions(self, versions: list[int]) -> None:
@@ -192,7 +202,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             self._boundary()
             if not self._last.over and self._leader is not None:
                 self._leader.check()
-                time.sleep(0.05)
+                time.sleep(LOOK)
 
     def close(self) -> None:
         if self._leader is not None:
@@ -210,12 +220,18 @@ class IslandDiLoCo(StreamingDiLoCo):
     def step(self, weight: float = 1.0) -> None:
         """Apply and send what is due. Call this after every inner step.
 
-        `weight`: tokens of the step, 0 if it was skipped.
+        `weight`: tokens of the step, 0 if it was skipped. When the run should have all its tokens,
+        wait until they are merged, or return to train on if some are missing.
         """
         if self._leader is None and self._follower is None:
             raise RuntimeError("call join() before the first step, and none after close()")
         if not 0 <= weight < math.inf or weight != int(weight):
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
+        if weight > self._tokens_per_step:
+            raise ValueError(
+                f"the weight of a step is {weight:g}, above tokens_per_step = "
+                f"{self._tokens_per_step}: give the loop the tokens of a step as tokens_per_step"
+            )
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         if not math.isnan(self._boundary_at):
@@ -225,6 +241,10 @@ class IslandDiLoCo(StreamingDiLoCo):
             usual = statistics.median(self._durations) if self._durations else 0.0
             self._leader.finish_step(self._samples_per_step, int(weight), usual)
         self._boundary()
+        while self._last.may_train_on:
+            time.sleep(LOOK)
+            self.check()
+            self._boundary()
         self._boundary_at = time.perf_counter()
 
     def check(self) -> None:
@@ -318,8 +338,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         with state.background():
             round_.delta_square = state.finish_delta()
             whole = healing.sum_over_ranks(round_.delta_square, group, 0)
-            turns = (part.end - part.start) / (self._samples_per_step * self.schedule.sync_every)
-            round_.flags = state.norms.judge(whole, self.config.delta_norm_limit, turns)
+            round_.flags = 0 if math.isfinite(whole) else NOT_FINITE
             payload = self._encode(delta)
         round_.traffic.encoded = time.perf_counter()
         sizes = self._copies.payload_sizes(part.fragment, self._ranks.size)
@@ -352,9 +371,7 @@ class IslandDiLoCo(StreamingDiLoCo):
 
     def _save(self, facts: dict[str, Any], mesh: DeviceMesh | None) -> SavedState:
         copies = self._copies.fragments
-        facts["fragments"] = [
-            {"weight": 0.0, "delta_norms": list(one.state.norms.latest)} for one in copies
-        ]
+        facts["fragments"] = [{"weight": 0.0, "delta_norms": []} for _ in copies]
         if self._leader is not None:
             facts["island"] = vars(self._leader.to_save())
         shared: dict[str, Tensor] = {}

@@ -1,6 +1,7 @@
 """Records of the log of a run, and their encoding."""
 
 import hashlib
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -11,10 +12,17 @@ class VoidError(ValueError):
     """A record is not valid at its position in the log."""
 
 
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-Positive = Annotated[int, Meta(ge=1, le=2**53)]
+LARGEST = 2**53
+"""Largest number in a record: all JSON readers keep it exactly."""
+LARGEST_NORM = 1e18
+"""A part with a larger norm counts as one that is not finite."""
+Count = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+MOST_SLOTS, MOST_RANKS, MOST_GRACE = 1024, 4096, 3600.0
+"""Bounds of slots of a run, ranks of an island, and seconds of a grace. A larger number in a record
+would cost its readers memory or time."""
 
 
 class Record(
@@ -31,11 +39,15 @@ class Record(
 class Facts(Record, frozen=True):
     """First record: what all islands must agree on."""
 
-    slots: Positive
+    slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     """Data streams of the run, each read by one island at a time."""
     begin: Positive
     """Islands that start together."""
     total_tokens: Positive
+    cycle: Positive
+    """Tokens that the islands that start together train on in H steps."""
+    outer_lr: Annotated[float, Meta(gt=0, le=1e6)]
+    """Largest outer learning rate of a close."""
     checksums: tuple[Name, ...]
     """Checksum of version 0 of each fragment."""
     fingerprints: dict[Name, Name]
@@ -79,7 +91,7 @@ class Open(SlotRecord, frozen=True):
 
     fragment: Count
     version: Positive
-    grace: Seconds
+    grace: Annotated[float, Meta(ge=0, le=MOST_GRACE)]
     """Time for parts to arrive, from when each island reads this record."""
 
 
@@ -105,10 +117,11 @@ class Part(SlotRecord, frozen=True):
     end: Positive
     """Range of the slot's samples that the delta was trained on, `end` excluded."""
     weight: Count
-    """Weight in the mean: the tokens of the range, without skipped steps."""
+    """Weight in the mean: the tokens of the range, without skipped steps, bounded by
+    `State.most_weight`."""
     finite: bool = True
     """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
-    ranks: Annotated[int, Meta(ge=1, le=2**16)] = 1
+    ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     """Ranks of the island. The payload is their encoded shards, in order."""
     chunks: tuple[Chunk, ...] = ()
 
@@ -116,6 +129,8 @@ class Part(SlotRecord, frozen=True):
 class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     part: Positive
     reason: str
+    outlier: bool = False
+    """Its norm is the reason: its work is lost, and its island takes the shared copy."""
 
 
 class Close(SlotRecord, frozen=True):
@@ -136,6 +151,8 @@ class Close(SlotRecord, frozen=True):
     parts: tuple[Positive, ...]
     """Sequence numbers of the parts in the order of their slots, the order of the mean."""
     weights: tuple[Count, ...]
+    norms: tuple[Annotated[float, Meta(ge=0, le=LARGEST_NORM)], ...]
+    """Norm of each part for H steps, as computed by the writer. Later parts are judged by these."""
     refused: tuple[Refusal, ...]
     """Unusable parts, which are given up."""
     clock: Count
@@ -172,3 +189,22 @@ def decode(raw: bytes) -> AnyRecord:
 
 def digest(raw: bytes | memoryview) -> str:
     return hashlib.sha256(raw).hexdigest()
+
+
+def checksums_before(
+    records: Iterable[AnyRecord | None], fragment: int, head: str
+) -> dict[int, str]:
+    """Return the checksums of all versions before the entry with the hash `head`.
+
+    An island that begins with a snapshot needs them to validate earlier records. The chain of
+    hashes identifies the valid closes, from the last entry of the snapshot back to the first.
+    """
+    closes = {}
+    for record in records:
+        if isinstance(record, Close) and record.fragment == fragment:
+            closes[digest(encode(record))] = record
+    found = dict[int, str]()
+    while head in closes:
+        close = closes[head]
+        found[close.version - 1], head = close.checksum, close.previous
+    return found

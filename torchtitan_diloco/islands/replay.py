@@ -14,18 +14,21 @@ from torch import Tensor
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.log import Outcome, State, checksums_before
+from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
+    LARGEST_NORM,
     AnyRecord,
     Close,
     Facts,
     Part,
     Take,
     VoidError,
+    checksums_before,
     decode,
     encode,
 )
+from torchtitan_diloco.islands.rounds import Checked
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
 from torchtitan_diloco.utils import find_differences, logger
@@ -65,8 +68,8 @@ class Replay:
         self.state = State(self._checksum)
         self.island: Island | None = None
         """The decisions of this island, once it has a slot."""
-        self._fetched: dict[int, Future[tuple[str, Tensor]]] = {}
-        """Waiting parts by sequence number: why one is unusable, or "", and its payload."""
+        self._fetched: dict[int, Future[tuple[Checked, Tensor]]] = {}
+        """Waiting parts by sequence number, and their payloads."""
         self._wanted: Collection[int] = ()
         self._own: dict[int, tuple[Part, Tensor]] = {}
         """Latest own part of each fragment whose chunks are stored, and its payload."""
@@ -268,34 +271,35 @@ class Replay:
             self._fetched[sequence] = found
             found.add_done_callback(lambda _: self._connection.wake())
 
-    def _fetch(self, sequence: int, part: Part) -> tuple[str, Tensor]:
+    def _fetch(self, sequence: int, part: Part) -> tuple[Checked, Tensor]:
         wanted = sum(self._copies.payload_sizes(part.fragment, part.ranks)) if part.finite else 0
         if sum(chunk.size for chunk in part.chunks) != wanted:
-            return f"its chunks do not have {wanted} bytes", NOTHING
+            return Checked(f"its chunks do not have {wanted} bytes"), NOTHING
         if sequence not in self._wanted or not part.finite:
-            return "", NOTHING
+            return Checked(), NOTHING
         own, payload = self._own.get(part.fragment, (None, NOTHING))
         if own != part:
             try:
                 payload = join_bytes(self._connection.fetch(part.chunks, "parts"))
             except (CorruptError, GoneError) as error:
-                return str(error), NOTHING
-        if not self._copies.is_finite(part.fragment, payload, part.ranks):
-            return "its values are not finite", NOTHING
-        return "", payload
+                return Checked(str(error)), NOTHING
+        norm = self._copies.norm(part.fragment, payload, part.ranks)
+        if not norm <= LARGEST_NORM:  # or NaN
+            return Checked("its values are not finite"), NOTHING
+        return Checked(norm=norm), payload
 
-    def _checked(self) -> dict[int, str]:
-        """Return for each fetched part why it cannot be used, "" if it can."""
+    def _checked(self) -> dict[int, Checked]:
+        """Return what was found in each fetched part."""
         done = [(sequence, one) for sequence, one in self._fetched.items() if one.done()]
         return {sequence: one.result()[0] for sequence, one in done if one.exception() is None}
 
     def _payload(self, sequence: int) -> Tensor:
         """Return the payload of a part in an entry."""
-        reason, payload = self._fetched[sequence].result()
-        if reason:
+        checked, payload = self._fetched[sequence].result()
+        if checked.reason:
             raise IslandFailedError(
-                f"a part that the run has merged cannot be read: {reason}; an island that is "
-                "started again takes the shared copies of another one, if one is running"
+                f"a part that the run has merged cannot be read: {checked.reason}; an island that "
+                "is started again takes the shared copies of another one, if one is running"
             )
         return payload
 

@@ -1,0 +1,371 @@
+"""Decisions of an island about one fragment: when it sends, opens, closes, applies and waits."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from torchtitan_diloco.diloco.schedule import Schedule
+from torchtitan_diloco.islands.log import Entry, Fragment, Ledger, Outcome
+from torchtitan_diloco.islands.members import name_of
+from torchtitan_diloco.islands.records import MOST_GRACE, Close, Open, Part, Refusal
+
+if TYPE_CHECKING:
+    from torchtitan_diloco.islands.rules import Island
+
+
+@dataclass(frozen=True)
+class Timing:
+    schedule: Schedule
+    quorum: int = 1
+    """Parts that a round needs after its grace."""
+    floor: float = 1.0
+    """Minimum grace, in seconds."""
+    norm_limit: float = 0.0
+    """`DiLoCoConfig.delta_norm_limit`."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What an island has found in a part that it has fetched."""
+
+    reason: str = ""
+    """Why it is unusable. Empty: it is usable."""
+    norm: float = 0.0
+    """Norm of its decoded values."""
+
+
+FEWEST_NORMS = 5
+"""Norms of merged parts that are needed to judge a part by them."""
+PATIENCE_FACTOR = 4
+"""A round waits at most for this multiple of this island's own grace, so that a record with a long
+grace cannot stop training."""
+LATE_MIXING = 0.5
+"""Minimum share of the local parameters when a part was late."""
+
+
+class Mode(Enum):
+    """How an entry changes the parameters theta, given the shared copies Theta before and after."""
+
+    MIX = "mix"
+    """theta = alpha theta + (1 - alpha) Theta_new: the own part, in its own round and in time."""
+    MIX_LATE = "mix late"
+    """The same with an alpha of at least LATE_MIXING, to keep the work since the send."""
+    ADD = "add"
+    """theta += Theta_new - Theta_old: the entry has no own part."""
+    RESET = "reset"
+    """theta = Theta_new: the own part was not finite."""
+
+    def share(self, alpha: float) -> float:
+        """Return the share of the local parameters when they are mixed."""
+        return max(alpha, LATE_MIXING) if self is Mode.MIX_LATE else alpha
+
+
+def find_outliers(
+    norms: Mapping[int, float], merged: Collection[float], limit: float, *, alone: bool
+) -> dict[int, float]:
+    """Return the parts whose norm exceeds the usual one so many times, and how many times.
+
+    The usual norm is the median of those merged before. While these are few, a part is compared
+    with the other parts of its round, of which there must be two: of two parts alone, nobody can
+    tell which is right. If several parts exceed what is usual and none does not, they have a common
+    cause, such as a higher learning rate, and count. `alone`: whether only one island trains.
+    """
+    outliers = {}
+    for number, norm in norms.items():
+        others = [other for key, other in norms.items() if key != number]
+        known = merged if len(merged) >= FEWEST_NORMS else others if len(others) > 1 else ()
+        usual = statistics.median(known) if known else math.inf
+        if usual and norm > limit * usual:
+            outliers[number] = norm / usual
+    common = len(outliers) == len(norms) and (alone or len(norms) > 1)
+    return {} if common else outliers
+
+
+class Rounds:
+    """Rounds of a fragment, and this island's parts in them."""
+
+    def __init__(self, island: "Island", fragment: int, now: float) -> None:
+        self._island, self._fragment = island, fragment
+        schedule = island.timing.schedule
+        self._every, self._delay = schedule.sync_every, schedule.delay
+        self.turn = schedule.first_send(fragment)  # own step of the next send
+        if any(one.version for one in island.state.fragments):  # the run has begun
+            self.turn = (self.turn - 1) % self._every + 1
+        self.applied = self.shared.version  # version in the parameters
+        self.unapplied = deque[Entry]()
+        self.sent: Part | None = None
+        self.sent_step, self._sent_at = 0, 0.0
+        self.under_way = False
+        """The last part sent was not read back yet. It is appended until it is."""
+        self._returned_step = 0  # own step when it was read back
+        self._tokens_sent = self._tokens_taken = 0
+        """Own tokens when the last part was sent, and when the last one in an entry was sent, from
+        which the next weight counts."""
+        self._attempt = 0, 0  # version and own step of the last own opening
+        self._opens_next = self.turn
+        """Own step from which it opens a round: H steps after the last opening. An own opening
+        counts from when it was made, as counting from when it was read would delay every round."""
+        self._opened_at = now
+        self._measured = set[int]()  # waiting parts whose lag is known
+        self.confirmed = -1  # newest version that another island has with the same bits
+        self.dispute: tuple[int, float, str] | None = None
+        """Version of which another island has different bits, since when, and a description. No
+        record is written meanwhile."""
+
+    @property
+    def shared(self) -> Fragment:
+        return self._island.state.fragments[self._fragment]
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._island.state.slots[self._island.slot].ledgers[self._fragment]
+
+    def read(self, record: Open | Part | Close, outcome: Outcome, now: float) -> None:
+        own = record.incarnation == self._island.incarnation
+        if isinstance(record, Open):
+            if not outcome.void:
+                self._read_open(record, now)
+            return
+        if not own:
+            self._compare(record, outcome, now)
+        if isinstance(record, Part):
+            if own and self.sent is not None and record.number == self.sent.number:
+                self.under_way, self._returned_step = False, self._island.step
+            if not outcome.void:
+                self._island.habits[record.slot].weights[self._fragment].append(record.weight)
+        if outcome.entry is not None:
+            self.unapplied.append(outcome.entry)
+
+    def _read_open(self, record: Open, now: float) -> None:
+        version, step = self._attempt
+        opened = step if version == record.version else self._island.step
+        self._opens_next, self._opened_at = opened + self._every, now
+        if self.shared.waiting_of(self._island.slot) is not None:
+            # The part has waited for the opening, so send the next one later. It need only arrive
+            # before its apply is due, with a margin as uploads do not all take the same time.
+            upload = self._returned_step - self.sent_step
+            lead = max(0, upload + upload // 4 - self._delay)
+            self.turn += max(0, opened - self.sent_step - lead)
+
+    def _compare(self, record: Part | Close, outcome: Outcome, now: float) -> None:
+        """Compare the bits of a version with those of another island."""
+        version = record.base if isinstance(record, Part) else record.version - 1
+        if outcome.disputed and self.dispute is None:
+            who = f"island {name_of(record.incarnation)} has other bits"
+            self.dispute = version, now, f"{who} of fragment {self._fragment}: {outcome.void}"
+        elif not outcome.void:
+            self.confirmed = max(self.confirmed, version)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an own part is on its way or waiting."""
+        return self.under_way or self.shared.waiting_of(self._island.slot) is not None
+
+    def is_busy(self, now: float) -> bool:
+        """Return whether own work is under way to a version, or a version to the parameters."""
+        return bool(self.is_pending or self.unapplied or self.send_is_due(now))
+
+    @property
+    def _grace(self) -> float:
+        """Time from the opening to this island's apply, at least the floor."""
+        return max(self._island.timing.floor, self._delay * self._island.step_seconds)
+
+    @property
+    def _grace_of_round(self) -> float:
+        """Time that this island gives the open round."""
+        assert self.shared.open is not None
+        return min(self.shared.open.grace, PATIENCE_FACTOR * self._grace)
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether the fragment has merged all tokens of the run, so no round opens any more."""
+        return self.shared.clock >= self._island.total_tokens
+
+    @property
+    def _may_write(self) -> bool:
+        return not (self._island.fenced or self._island.state.ended or self.dispute)
+
+    # --- send, open, close ------------------------------------------------------------------------
+
+    def send_is_due(self, now: float) -> bool:
+        island = self._island
+        # Before its last part is applied, the delta would contain that part again.
+        behind = self.applied < self._ledger.merged_in
+        has_data = island.position > self._ledger.taken_to
+        if self.is_pending or behind or not has_data or not self._may_write or island.done:
+            return False
+        if island.leaving or (island.step >= self.turn and not self._has_all):
+            return True
+        if island.stopped and island.state.is_short(self.shared):
+            return True
+        if self.shared.open is None:
+            return False
+        grace_left = self._opened_at + self._grace_of_round - now
+        return island.stopped or (self.turn - island.step) * island.step_seconds > grace_left
+
+    def sends_again(self, now: float) -> bool:
+        """Return whether a leaving island waits for its last part to be merged, to send the work
+        since then. It waits only some seconds, as there may be no quorum or nobody to open."""
+        island, sent = self._island, self.sent
+        if sent is None or island.position == sent.end or island.done or not self._may_write:
+            return False
+        patience, since = island.members.expiry, self._sent_at
+        if self.shared.open is not None:
+            since = self._opened_at + min(self._grace_of_round, patience)
+        return not self.is_pending or now < since + patience
+
+    def send(self, checksum: str, now: float, *, finite: bool = True) -> Part:
+        """Return the part to append once its chunks are stored. `checksum`: of the base version."""
+        island = self._island
+        before = self._ledger.number if self.sent is None else self.sent.number
+        tokens = island.tokens - self._tokens_taken
+        self.sent = Part(
+            **island.who,
+            fragment=self._fragment,
+            number=before + 1,
+            base=self.applied,
+            checksum=checksum,
+            start=self._ledger.taken_to,
+            end=island.position,
+            weight=min(tokens, island.state.most_weight) if finite else 0,
+            finite=finite,
+        )
+        self.turn = island.step + self._every
+        self.sent_step, self._sent_at, self.under_way = island.step, now, True
+        self._tokens_sent = island.tokens
+        return self.sent
+
+    def open(self) -> Open | None:
+        """Return an opening if it is due: H own steps after the last one, with a part to merge.
+
+        A stopped island, which makes no more steps, opens until the fragment has its tokens.
+        """
+        island = self._island
+        due = self._opens_next <= island.step
+        due = due or (island.stopped and island.state.is_short(self.shared))
+        if self.shared.open is not None or not self.is_pending or not due:
+            return None
+        if self._has_all or not self._may_write or island.done:
+            return None
+        version = self.shared.version + 1
+        if self._attempt[0] != version:
+            self._attempt = version, island.step
+        grace = min(self._grace, MOST_GRACE)
+        return Open(**island.who, fragment=self._fragment, version=version, grace=grace)
+
+    def close(self, checked: Mapping[int, Checked], lr: float, now: float) -> Close | None:
+        """Return a close if all ready islands have a part in the open round, or its time is over.
+
+        It names the waiting parts that this island has fetched, including those of earlier rounds.
+        `checked`: what this island has found in each, by sequence number.
+        """
+        island, waiting = self._island, self.shared.waiting
+        self._measure_lags(checked, now)
+        if self.shared.open is None or not self._may_write:
+            return None
+        known = {number: checked[number] for number in waiting if number in checked}
+        good = {number: one.norm for number, one in known.items() if not one.reason}
+        bad = [Refusal(number, one.reason) for number, one in known.items() if one.reason]
+        ready, arrived = island.ready_slots(now), {part.slot for part in waiting.values()}
+        complete = ready <= arrived and len(good) + len(bad) == len(waiting)
+        # Waiting delays only the version. After half a cycle it would be too late for the next
+        # round, so the round does not wait for slots that take longer.
+        longest = self._every * island.step_seconds / 2
+        usual = (island.habits[slot].patience(longest) for slot in ready)
+        waited = now >= self._opened_at + max((self._grace_of_round, *usual))
+        # After an outage the other islands may still be reconnecting: do not close alone.
+        enough = waited and len(good) >= island.timing.quorum and not island.members.is_new(now)
+        if not (good or bad) or not (complete or enough):
+            return None
+        missing = ready - {waiting[number].slot for number in known}
+        norms = {number: norm / self._turns(waiting[number]) for number, norm in good.items()}
+        outliers = self._outliers(norms)
+        bad += [
+            Refusal(number, f"its norm is {times:.3g} times the usual one", outlier=True)
+            for number, times in outliers.items()
+        ]
+        taken = {number: norm for number, norm in norms.items() if number not in outliers}
+        lr *= self._share(taken, missing)
+        by = island.slot, island.incarnation
+        return island.state.build_close(self._fragment, by, taken, tuple(bad), lr)
+
+    def _outliers(self, norms: Mapping[int, float]) -> dict[int, float]:
+        waiting, alone = self.shared.waiting, len(self._island.state.owners()) == 1
+        judged = {number: norm for number, norm in norms.items() if waiting[number].finite}
+        limit = self._island.timing.norm_limit
+        return find_outliers(judged, self.shared.norms, limit, alone=alone) if limit else {}
+
+    def _turns(self, part: Part) -> float:
+        """Return the steps of a part in units of H, at least 1.
+
+        After an outage, a part has the work of many cycles. A part of fewer steps may contain older
+        work too, with a mixing above 0.
+        """
+        facts = self._island.state.facts
+        assert facts is not None
+        return max(1.0, (part.end - part.start) / (facts.block * self._every))
+
+    def _measure_lags(self, checked: Collection[int], now: float) -> None:
+        """Measure the time from the opening of a round until its new parts can be used."""
+        opened = self.shared.version + (self.shared.open is not None)
+        self._measured.intersection_update(self.shared.waiting)
+        for number, part in self.shared.waiting.items():
+            if number in checked and number not in self._measured and part.base < opened:
+                self._measured.add(number)
+                if not self._island.members.is_new(now):  # else parts of an outage arrive at once
+                    lag = now - self._opened_at if part.base + 1 == opened else math.inf
+                    self._island.habits[part.slot].lags.append(lag)
+
+    def _share(self, parts: Collection[int], missing: Collection[int]) -> float:
+        """Return the weight of these parts as a share of what all ready islands send in a cycle.
+
+        An entry with parts of half the islands takes half an outer step. Late islands take the
+        other half. With whole steps, late islands would move the shared copy twice as far.
+        """
+        taken = sum(self.shared.waiting[number].weight for number in parts)
+        habits = (self._island.habits[slot] for slot in missing)
+        weight = sum(one.weight(self._fragment) for one in habits)
+        return taken / (taken + weight) if taken else 1.0
+
+    # --- entries ----------------------------------------------------------------------------------
+
+    def next_mode(self) -> Mode | None:
+        """Return how to apply the first unapplied entry between these steps, None if not yet."""
+        if not self.unapplied:
+            return None
+        entry = self.unapplied[0]
+        part = entry.part_of(self._island.incarnation)
+        if part is None:
+            return Mode.ADD
+        late = self._island.step - self.sent_step - self._delay
+        own_round = part.base == entry.close.version - 1
+        if own_round and late < 0 and not self._island.stopped:
+            return None
+        if entry.is_lost(part):
+            return Mode.RESET
+        return Mode.MIX if own_round and late <= 0 else Mode.MIX_LATE
+
+    def finish_apply(self, now: float) -> None:
+        """Mark the first unapplied entry as applied."""
+        entry, tokens = self.unapplied.popleft(), self._island.tokens
+        assert entry.close.version == self.applied + 1
+        self.applied = entry.close.version
+        if entry.part_of(self._island.incarnation) is not None:
+            tokens = self._tokens_taken = self._tokens_sent
+        self._island.set_clock(entry.close.clock, tokens, now)
+
+    def wait_until(self) -> float | None:
+        """Return until when training waits for the entry with the own part, None if it does not."""
+        island = self._island
+        # After the step at which its apply is due, the entry is applied on arrival.
+        due = self.is_pending and island.step == self.sent_step + self._delay
+        if not due or not island.members.connected or island.stopped:
+            return None
+        if self.shared.open is not None:
+            return self._opened_at + self._grace_of_round
+        # An island in step with this one does not open a round yet.
+        return None if self._opens_next > island.step else self._sent_at + self._grace
