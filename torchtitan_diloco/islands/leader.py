@@ -383,9 +383,10 @@ def log_left_out(entry: Entry) -> None:
     where = f"fragment {entry.close.fragment}, version {entry.close.version}"
     for refusal in entry.close.refused:
         logger.warning(f"{where}: record {refusal.part} was left out: {refusal.reason}")
-    for part in entry.parts:
-        if not part.finite:
+    for part in (*entry.parts, *entry.outliers):
+        if entry.is_lost(part):
+            reason = "is too large" if part.finite else "is not finite"
             logger.warning(
-                f"{where}: the delta of island {name_of(part.incarnation)} is not finite or far "
-                "beyond its usual norm; it is left out, and the island takes the shared parameters"
+                f"{where}: the delta of island {name_of(part.incarnation)} {reason}; it is left "
+                "out, and the island takes the shared parameters"
             )

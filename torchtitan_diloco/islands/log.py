@@ -186,12 +186,6 @@ class State:
         except VoidError:
             return None
 
-    @property
-    def most_weight(self) -> int:
-        """Largest weight of a part: more than the work of any outage, less than a run."""
-        assert self.facts is not None
-        return max(8 * self.facts.cycle, self.facts.total_tokens // 16)
-
     def is_short(self, fragment: Fragment) -> bool:
         """Return whether the run cannot end yet, as the fragment has not merged its tokens.
 
@@ -224,9 +218,7 @@ class State:
     ) -> Close:
         """Return the only valid close of these parts.
 
-        Args:
-            by: slot and incarnation.
-            parts: norm of each part, by sequence number.
+        `by`: slot and incarnation. `parts`: norm of each part, by sequence number.
         """
         assert self.facts is not None
         state = self.fragments[fragment]
@@ -268,8 +260,8 @@ class State:
                 fragment = self.fragments[record.fragment]
                 _check(record.version == fragment.version + 1, "not the next version")
                 _check(fragment.open is None, "the round is open")
-                has_all = self.facts is not None and fragment.clock >= self.facts.total_tokens
-                _check(not has_all, "the fragment has merged all tokens of the run")
+                total = self.facts.total_tokens if self.facts else 0
+                _check(fragment.clock < total, "the fragment has merged all tokens of the run")
                 fragment.open = record
             case Part():
                 self._part(record)
@@ -297,12 +289,9 @@ class State:
             _check(not slot.done, "its writer is done")
 
     def _set_facts(self, facts: Facts) -> None:
-        head = digest(encode(facts))
-        self.facts = facts
-        largest = facts.total_tokens + facts.slots * self.most_weight
-        if largest > LARGEST:  # such a clock could not be written
-            self.facts = None
-            raise VoidError(f"a clock could reach {largest}, above {LARGEST}")
+        largest = facts.total_tokens + facts.slots * facts.most_weight
+        _check(largest <= LARGEST, f"a clock of {largest} could not be written")
+        self.facts, head = facts, digest(encode(facts))
         self.fragments = [Fragment(head) for _ in facts.checksums]
         self.slots = [Slot([Ledger() for _ in facts.checksums]) for _ in range(facts.slots)]
 
@@ -335,7 +324,8 @@ class State:
         _check(part.start == ledger.taken_to, f"starts at {part.start}, not at {ledger.taken_to}")
         _check(part.end > part.start, "has no data")
         _check(part.end - part.start <= MOST_SAMPLES, "has more samples than any island reads")
-        _check(part.weight <= self.most_weight, f"has a weight above {self.most_weight}")
+        most = self.facts.most_weight if self.facts else 0
+        _check(part.weight <= most, f"has a weight above {most}")
         _check(part.finite or not part.weight, "has weight, and is not finite")
         oldest = max(ledger.merged_in, fragment.version - VERSIONS_LATE)
         # A delta from before the merge of the last part would contain that part again.
@@ -367,11 +357,8 @@ class State:
             known = name != "checksum"  # checked above, if at all
             _check(found == right or not known, f"{name} is {found}, not {right}")
         outliers = [refusal.part for refusal in close.refused if refusal.outlier]
-        parts, lost = (
-            tuple(fragment.waiting[number] for number in numbers)
-            for numbers in (close.parts, outliers)
-        )
-        return Entry(close, parts, lost)
+        taken = (fragment.waiting[number] for number in close.parts)
+        return Entry(close, tuple(taken), tuple(fragment.waiting[one] for one in outliers))
 
     def _close(self, close: Close) -> Entry:
         entry, fragment = self._entry_of(close), self.fragments[close.fragment]

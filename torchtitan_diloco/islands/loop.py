@@ -31,7 +31,7 @@ from torchtitan_diloco.diloco.round import InFlight, Round
 from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
-from torchtitan_diloco.diloco.transport import NOT_FINITE
+from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
 from torchtitan_diloco.islands.config import Islands, Join, islands_mistakes, own_loop_mistakes
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, add_change, encode_delta, fingerprints
@@ -228,10 +228,8 @@ class IslandDiLoCo(StreamingDiLoCo):
         if not 0 <= weight < math.inf or weight != int(weight):
             raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
         if weight > self._tokens_per_step:
-            raise ValueError(
-                f"the weight of a step is {weight:g}, above tokens_per_step = "
-                f"{self._tokens_per_step}: give the loop the tokens of a step as tokens_per_step"
-            )
+            limit = f"above tokens_per_step = {self._tokens_per_step}: pass that of your steps"
+            raise ValueError(f"the weight of a step is {weight:g}, {limit}")
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         if not math.isnan(self._boundary_at):
@@ -312,7 +310,7 @@ class IslandDiLoCo(StreamingDiLoCo):
             if due.mode is Mode.RESET:
                 state.write_model()
                 self._start_afresh(fragment)
-                round_.flags = NOT_FINITE
+                round_.flags = round_.flags or OUTLIER
             else:
                 add_change(state, new, old)
         copy.drop_before(due.version)

@@ -55,6 +55,11 @@ class Facts(Record, frozen=True):
     block: Positive = 1
     """Consecutive samples of a slot in the order of all samples."""
 
+    @property
+    def most_weight(self) -> int:
+        """Largest weight of a part: more than the work of an outage, and less than a run."""
+        return max(8 * self.cycle, self.total_tokens // 16)
+
 
 class SlotRecord(Record, frozen=True):
     """Record of an island about the slot that it owns or takes."""
@@ -117,8 +122,8 @@ class Part(SlotRecord, frozen=True):
     end: Positive
     """Range of the slot's samples that the delta was trained on, `end` excluded."""
     weight: Count
-    """Weight in the mean: the tokens of the range, without skipped steps, bounded by
-    `State.most_weight`."""
+    """Weight in the mean: the tokens of the range, without skipped steps, but at most
+    `Facts.most_weight`."""
     finite: bool = True
     """False: the delta was not usable. The island takes the shared copy, and its work is lost."""
     ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1

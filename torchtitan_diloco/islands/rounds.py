@@ -222,7 +222,7 @@ class Rounds:
         """Return the part to append once its chunks are stored. `checksum`: of the base version."""
         island = self._island
         before = self._ledger.number if self.sent is None else self.sent.number
-        tokens = island.tokens - self._tokens_taken
+        tokens = min(island.tokens - self._tokens_taken, island.most_weight)
         self.sent = Part(
             **island.who,
             fragment=self._fragment,
@@ -231,7 +231,7 @@ class Rounds:
             checksum=checksum,
             start=self._ledger.taken_to,
             end=island.position,
-            weight=min(tokens, island.state.most_weight) if finite else 0,
+            weight=tokens if finite else 0,
             finite=finite,
         )
         self.turn = island.step + self._every
