@@ -48,7 +48,6 @@ from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
-from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
@@ -385,8 +384,8 @@ class Trainer:
         )
         data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line)
-        outer_bytes = 0 if config.diloco.method == "none" else state_bytes(config.diloco)
-        check_size(self.plan, self.world, self.flops_per_token, outer_bytes=outer_bytes)
+        about = self.plan, self.world, self.flops_per_token, config.diloco
+        check_size(*about, island=bool(config.islands.join))
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)
