@@ -1,4 +1,4 @@
-"""Trainer: builds the parts of a run and trains. Only it receives the whole configuration."""
+"""Trainer: builds the parts of a run from its configuration, and trains."""
 
 import time
 from collections.abc import Iterator
