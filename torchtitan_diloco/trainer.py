@@ -128,8 +128,8 @@ class Trainer:
                     self.outer.drain()
                     telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
-                    done = None if self.island is None else self.island.step - 1
-                    telemetry.open(self.step, self.lr, stop.waited_seconds, done)
+                    progress = None if self.island is None else self.island.progress
+                    telemetry.open(self.step, self.lr, stop.waited_seconds, progress)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.outer.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
@@ -240,9 +240,10 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _manifest(self, telemetry: Telemetry) -> Manifest:
+        tokens = self.plan.tokens_at(self.step)
         state = RunState(
             step=self.step,
-            tokens=self.plan.tokens_at(self.step),
+            tokens=tokens if self.island is None else self.island.progress.tokens,
             position=self.loader.position,
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
