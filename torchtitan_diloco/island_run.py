@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.telemetry import RunProgress
 from torchtitan_diloco.config import Config
 from torchtitan_diloco.config.schema import flat_settings
 from torchtitan_diloco.data.loader import Stream
@@ -57,3 +58,9 @@ class IslandRun:
         """Next step of the run, counted by the tokens of all islands."""
         outer = self.outer
         return outer.clock * self._plan.total_steps / outer.seat.total_tokens + 1
+
+    @property
+    def progress(self) -> RunProgress:
+        """Steps and tokens of all islands so far. At the end, the clock may exceed the total."""
+        tokens = min(self.outer.clock, self.outer.seat.total_tokens)
+        return RunProgress(self.step - 1, tokens)

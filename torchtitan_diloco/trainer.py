@@ -1,4 +1,4 @@
-"""Trainer: builds the parts of a run and trains. Only it receives the whole configuration."""
+"""Trainer: builds the parts of a run from its configuration, and trains."""
 
 import time
 from collections.abc import Iterator
@@ -48,7 +48,6 @@ from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
-from torchtitan_diloco.diloco.startup import state_bytes
 from torchtitan_diloco.distributed.collectives import assert_agreement
 from torchtitan_diloco.distributed.stop import StopRequest, answer_lag
 from torchtitan_diloco.distributed.world import FSDP, WORKER, World
@@ -129,8 +128,8 @@ class Trainer:
                     self.outer.drain()
                     telemetry.count("time/step_seconds", time.perf_counter() - started)
                 if then.log:
-                    done = None if self.island is None else self.island.step - 1
-                    telemetry.open(self.step, self.lr, stop.waited_seconds, done)
+                    progress = None if self.island is None else self.island.progress
+                    telemetry.open(self.step, self.lr, stop.waited_seconds, progress)
                 telemetry.publish(all=then.flush)
                 if then.validate and not (self.island and self.island.outer.left):
                     telemetry.pause(self.validator.validate(self.step, telemetry))
@@ -241,9 +240,10 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _manifest(self, telemetry: Telemetry) -> Manifest:
+        tokens = self.plan.tokens_at(self.step)
         state = RunState(
             step=self.step,
-            tokens=self.plan.tokens_at(self.step),
+            tokens=tokens if self.island is None else self.island.progress.tokens,
             position=self.loader.position,
             skipped_in_a_row=self.skips.in_a_row,
             validated=self.validator.validated,
@@ -385,8 +385,8 @@ class Trainer:
         )
         data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line)
-        outer_bytes = 0 if config.diloco.method == "none" else state_bytes(config.diloco)
-        check_size(self.plan, self.world, self.flops_per_token, outer_bytes=outer_bytes)
+        about = self.plan, self.world, self.flops_per_token, config.diloco
+        check_size(*about, island=bool(config.islands.join))
         for warning in run_warnings(config, self.plan.total_steps):
             if self.world.is_first:
                 logger.warning(warning)

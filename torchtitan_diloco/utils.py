@@ -139,11 +139,14 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 
 def free_memory_bytes(device: "torch.device") -> float:
-    """Return the memory of a GPU, or the free memory of the machine or container, or infinity."""
+    """Return the free memory of a GPU, or what is available to the machine or container.
+
+    The latter is infinity if it is not known.
+    """
     import torch
 
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.mem_get_info(device)[0]
     found = [math.inf]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

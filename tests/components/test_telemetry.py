@@ -19,17 +19,21 @@ from torchtitan_diloco.components import telemetry as module
 from torchtitan_diloco.components.checkpoint_schema import RunState
 from torchtitan_diloco.components.records import drop_records_after
 from torchtitan_diloco.components.run_plan import RunPlan
+from torchtitan_diloco.components.summary import summarise
 from torchtitan_diloco.components.telemetry import (
     OF_WORKER,
+    RunProgress,
     StepResult,
     Telemetry,
     time_shares,
     worker_key,
 )
 from torchtitan_diloco.config.schema import Metrics
+from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.round import Round, Traffic
 from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.utils import all_reduce_bytes
 
 LOSS, SENT = "train/loss_nats_per_token_global", "diloco/sent_bytes_sum_over_ranks"
 SHARES = ("compute", "data", "exposed_communication", "other")
@@ -144,6 +148,26 @@ def test_a_logged_step_covers_the_steps_since_the_last(tmp_path: Path) -> None:
     skipped = "train/skipped_steps_mean_over_workers"
     assert (third[LOSS], third[skipped], fourth[skipped]) == (1.0, 0.5, 1), "in no loss"
     assert (fourth[LOSS], fourth["train/gradient_norm_mean_over_workers"]) == ("nan", "inf")
+
+
+def test_the_summary_counts_islands_that_came_later() -> None:
+    class Uncounted(Outer):
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+    own = telemetry(None, Uncounted())
+    train(own, range(1, 9))
+    assert {record.participants for record in own.round_records} == {2}
+    found = summarise(own, DiLoCoConfig(workers=1), step=8, validated=None)
+    assert found.data_parallel_bytes_per_worker == 8 * all_reduce_bytes(PLAN.parameters, 2)
+
+
+def test_the_tokens_of_islands_are_those_of_the_run(tmp_path: Path) -> None:
+    with telemetry(tmp_path) as own:
+        own.measure(lambda: TRAINED)
+        own.open(1, lr=0.1, run=RunProgress(steps=7, tokens=448))
+        own.publish(all=True)
+    assert records(tmp_path)[0]["train/tokens_global"] == 448
 
 
 def test_pauses_are_left_out_and_earlier_sessions_count(

@@ -4,9 +4,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
+from matplotlib.ticker import EngFormatter
 
 from tests.conftest import REPOSITORY
 from tests.islands.servers import need_server
@@ -15,10 +17,13 @@ from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints
 from torchtitan_diloco.components.checkpoint_schema import read_manifest
 from torchtitan_diloco.config import from_command_line
 from torchtitan_diloco.config.loader import ConfigError
+from torchtitan_diloco.report.page import describe, facts_table
+from torchtitan_diloco.report.run_records import open_runs
+from torchtitan_diloco.utils import all_reduce_bytes
 
 need_server()
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "model.layers": 2,
     "model.width": 32,
     "model.heads": 2,
@@ -36,7 +41,8 @@ SETTINGS = {
 
 
 def run(folder: Path, **more: object) -> subprocess.CompletedProcess[str]:
-    settings = SETTINGS | {key.replace("__", "."): value for key, value in more.items()}
+    settings = SETTINGS | {"diloco.workers": 5}  # not the number of islands
+    settings |= {key.replace("__", "."): value for key, value in more.items()}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     module = [sys.executable, "-m", "torchtitan_diloco.launch"]
     command = [*module, "--config", "debug", "--run.folder", str(folder), *words]
@@ -48,7 +54,7 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert "island island-1 has slot" in first.stdout
     assert re.search(r"step +\d+  run \d+ %  loss ", first.stdout)
-    again = run(tmp_path)
+    again = run(tmp_path, training__batch_size=1)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed from" in again.stdout
     manifests = []
@@ -61,6 +67,23 @@ def test_islands_stop_and_go_on_where_the_log_ends(tmp_path: Path) -> None:
     one, other = (manifest.outer[0]["island"] for manifest in manifests)
     assert one["heads"] == other["heads"]
     assert one["versions"] == other["versions"]
+    check_report(tmp_path / "island-1")
+
+
+def check_report(folder: Path) -> None:
+    """Its counts are those of two islands, and of the run's tokens."""
+    (island,) = open_runs([folder])
+    assert island.summary is not None
+    facts = {name.text: cell.text for name, cell in facts_table([island]).rows}
+    tokens = 60 * 2 * SETTINGS["training.batch_size"] * SETTINGS["training.sequence_length"]
+    assert facts["tokens, all workers"] == f"{tokens:,}"
+    assert read_manifest(complete_checkpoints(folder)[-1]).state.tokens == tokens
+    assert describe(island).endswith("; one of 2 islands, Streaming DiLoCo")
+    # What is in the summary is what the console has shown.
+    sent = island.summary.sent_bytes_mean_over_workers
+    assert facts["sent by each worker"] == EngFormatter("B", places=1)(sent)
+    expected = all_reduce_bytes(island.parameters, 2) * island.last_step
+    assert island.summary.data_parallel_bytes_per_worker == expected
 
 
 def test_contradictions_are_named() -> None:

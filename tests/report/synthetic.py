@@ -87,7 +87,7 @@ def round_records(
                 sent_step=sent_step,
                 parameters=list(FRAGMENTS.values())[fragment],
                 last_worker=workers - 1,
-                late_by_seconds=max(arrivals) - sorted(arrivals)[-2],
+                late_by_seconds=max(arrivals) - max(sorted(arrivals)[:-1], default=math.nan),
                 workers=tables,
             )
         )

@@ -18,6 +18,7 @@ from torchtitan_diloco.report.charts import draw_timeline
 from torchtitan_diloco.report.figures import Figure, figures
 from torchtitan_diloco.report.page import (
     ABSENT,
+    describe,
     detail_tables,
     facts_table,
     html_page,
@@ -128,6 +129,22 @@ def test_runs_that_lack_something(runs: Path, tmp_path: Path) -> None:
 
     resumed: list[Any] = [*step_records(110), summary(100)]
     assert opened(write_run(tmp_path / "resumed", resumed)).summary is None, "it went on"
+
+
+def test_an_island_shares_no_bytes_with_the_others(tmp_path: Path) -> None:
+    """It began with another one, and a third one came."""
+    rounds = round_records(100, workers=1)
+    for number, record in enumerate(rounds):
+        record.participants = 2 if number < 2 else 3
+    settings = '[diloco]\nworkers = 9\n[islands]\nname = "a"\nbegin = 2\n'
+    folder = write_run(tmp_path / "a", [*step_records(100, workers=1), *rounds], settings)
+    island = opened(folder)
+    assert describe(island) == "one of 3 islands"
+    expected = 100 * all_reduce_bytes(sum(FRAGMENTS.values()), 3)
+    assert facts(island)["sent by each worker"][0] == "15.0 MB"
+    assert f"{expected / 15e6:,.1f} times" in facts(island)["data parallelism would send"][1]
+    for row in ("training loss", "tokens/s"):
+        assert "this island" in facts(island)[row][1]
 
 
 def test_damaged_lines_and_workers_that_come_or_are_left_out(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ class _Part:
 class Checkpointer:
     """Saves one checkpoint at a time; a failed save leaves training and earlier checkpoints alone.
 
-    `torch.distributed.checkpoint.async_save` copies the whole state dict when it is called, but the
-    results of fragments in flight are known only later. Its metadata is pickled, too.
+    The results of fragments in flight are known only after training goes on: the thread that writes
+    waits for them. Files are safetensors and JSON, as `torch.distributed.checkpoint` pickles its
+    metadata.
     """
 
     def __init__(

@@ -10,6 +10,8 @@ import torch
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config.schema import Checkpoint, Metrics, Training, Validation
+from torchtitan_diloco.diloco.config import DiLoCoConfig
+from torchtitan_diloco.diloco.startup import state_bytes, state_device
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.stop import Requests
 from torchtitan_diloco.distributed.world import World
@@ -152,11 +154,10 @@ def log_plan(
         logger.info(f"{name:<10} {text}")
 
 
-def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_bytes: int) -> None:
-    """Raise if the state of the run cannot fit into memory. Warn if it takes very long.
-
-    `outer_bytes`: bytes of a parameter in the outer loop's buffers.
-    """
+def check_size(
+    plan: RunPlan, world: World, flops_per_token: int, diloco: DiLoCoConfig, *, island: bool = False
+) -> None:
+    """Raise if the state of the run cannot fit into memory. Warn if it takes very long."""
     device, ranks, smaller = world.device, local_ranks(), "--config 35m, or --config debug to try"
     tokens = plan.tokens_at(plan.total_steps) - plan.start_tokens
     peak = peak_flops(device) or (device.type == "cpu" and CORE_FLOPS * available_cores() / ranks)
@@ -168,18 +169,36 @@ def check_size(plan: RunPlan, world: World, flops_per_token: int, *, outer_bytes
         )
 
     def check_memory() -> None:
-        on_host = device.type == "cpu"
-        bytes_each = plan.inner_bytes + outer_bytes * on_host
-        needed = bytes_each * plan.parameters / world.ranks_per_worker * (ranks if on_host else 1)
-        if needed > (free := free_memory_bytes(device)):
-            raise ValueError(
-                f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this "
-                f"{'machine' if on_host else 'GPU'}, without activations, and {free / GIB:.1f} GiB "
-                f"are {'free' if on_host else 'there'}: use more ranks or machines per worker, or "
-                f"a smaller model ({smaller})"
-            )
+        for place, state in state_of_rank(plan, world, diloco, island=island).items():
+            sharing, where, kind = ranks, "machine", "available"
+            if place.type == "cuda":
+                sharing, where, kind = math.ceil(ranks / torch.cuda.device_count()), "GPU", "free"
+            needed, free = sharing * sum(state.values()), free_memory_bytes(place)
+            if needed > free:
+                raise ValueError(
+                    f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this {where} "
+                    f"({', '.join(state)}; without activations), and its {kind} memory is "
+                    f"{free / GIB:.1f} GiB: use more ranks or machines per worker, or a smaller "
+                    f"model ({smaller})"
+                )
 
     on_all_ranks(world.control, check_memory)
+
+
+def state_of_rank(
+    plan: RunPlan, world: World, diloco: DiLoCoConfig, *, island: bool
+) -> dict[torch.device, dict[str, float]]:
+    """Return the bytes that a rank allocates at the start, by device and purpose.
+
+    An island has its outer state on the device, with another copy for the next version.
+    """
+    device, values = world.device, plan.parameters / world.ranks_per_worker
+    needed = {device: {"parameters, gradients, optimizer": plan.inner_bytes * values}}
+    if diloco.method != "none":
+        place = device if island else state_device(values, device, diloco)
+        outer_bytes = (state_bytes(diloco) + 4 * island) * values
+        needed.setdefault(place, {})["outer state"] = outer_bytes
+    return needed
 
 
 def log_early_end(

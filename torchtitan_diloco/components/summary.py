@@ -36,9 +36,11 @@ def summarise(
     summary = Summary(step, telemetry.counted_after_step)
     if validated is not None:
         summary.validation_step, summary.validation_loss = validated
-    if config.workers == 1:
+    began = telemetry.plan.ranks // world.ranks_per_worker  # islands may have come since
+    workers = max([began, *(record.participants for record in rounds)])
+    if workers == 1:
         return summary
-    bytes_of_step = all_reduce_bytes(telemetry.plan.parameters, config.workers)
+    bytes_of_step = all_reduce_bytes(telemetry.plan.parameters, workers)
     summary.data_parallel_bytes_per_worker = bytes_of_step * (step - summary.counted_after_step)
     if "diloco/sent_bytes" in totals:
         exchange = totals["diloco/exchange_seconds"]

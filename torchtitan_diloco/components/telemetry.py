@@ -57,6 +57,13 @@ def worker_key(worker: int, name: str) -> str:
     return f"worker_{worker}/{name}"
 
 
+class RunProgress(NamedTuple):
+    """Progress of the whole run, if islands share it."""
+
+    steps: float
+    tokens: int
+
+
 class StepResult(NamedTuple):
     cross_entropy: float
     """Sum over this rank's tokens, in nats."""
@@ -172,14 +179,14 @@ class Telemetry:
     # --- a logged step ----------------------------------------------------------------------------
 
     def open(
-        self, step: int, lr: float, agreement_seconds: float = 0.0, done: float | None = None
+        self, step: int, lr: float, agreement_seconds: float = 0.0, run: RunProgress | None = None
     ) -> None:
         """Log the steps since the last logged one. Collective.
 
         `agreement_seconds`: total time for which the training thread of this process has waited
-        for agreement of all ranks. `done`: steps of the whole run, if islands share it.
+        for agreement of all ranks. `run`: only on an island.
         """
-        progress, steps_left = self._progress(step, done)
+        progress, steps_left = self._progress(step, None if run is None else run.steps)
         world, now, where = self.world, time.perf_counter(), f"up to step {step}"
         self.count("time/wall_seconds", now - self._interval_started)
         self.count("time/agreement_seconds", agreement_seconds - self._agreement_before)
@@ -193,7 +200,7 @@ class Telemetry:
         ]
         record: Record = {
             "train/lr": lr,
-            "train/tokens_global": self.plan.tokens_at(step),
+            "train/tokens_global": self.plan.tokens_at(step) if run is None else run.tokens,
             "time/elapsed_seconds": self.elapsed_seconds,
         }
         sums = PendingSums(world, numbers, where)

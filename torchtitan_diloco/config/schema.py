@@ -298,7 +298,7 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. Only the trainer sees them all; a component gets its own section."""
+    """All settings of a run. Components get only the sections that they need."""
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)

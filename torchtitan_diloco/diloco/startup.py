@@ -167,12 +167,17 @@ def state_bytes(config: DiLoCoConfig) -> int:
 def pick_state_device(fragments: tuple[Fragment, ...], config: DiLoCoConfig) -> torch.device:
     """Return the device of the outer state, on which deltas are encoded."""
     locals_ = [part.local() for fragment in fragments for part in fragment.parts]
-    device, choice = locals_[0].device, config.link.outer_state
+    return state_device(sum(local.numel() for local in locals_), locals_[0].device, config)
+
+
+def state_device(values: float, device: torch.device, config: DiLoCoConfig) -> torch.device:
+    """Return the device of the outer state of a rank with `values` parameters on `device`."""
+    choice = config.link.outer_state
     if device.type == "cpu" or choice == "cpu":
         return torch.device("cpu")
-    wanted = state_bytes(config) * sum(local.numel() for local in locals_)
     total = torch.cuda.get_device_properties(device).total_memory
-    return device if choice == "device" or wanted <= GPU_SHARE * total else torch.device("cpu")
+    is_small = state_bytes(config) * values <= GPU_SHARE * total
+    return device if choice == "device" or is_small else torch.device("cpu")
 
 
 def build_states(

@@ -141,10 +141,11 @@ def _sent(runs: Sequence[Run], x: Axis) -> Figure | None:
     curves: list[Curve] = []
     for series, run in enumerate(runs):
         times, sent = x.curve(run, SENT_BYTES)
-        if run.workers and np.nansum(sent):
+        if run.recorded_workers and np.nansum(sent):
             steps, _ = run.curve(SENT_BYTES)
             expected = np.array([run.data_parallel_bytes(step) for step in steps])
-            curves.append(Curve("sent", times, np.nancumsum(sent) / run.workers, series))
+            each = np.nancumsum(sent) / run.recorded_workers
+            curves.append(Curve("sent", times, each, series))
             dashed = Curve("data parallelism would send", times, expected, series, dashed=True)
             curves.append(dashed)
     caption = (

@@ -72,6 +72,8 @@ def html_page(runs: Sequence[Run]) -> str:
 
 def describe(run: Run) -> str:
     workers = f"{run.workers} worker{'s' * (run.workers > 1)}" if run.workers else ""
+    if run.is_island:
+        workers = f"one of {run.workers} islands"
     method = METHODS.get(run.settings.get("diloco.method", ""), "")
     setup = ", ".join(filter(None, (workers, method)))
     return "; ".join(filter(None, (str(run.settings.get("run.description", "")), setup)))
@@ -143,6 +145,7 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
 def _facts(run: Run) -> dict[str, Cell]:
     validated, shared_loss = run.last(VALIDATION_LOSS)
     trained, loss = run.last(TRAINING_LOSS)
+    scope = "this island" if run.is_island else "all workers"
     validation_note = f"nats per held-out token, step {validated:,}"
     tokens, elapsed = run.last(TOKENS)[1], run.last(ELAPSED_SECONDS)[1]
     rate = of_known(np.median, run.curve("speed/tokens_per_second_global")[1])
@@ -157,10 +160,10 @@ def _facts(run: Run) -> dict[str, Cell]:
         utilisation = _cell(measured, _percent, f"measured; {predicted} predicted")
     return {
         "loss of the shared model": _cell(shared_loss, _loss, validation_note),
-        "training loss": _cell(loss, _loss, f"nats per token, all workers, step {trained:,}"),
+        "training loss": _cell(loss, _loss, f"nats per token, {scope}, step {trained:,}"),
         "tokens, all workers": _cell(tokens, _count, f"{run.last_step:,} steps"),
         "time": _cell(elapsed, clock, "days, h:mm:ss, with validations"),
-        "tokens/s, all workers": _cell(rate, _count, "median"),
+        "tokens/s": _cell(rate, _count, f"{scope}, median"),
         **_sent_bytes(run),
         "communication hidden": _cell(hidden, _percent, "of the time of exchanges"),
         "exposed communication": _cell(exposed, _percent, "of the training time"),
@@ -170,7 +173,7 @@ def _facts(run: Run) -> dict[str, Cell]:
 
 
 def _sent_bytes(run: Run) -> dict[str, Cell]:
-    sent = run.total(SENT_BYTES) / (run.workers or math.nan)
+    sent = run.total(SENT_BYTES) / (run.recorded_workers or math.nan)
     expected = run.data_parallel_bytes(run.last_step)
     counted = _cell(sent, _bytes, "counted in the buffers")
     if run.settings.get("diloco.method") == "none":

@@ -77,12 +77,25 @@ class Run:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
+    def is_island(self) -> bool:
+        """Whether the records are those of one island of the run."""
+        return bool(self.settings.get("islands.name"))
+
+    @property
     def workers(self) -> int:
-        """Number of workers, 0 if not known."""
-        configured = self.settings.get("diloco.workers")
-        if isinstance(configured, int):
-            return configured
-        return len(self.rounds[-1].workers) if self.rounds else 0
+        """Number of workers of the run, 0 if not known. Of islands, the most that shared a round,
+        or so many as begin together."""
+        workers = self.settings.get("islands.begin") or self.settings.get("diloco.workers")
+        if not isinstance(workers, int):
+            return len(self.rounds[-1].workers) if self.rounds else 0
+        if not self.is_island:
+            return workers
+        return max([workers, *(record.participants for record in self.rounds)])
+
+    @property
+    def recorded_workers(self) -> int:
+        """Number of workers that the records cover, 0 if not known."""
+        return 1 if self.is_island else self.workers
 
     @property
     def parameters(self) -> float:
