@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
@@ -207,6 +208,7 @@ class Connection(Inbox):
                     log.open(self._join, address, self._name),
                     bulk.open(self._join, address, f"{self._name} bulk"),
                 )
+                await log.compare(self._join.run)  # before anything is sent
                 self._log, self._bulk = log, bulk  # before _is_there is set
                 await log.follow(self._join.run, self._name, self.received)
                 self._is_there.set()
@@ -224,6 +226,12 @@ class Connection(Inbox):
                     session.fail("closed")
                     self._in_background(session.close())
             first = not self._first.done()
+            if isinstance(failure, AnotherLogError):
+                self.note_failure(failure)
+                self._is_there.set()  # nobody waits for it any more
+                if first:
+                    self._first.set_exception(failure)
+                return
             if first and (isinstance(failure, RefusedError) or self._loop.time() > give_up):
                 self._first.set_exception(_first_error(failure, patience))
                 return
@@ -248,6 +256,8 @@ class Connection(Inbox):
         async with self._free[bulk]:
             while not self._closed:
                 await self._is_there.wait()
+                if self.failure is not None:
+                    raise self.failure
                 assert self._bulk is not None
                 session = self._bulk
                 try:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.log import Outcome, State, checksums_before
+from torchtitan_diloco.islands.log import AnotherLogError, Outcome, State, checksums_before
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
     AnyRecord,
@@ -79,7 +80,8 @@ class Replay:
         self._connection.start(after=0, known=saved is not None)
         self._connection.receive_log()
         facts = self._read_facts(saved)
-        self.state = State(self._checksum, self._begin(facts, saved))
+        self._begin(facts, saved)
+        self.state = State(self._checksum)
         while self._connection.records:
             self._read(self._connection.records.popleft())
         return facts
@@ -91,13 +93,8 @@ class Replay:
 
     def _read_facts(self, saved: Saved | None) -> Facts:
         """Return the facts of the run. Write them if there are none."""
-        last = self._connection.last
-        if saved is not None and saved.run == self._mine.run and last < saved.sequence:
-            raise ValueError(
-                f"the log of the run has {last} records, and the checkpoint of this "
-                f"island knows {saved.sequence}: it was truncated or made anew; restore the "
-                "server's folder, or begin a new run with `serve` in an empty folder"
-            )
+        if saved is not None and saved.run == self._mine.run:
+            self._check_log(saved)
         asked_at = -RETRY
         while not (found := [one for one in self._unread() if isinstance(one, Facts)]):
             if time.monotonic() - asked_at > RETRY:
@@ -119,22 +116,31 @@ class Replay:
             )
         return facts
 
-    def _begin(self, facts: Facts, saved: Saved | None) -> tuple[int, str] | None:
-        """Begin with saved copies, with version 0, or with snapshots of another island.
+    def _check_log(self, saved: Saved) -> None:
+        """Raise AnotherLogError if the checkpoint is not of this log.
 
-        Return `known` of `State`.
+        This must be known before the replay, which needs the checksums of the checkpoint's entries.
         """
+        known, last = saved.sequence, self._connection.last
+        if last < known:
+            raise AnotherLogError(f"it has {last} records, and the island has read {known}")
+        reader = State(None, known=(known, saved.digest))
+        for record in islice(self._connection.records.copy(), known):
+            reader.read(record.sequence, record.raw)
+
+    def _begin(self, facts: Facts, saved: Saved | None) -> None:
+        """Begin with saved copies, with version 0, or with snapshots of another island."""
         declare = partial(self._copies.run, self._copies.declare)
         if saved is not None and saved.run == facts.run:
             places = zip(saved.heads, saved.versions, strict=True)
             for fragment, (head, version) in enumerate(places):
                 self._start_at(fragment, version, head, declare(fragment, version))
-            return saved.sequence, saved.digest
+            return
         fits = self._mine.checksums == facts.checksums
         records = self._unread()
         if not fits or any(isinstance(record, Close) for record in records):
             if self._take_snapshots(records):
-                return None
+                return
             if self._loaded:
                 raise IslandFailedError("the islands that gave their shared copies are gone")
             if not fits:
@@ -145,7 +151,6 @@ class Replay:
                 )
         for fragment in range(len(facts.checksums)):  # a loaded checkpoint may be of another run
             self._start_at(fragment, 0, "", declare(fragment, 0, True))
-        return None
 
     def _unread(self) -> list[AnyRecord]:
         found = list[AnyRecord]()
@@ -205,9 +210,10 @@ class Replay:
                 if isinstance(message, Snapshot) and message.sender == donor:
                     answer = message if message.fragment == fragment else answer
             if answer is not None:
-                if not answer.version or checksums_before(self._unread(), fragment, answer.head):
+                known = checksums_before(self._unread(), fragment, answer.head)
+                if known.keys() == set(range(answer.version)):
                     return answer
-            elif self._members.is_gone(donor, time.monotonic()):
+            if self._members.is_gone(donor, time.monotonic()):
                 break
         return None
 

@@ -195,8 +195,8 @@ class Server:
                 await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
         except NotFoundError as error:
             raise ValueError(
-                f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
-                "folder, or begin a new run in a new one"
+                f"{self.folder}: the log of the run {self.settings.run} is gone; begin a new "
+                "run in a new folder"
             ) from error
 
 
@@ -254,7 +254,10 @@ def open_folder(
     try:
         settings = msgspec.json.decode(path.read_bytes(), type=Settings)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); restore the folder") from error
+        raise ValueError(
+            f"{path} is damaged ({error}); restore this file, and no other of the folder, or begin "
+            "a new run in a new one"
+        ) from error
     for key in ("run", "keep_gb"):
         new, old = changes.get(key), getattr(settings, key)
         if new is not None and new != old:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import Chunk, Count, digest
 from torchtitan_diloco.utils import install_command, logger
@@ -32,6 +33,8 @@ SETUP_SECONDS = 4.0
 """Timeout to connect, and to subscribe."""
 NO_LIMIT = 1e6
 """Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
+LAG_SECONDS = 2.0
+"""Time in which the new leader of a cluster has applied all records."""
 HEARTBEAT, SILENT_POLLS = 0.5, 30
 """Seconds until the server reports that there is no new record, and polls without a report."""
 
@@ -87,8 +90,12 @@ class Inbox:
         self.received, self.last = 0, -1
         """Sequence numbers of the last record received, and of the last one in the log when the
         connection was made."""
+        self.newest = b""
+        """The last record received."""
         self.problem = ""
         """Why there is no connection."""
+        self.failure: AnotherLogError | None = None
+        """Why there will be none again."""
         self._away_since = math.inf
         self._news = threading.Event()
         self._writer: threading.Thread | None = None
@@ -110,10 +117,15 @@ class Inbox:
         logger.warning(f"no connection to the server of the islands: {reason}")
         self.wake()
 
+    def note_failure(self, failure: AnotherLogError) -> None:
+        self._check_writer()
+        self.failure = failure
+        self.wake()
+
     def note_record(self, record: LogRecord) -> None:
         self._check_writer()
         self.records.append(record)
-        self.received = record.sequence
+        self.received, self.newest = record
         self.wake()
 
     def note_message(self, message: "Hint | AnyMessage") -> None:
@@ -131,10 +143,12 @@ class Inbox:
         assert threading.current_thread() is self._writer, "only the connection's thread writes"
 
     def receive(self, seconds: float = TICK) -> None:
-        """Wait until something arrives, at most for this time."""
+        """Wait until something arrives, at most for this time. Raises `failure`."""
         self.members.tick(time.monotonic())
         self._news.wait(seconds)
         self._news.clear()  # before the caller reads, so that nothing is missed
+        if self.failure is not None:
+            raise self.failure
         self.members.tick(time.monotonic())
 
     def wake(self) -> None:
@@ -283,6 +297,20 @@ class LogSession(Session):
         super().__init__(patience)
         self._inbox = inbox
         self._consumed = 0
+
+    async def compare(self, run: str) -> None:
+        """Raise AnotherLogError if the log is not the one that the records received are from."""
+        if self._inbox.newest:
+            await self.run(self._compare(stream_of(run, "log")), SETUP_SECONDS)
+
+    async def _compare(self, stream: str) -> None:
+        known, end = self._inbox.received, time.monotonic() + LAG_SECONDS
+        while (last := (await self.jetstream.stream_info(stream)).state.last_seq) < known:
+            if time.monotonic() > end:
+                raise AnotherLogError(f"it has {last} records, and the island has read {known}")
+            await asyncio.sleep(POLL)
+        if (await self.jetstream.get_msg(stream, known)).data != self._inbox.newest:
+            raise AnotherLogError(f"its record {known} is another one")
 
     async def follow(self, run: str, name: str, after: int) -> None:
         """Subscribe to the log after a record, and to messages.
