@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, RefusedError
 from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Chunk, digest
@@ -26,7 +26,6 @@ from torchtitan_diloco.islands.session import (
     AnyMessage,
     Inbox,
     LogSession,
-    RefusedError,
     Session,
     ask_subject,
     check_installed,

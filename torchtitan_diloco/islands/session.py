@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import ssl
 import threading
 import time
 from collections import deque
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, RefusedError, explain
 from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import Chunk, Count, digest
@@ -168,10 +167,6 @@ class Inbox:
         return time.monotonic() - self._away_since
 
 
-class RefusedError(ValueError):
-    """The server refuses this island, or does not match the join string."""
-
-
 def subject_of(run: str, kind: str) -> str:
     return f"islands.{run}.{kind}"
 
@@ -244,7 +239,7 @@ class Session:
         try:
             await self.run(connect, SETUP_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
-            raise _explain(self._problem or error, address, join) from error
+            raise explain(self._problem or error, address, join) from error
         self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
@@ -376,33 +371,3 @@ class LogSession(Session):
     async def _on_message(self, kind: Any, message: "Msg") -> None:
         with suppress(msgspec.DecodeError):  # garbage
             self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
-
-
-def _explain(error: Exception, address: str, join: Join) -> Exception:
-    """Return an error for users about a failure to connect."""
-    text = str(error) or type(error).__name__
-    if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
-        return RefusedError(
-            f"islands.join: this system does not trust the certificate of {address} "
-            f"({error.verify_message}), and the join string has none: it may have been cut off; "
-            "copy the whole line that the server printed"
-        )
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return RefusedError(
-            f"islands.join: {address} has another certificate than the join string says "
-            f"({error.verify_message}): it is another server, or its folder was made anew; "
-            "use the join string that it printed last"
-        )
-    if isinstance(error, ssl.SSLError):
-        return RefusedError(
-            f"islands.join: {address} does not begin with TLS ({error.reason}): set "
-            "`handshake_first: true` in the tls section of its configuration"
-        )
-    if "authorization" in text.lower():
-        return RefusedError(
-            f"islands.join: {address} refuses the user or the password of the join string; "
-            "use the one that the server printed"
-        )
-    if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
-        text += "; a server with TLS needs a join string that begins with nats+tls://"
-    return ConnectionError(f"{address}: {text}")
