@@ -18,10 +18,14 @@ from torchtitan_diloco.islands.server import Server, open_folder
 need_server()
 
 
-def copy_folder(server: Server, copy: Path) -> None:
+def copy_folder(server: Server, copy: Path, *connected: Listener) -> None:
     server.stop()
+    for listener in connected:
+        listener.wait_disconnected()
     shutil.copytree(server.folder, copy)
     server.start()
+    for listener in connected:
+        listener.wait_connected()
 
 
 def restore_folder(server: Server, copy: Path) -> None:
@@ -58,8 +62,7 @@ def test_each_connection_compares_the_log_with_what_was_read(tmp_path: Path) -> 
             for number, record in enumerate((b"1", b"2"), start=1):
                 first.connection.append(record)
                 second.read_to(number)
-            copy_folder(server, copy)
-            second.wait_connected()
+            copy_folder(server, copy, first, second)
             early = second.read_to(2)
             second.connection.close()
             first.connection.append(b"3")

@@ -1,5 +1,6 @@
 """Shared copies from the log: agree on the facts, get the copies, and compute each new version."""
 
+import math
 import threading
 import time
 from collections.abc import Collection
@@ -13,7 +14,12 @@ import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.connection import (
+    Connection,
+    CorruptError,
+    GivenUpError,
+    GoneError,
+)
 from torchtitan_diloco.islands.copies import Copies
 from torchtitan_diloco.islands.log import AnotherLogError, Outcome, State, checksums_before
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
@@ -34,9 +40,9 @@ from torchtitan_diloco.utils import find_differences, logger
 NOTHING = torch.empty(0, dtype=torch.uint8)
 RETRY = 0.5
 """Seconds between attempts to append a record."""
-SNAPSHOT_SECONDS = 3600.0
-"""Seconds without an answer after which another island is asked for a snapshot. The wait for one
-that is gone ends earlier."""
+ASK_SECONDS, SNAPSHOT_SECONDS = 10.0, 3600.0
+"""Seconds after which an island is asked for a snapshot again, as a question or an answer may be
+lost, and after which another island is asked. The wait for one that is gone ends earlier."""
 HEAR_SECONDS = 3.0
 """Seconds in which every running island sends a heartbeat."""
 
@@ -183,13 +189,14 @@ class Replay:
     def _take_snapshot(self, donor: str, fragment: int) -> str:
         """Load a fragment from another island. Return the problem, or ""."""
         wanted = SnapshotWanted(sender=self.incarnation, fragment=fragment)
-        self._connection.ask(donor, wanted)
-        answer = self._wait_for_answer(donor, fragment)
+        answer = self._wait_for_answer(donor, wanted)
         if answer is None:
             return "it does not answer"
+        if answer.problem:
+            return answer.problem
         try:
             content = join_bytes(self._connection.fetch(answer.chunks, "snapshots"))
-        except (GoneError, CorruptError) as error:
+        except (GoneError, CorruptError, GivenUpError) as error:
             return str(error)
         if content.numel() != self._copies.snapshot_bytes(fragment):
             return f"it has {content.numel()} bytes"
@@ -199,11 +206,16 @@ class Replay:
         self._start_at(fragment, answer.version, answer.head, checksum)
         return ""
 
-    def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
-        """Return the answer once the log has been received up to its entry."""
-        until, answer = time.monotonic() + SNAPSHOT_SECONDS, None
-        messages = self._connection.messages
-        while time.monotonic() < until:
+    def _wait_for_answer(self, donor: str, wanted: SnapshotWanted) -> Snapshot | None:
+        """Ask, and return the answer once the log has been received up to its entry."""
+        begin, asked, answer = time.monotonic(), -math.inf, None
+        fragment, messages = wanted.fragment, self._connection.messages
+        while (now := time.monotonic()) < begin + SNAPSHOT_SECONDS:
+            if answer is None and now > asked + ASK_SECONDS:
+                if asked > 0:
+                    logger.warning(f"waiting for the shared copy of fragment {fragment}")
+                self._connection.ask(donor, wanted)
+                asked = now
             self._connection.receive()
             while messages:
                 message = messages.popleft()
@@ -211,7 +223,7 @@ class Replay:
                     answer = message if message.fragment == fragment else answer
             if answer is not None:
                 known = checksums_before(self._unread(), fragment, answer.head)
-                if known.keys() == set(range(answer.version)):
+                if answer.problem or known.keys() == set(range(answer.version)):
                     return answer
             if self._members.is_gone(donor, time.monotonic()):
                 break

@@ -63,6 +63,8 @@ class Snapshot(Message, frozen=True):
     head: str
     """Hash of the entry that made the version."""
     chunks: tuple[Chunk, ...] = ()
+    problem: str = ""
+    """Why there are no chunks."""
 
 
 AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
