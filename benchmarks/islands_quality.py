@@ -45,7 +45,7 @@ from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection, leader
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.server import local_server
+from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 
 EXPIRY_SECONDS, BEAT_SECONDS = 2.0, 0.1

@@ -46,7 +46,7 @@ from torchtitan_diloco.diloco import (
 from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
-from torchtitan_diloco.islands.server import local_server
+from torchtitan_diloco.islands.local import local_server
 from torchtitan_diloco.models.chinchilla import Decoder
 
 WORKERS = 2

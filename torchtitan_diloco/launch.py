@@ -101,7 +101,7 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
 
 def run_local_islands(config: Config, arguments: list[str]) -> int:
     """Start a server and islands on this machine, each as if by hand."""
-    from torchtitan_diloco.islands.server import run_islands
+    from torchtitan_diloco.islands.local import run_islands
 
     count = config.islands.local
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // count)))

@@ -33,8 +33,10 @@ def test_a_file_holds_a_join_string(tmp_path: Path) -> None:
     assert config is not None, "it is planned, or printed, where the file is not"
     with pytest.raises(ValueError, match=r"islands\.join = '.*join\.txt': No such file"):
         Join.parse(str(path))
-    path.write_text(f"{join}\n")
-    assert Join.parse(str(path)) == join
+    for file in (path, tmp_path / "#1@12:00.txt"):
+        file.write_text(f"{join}\n")
+        assert Join.parse(str(file)) == join
+        assert from_command_line(["--islands.name", "a", "--islands.join", str(file)]) is not None
     with pytest.raises(ConfigError, match=r"islands\.join: .*not HOST:PORT") as error:
         from_command_line(["--islands.name", "a", "--islands.join", f"nats+tls://u:{SECRET}@h#run"])
     assert SECRET not in str(error.value)

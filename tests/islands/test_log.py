@@ -365,7 +365,7 @@ def test_a_log_with_a_gap_and_a_log_that_is_not_the_known_one_are_refused() -> N
     other.part(0, 11)
     known = log.state.sequence, log.state.digest
     read_all([*log.raw, *other.raw], State(log.state._checksum, known))
-    with pytest.raises(ValueError, match="record 4 or one before it is not the one"):
+    with pytest.raises(ValueError, match="record 4 or one before it is another one"):
         read_all(other.raw, State(log.state._checksum, known))
 
 

@@ -237,9 +237,11 @@ def test_settings_are_checked() -> None:
     chosen = replace(FP4, quantization=Quantization(codec="topk"))
     with pytest.raises(ValueError, match=r"join: .*not of the form") as error:
         IslandDiLoCo(Net(), Islands("nats://a", "a b"), chosen, total_tokens=1)
-    assert "islands.name = 'a b': may have letters" in str(error.value)
+    assert "islands.name = 'a b': must be at most 60 of the characters A-Z" in str(error.value)
     assert "codec = 'topk': does not work with islands" in str(error.value)
     here = Islands("nats://127.0.0.1:1#r", "a")
+    with pytest.raises(ValueError, match=r"islands.name = 'münchen': .* of the characters A-Z"):
+        IslandDiLoCo(Net(), replace(here, name="münchen"), FP4, total_tokens=1)
     with pytest.raises(ValueError, match=r"islands.quorum = 0: must be an integer >= 1"):
         IslandDiLoCo(Net(), replace(here, quorum=0), FP4, total_tokens=1)
     with pytest.raises(ValueError, match=r"quorum = 9: must be at most 2"):

@@ -1,10 +1,12 @@
 """Commands of the server, as a user runs them."""
 
+import dataclasses
 import io
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -95,8 +97,9 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         path.parent.mkdir()
         path.touch()
     bad: list[dict[str, Any]] = [{"port": 99999}, {"keep_gb": math.nan}, {"address": ""}]
+    bad += [{"host": "[::]"}]
     for chosen in bad:
-        with pytest.raises(ValueError, match=r"^--(port 99999|keep-gb nan|address '')"):
+        with pytest.raises(ValueError, match=r"^--(port 99999|keep-gb nan|address ''|host '\[)"):
             open_folder(tmp_path / "new", **chosen)
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"--run 'a\.b': use at most 64 letters"):
@@ -109,6 +112,8 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
         open_folder(known, run="other")
     with pytest.raises(ValueError, match=r"--keep-gb 7: .* was made with 0\.1"):
         open_folder(known, keep_gb=7)
+    with pytest.raises(ValueError, match=r"--host 2001:db8::1 .*; this machine has no such IPv6"):
+        open_folder(tmp_path / "elsewhere", host="2001:db8::1", port=free_port()).start()
     with pytest.raises(ValueError, match=r"the disk has .* GB left, and the server needs 2000"):
         open_folder(tmp_path / "large", keep_gb=1e6, port=free_port()).start()
     (known / "store").rename(known / "lost")
@@ -117,6 +122,38 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     (known / "key.pem").write_text("damaged")
     with pytest.raises(ValueError, match=r"nats-server did not start: .*key"):
         open_folder(known).start()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "file").touch()
+    for folder in (file / "x", Path("/proc/x")):
+        assert main(["serve", "--folder", str(folder)]) == USER_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --folder {folder}: ")
+    with running_server(tmp_path / "known") as server:
+        pass
+    (server.folder / "certificate.pem").unlink()
+    with pytest.raises(ValueError, match=r"--folder .*/known: .*certificate\.pem: No such file"):
+        open_folder(server.folder)
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_a_server_has_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    port = free_port()
+    try:
+        socket.create_server(("::1", port), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("needs IPv6")
+    flags = ["--folder", tmp_path / "server", "--port", port, "--keep-gb", 0.1, "--host", host]
+    with serving(*flags) as server:
+        (address,) = server.join.addresses
+        assert address == f"[::1]:{port}" or host == "::"
+        join = dataclasses.replace(server.join, addresses=(f"[::1]:{port}",))
+        with Listener(Join.parse(str(join)), "a/1") as listener:
+            listener.connection.append(b"1")
+            listener.read_to(1)
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -205,7 +242,8 @@ from pathlib import Path
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 name = flags["--islands.name"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3 if name == "island-2" else 0))
-print(name, flags["--islands.join"][:11], flush=True)
+join = Path(flags["--islands.join"])  # not in the list of processes
+print(name, oct(join.stat().st_mode & 0o777), join.read_text()[:11], flush=True)
 (Path(flags["--run.folder"]) / "ready").touch()
 time.sleep(200)
 """
@@ -215,7 +253,7 @@ def test_islands_on_this_machine(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from torchtitan_diloco.islands.server import run_islands
+from torchtitan_diloco.islands.local import run_islands
 def stop():
     while len(list(Path({str(tmp_path)!r}).glob("island-*/ready"))) < 2:
         time.sleep(0.05)
@@ -229,6 +267,6 @@ sys.exit(run_islands([sys.executable, "-c", {ISLAND!r}], 2, Path({str(tmp_path)!
     )
     assert done.returncode == 3, done.stderr
     first, last = done.stdout.splitlines()
-    assert first == "island-1 nats+tls://"
+    assert first == "island-1 0o600 nats+tls://"
     assert last.startswith(f"islands and server are in {tmp_path}; the same command with")
-    assert (tmp_path / "island-2/output.txt").read_text() == "island-2 nats+tls://\n"
+    assert (tmp_path / "island-2/output.txt").read_text() == "island-2 0o600 nats+tls://\n"

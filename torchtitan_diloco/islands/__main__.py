@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run a server, and print the join string of its run")
     serve.add_argument("--folder", type=Path, required=True, help="new, or that of the same run")
     serve.add_argument("--run", help="name of the run (default: a random one)")
-    serve.add_argument("--host", help="address to listen on (default: 0.0.0.0)")
+    serve.add_argument("--host", help="address to listen on (default: 0.0.0.0; :: for IPv6, too)")
     serve.add_argument("--port", type=int, help="default: 4222")
     serve.add_argument("--address", help="name or address that islands dial (default: this host's)")
     serve.add_argument("--keep-gb", type=float, help=f"{keep} (default: 20)")

@@ -5,6 +5,7 @@ import binascii
 import ipaddress
 import re
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,18 +47,18 @@ class Islands(Section):
         return IslandDiLoCo
 
 
-NAME = r"[\w.-]{1,60}"
+NAME = r"[A-Za-z0-9_.-]{1,60}"
 
 
 def islands_mistakes(islands: Islands, begin: int) -> Mistakes:
     """Check the settings of an island. `begin`: number of islands that start together."""
-    if islands.join and not _FILE.fullmatch(islands.join):  # a file need not be here to plan
+    if islands.join and not _is_file(islands.join):  # a file need not be here to plan
         try:
             Join.parse(islands.join)
         except ValueError as error:
             yield "islands.join", str(error).removeprefix("islands.join = ")
     if islands.name and not re.fullmatch(NAME, islands.name):
-        yield "islands.name", 'may have letters, digits, ".", "-" and "_"'
+        yield "islands.name", 'must be at most 60 of the characters A-Z, a-z, 0-9, ".", "-" and "_"'
     if islands.slots and islands.slots < begin:
         yield "islands.slots", f"must be at least {begin}, as so many islands begin together"
     if islands.quorum > (slots := islands.slots or begin):
@@ -88,11 +89,16 @@ _JOIN = re.compile(
     rf"(?P<addresses>[^@/#]+)#(?P<run>{RUN_PATTERN})(?:\.(?P<certificate>[A-Za-z0-9_-]+))?"
 )
 _FILE = re.compile(r"[^:@#]+")
-"""A path. Text with these characters counts as a join string, whose password is not shown."""
+"""A path. Text with these characters counts as a join string, whose password is not shown, unless
+there is such a file."""
 HOST_PATTERN = r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 _ADDRESS = re.compile(rf"(?P<host>{HOST_PATTERN}):(?P<port>[0-9]{{1,5}})")
 _NO_CHECK_TIME = 0x200000
 """OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name."""
+
+
+class RefusedError(ValueError):
+    """The server refuses this island, or does not match the join string."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class Join:
     @classmethod
     def parse(cls, text: str) -> "Join":
         """Parse a join string, or a file that contains one."""
-        if _FILE.fullmatch(text):
+        if _is_file(text):
             try:
                 content = Path(text).read_text()
                 problem = "" if "#" in content else "it holds no join string"
@@ -167,6 +173,14 @@ def _check_address(text: str, address: str, tls: bool) -> None:
         raise _error(text, f"{address} is another machine, which needs nats+tls:// for encryption")
 
 
+def _is_file(text: str) -> bool:
+    if _FILE.fullmatch(text):
+        return True
+    with suppress(OSError):  # a join string is too long for a name
+        return Path(text).is_file()
+    return False
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -189,3 +203,33 @@ def _error(text: str, reason: str) -> ValueError:
     shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
     remedy = "copy the whole line that `python -m torchtitan_diloco.islands serve` prints"
     return ValueError(f"islands.join = {shown!r}: {reason}; {remedy}")
+
+
+def explain(error: Exception, address: str, join: Join) -> Exception:
+    """Return an error for users about a failure to connect."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
+        return RefusedError(
+            f"islands.join: this system does not trust the certificate of {address} "
+            f"({error.verify_message}), and the join string has none: it may have been cut off; "
+            "copy the whole line that the server printed"
+        )
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return RefusedError(
+            f"islands.join: {address} has another certificate than the join string says "
+            f"({error.verify_message}): it is another server, or its folder was made anew; "
+            "use the join string that it printed last"
+        )
+    if isinstance(error, ssl.SSLError):
+        return RefusedError(
+            f"islands.join: {address} does not begin with TLS ({error.reason}): set "
+            "`handshake_first: true` in the tls section of its configuration"
+        )
+    if "authorization" in text.lower():
+        return RefusedError(
+            f"islands.join: {address} refuses the user or the password of the join string; "
+            "use the one that the server printed"
+        )
+    if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
+        text += "; a server with TLS needs a join string that begins with nats+tls://"
+    return ConnectionError(f"{address}: {text}")

@@ -7,6 +7,7 @@ so that chunks do not delay records.
 import asyncio
 import itertools
 import logging
+import math
 import random
 import socket
 import threading
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, RefusedError
+from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint
 from torchtitan_diloco.islands.records import Chunk, digest
 from torchtitan_diloco.islands.session import (
     AnyMessage,
     Inbox,
     LogSession,
-    RefusedError,
     Session,
     ask_subject,
     check_installed,
@@ -54,6 +55,9 @@ does. A link that silently dropped the connection does not, nor does a server th
 such as one with a stalled disk."""
 ANSWER_SECONDS = 10.0
 """Timeout to store or get a chunk. It doubles with each attempt, as links may be slow."""
+GIVE_UP_SECONDS: dict[Bulk, float] = {"parts": math.inf, "snapshots": 120.0}
+"""Time of failures, with a connection, after which a chunk is given up. Another island may have a
+snapshot, but nobody else has the parts."""
 NO_MESSAGE = 10037
 """Error code of the server: no message found."""
 PAUSE, LONGEST_PAUSE = 0.1, 1.0
@@ -68,6 +72,10 @@ class ClosedError(RuntimeError):
 
 class GoneError(ValueError):
     """A chunk is no longer in its stream."""
+
+
+class GivenUpError(ValueError):
+    """The server did not take or give a chunk of a snapshot for some time."""
 
 
 class CorruptError(ValueError):
@@ -159,13 +167,16 @@ class Connection(Inbox):
         self._send(ask_subject(self._join.run, incarnation), msgspec.msgpack.encode(message))
 
     def store(self, payload: bytes | memoryview, bulk: Bulk) -> tuple[Chunk, ...]:
-        """Store a payload in chunks and wait until all are acknowledged."""
+        """Store a payload in chunks and wait until all are acknowledged.
+
+        Raises GivenUpError for a snapshot.
+        """
         view = memoryview(payload).cast("B")
         pieces = [view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES)]
         return tuple(self._run_all(self._store(piece, bulk) for piece in pieces))
 
     def fetch(self, chunks: Sequence[Chunk], bulk: Bulk) -> list[bytes]:
-        """Return the chunks. Raises GoneError or CorruptError."""
+        """Return the chunks. Raises GoneError, CorruptError or, for a snapshot, GivenUpError."""
         return self._run_all(self._fetch(chunk, bulk) for chunk in chunks)
 
     def _submit(self, operation: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -207,6 +218,7 @@ class Connection(Inbox):
                     log.open(self._join, address, self._name),
                     bulk.open(self._join, address, f"{self._name} bulk"),
                 )
+                await log.compare(self._join.run)  # before anything is sent
                 self._log, self._bulk = log, bulk  # before _is_there is set
                 await log.follow(self._join.run, self._name, self.received)
                 self._is_there.set()
@@ -224,6 +236,12 @@ class Connection(Inbox):
                     session.fail("closed")
                     self._in_background(session.close())
             first = not self._first.done()
+            if isinstance(failure, AnotherLogError):
+                self.note_failure(failure)
+                self._is_there.set()  # nobody waits for it any more
+                if first:
+                    self._first.set_exception(failure)
+                return
             if first and (isinstance(failure, RefusedError) or self._loop.time() > give_up):
                 self._first.set_exception(_first_error(failure, patience))
                 return
@@ -244,10 +262,12 @@ class Connection(Inbox):
         """Repeat an operation on chunks until the server answers."""
         from nats import errors
 
-        pause, patience = PAUSE, ANSWER_SECONDS
+        pause, patience, failing_since = PAUSE, ANSWER_SECONDS, math.inf
         async with self._free[bulk]:
             while not self._closed:
                 await self._is_there.wait()
+                if self.failure is not None:
+                    raise self.failure
                 assert self._bulk is not None
                 session = self._bulk
                 try:
@@ -257,6 +277,10 @@ class Connection(Inbox):
                 except (OSError, TimeoutError, errors.Error) as error:
                     patience *= 2 if isinstance(error, TimeoutError) else 1
                     text = f"{bulk}: the server does not take or give a chunk: {error}"
+                    now = self._loop.time()
+                    failing_since = math.inf if session.is_lost else min(failing_since, now)
+                    if now - failing_since > GIVE_UP_SECONDS[bulk]:
+                        raise GivenUpError(text) from error
                     if not session.is_lost and text != self._warned:
                         self._warned = text
                         logger.warning(text)

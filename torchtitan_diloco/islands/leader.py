@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.islands.connection import ClosedError, Connection
 from torchtitan_diloco.islands.copies import Copies
+from torchtitan_diloco.islands.giver import Giver
 from torchtitan_diloco.islands.log import Entry, Outcome
 from torchtitan_diloco.islands.members import Hint, IslandFencedError, name_of
 from torchtitan_diloco.islands.records import (
@@ -106,7 +106,7 @@ class Leader(Replay):
         """Time at which each record was last appended."""
         self._reported = 0.0
         self._failure: Exception | None = None
-        self._giver = BackgroundThread("islands-snapshots")
+        self._giver = Giver(connection)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="islands-beat", daemon=True)
@@ -274,7 +274,7 @@ class Leader(Replay):
             self._thread.join()
         self._copies.run(self._copies.stop)
         self._fetcher.close(timeout=1.0)
-        self._giver.close(timeout=1.0)
+        self._giver.close()
 
     # --- the reading thread -----------------------------------------------------------------------
 
@@ -319,6 +319,8 @@ class Leader(Replay):
 
     def _give_snapshot(self, wanted: SnapshotWanted) -> None:
         fragment, copy = wanted.fragment, self._copies.fragments[wanted.fragment]
+        if not self._giver.is_new(wanted):
+            return
         whole = self._copies.run(self._copies.collect, fragment)
         snapshot = Snapshot(
             sender=self.incarnation,
@@ -326,12 +328,7 @@ class Leader(Replay):
             version=copy.newest,
             head=self.state.fragments[fragment].head,
         )
-
-        def give() -> None:
-            chunks = self._connection.store(as_buffer(whole), "snapshots")
-            self._connection.ask(wanted.sender, msgspec.structs.replace(snapshot, chunks=chunks))
-
-        self._giver.submit(give)
+        self._giver.give(wanted, snapshot, whole)
 
     def _notice(self, outcome: Outcome) -> None:
         """Log deltas that were left out, and fail if this island has lost its slot."""

@@ -131,6 +131,18 @@ class Fragment:
         return next((part for part in self.waiting.values() if part.slot == slot), None)
 
 
+class AnotherLogError(ValueError):
+    """The log of the server is not the one that this island has read."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"the server's log is not the one that this island has read: {difference}. The server "
+            "has an older copy of its folder, or another run. If the folder that it had is still "
+            "there, start `serve` on that one; else begin a new run with `serve` in an empty "
+            "folder, where islands begin with the model in their checkpoints"
+        )
+
+
 class State:
     """State after the records read so far. Pass every record to `read`, in order."""
 
@@ -160,14 +172,12 @@ class State:
         if sequence != self.sequence + 1:
             raise ValueError(
                 f"record {sequence} of the log comes after record {self.sequence}: records were "
-                "deleted, so the run cannot be continued from this log; restore the server's folder"
+                "deleted, so the run cannot be continued from this log; begin a new run with "
+                "`serve` in an empty folder"
             )
         self.sequence, self.digest = sequence, digest(self.digest.encode() + raw)
         if self._known is not None and sequence == self._known[0] and self.digest != self._known[1]:
-            raise ValueError(
-                f"record {sequence} or one before it is not the one that this island has read: the "
-                "log is another run's or was made anew; join with the join string of this run"
-            )
+            raise AnotherLogError(f"record {sequence} or one before it is another one")
         record = None
         try:
             record = decode(raw)

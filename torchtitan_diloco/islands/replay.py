@@ -1,5 +1,6 @@
 """Shared copies from the log: agree on the facts, get the copies, and compute each new version."""
 
+import math
 import threading
 import time
 from collections.abc import Collection
@@ -7,14 +8,20 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
-from torchtitan_diloco.islands.connection import Connection, CorruptError, GoneError
+from torchtitan_diloco.islands.connection import (
+    Connection,
+    CorruptError,
+    GivenUpError,
+    GoneError,
+)
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.log import Outcome, State
+from torchtitan_diloco.islands.log import AnotherLogError, Outcome, State
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
     LARGEST_NORM,
@@ -36,9 +43,9 @@ from torchtitan_diloco.utils import find_differences, logger
 NOTHING = torch.empty(0, dtype=torch.uint8)
 RETRY = 0.5
 """Seconds between attempts to append a record."""
-SNAPSHOT_SECONDS = 3600.0
-"""Seconds without an answer after which another island is asked for a snapshot. The wait for one
-that is gone ends earlier."""
+ASK_SECONDS, SNAPSHOT_SECONDS = 10.0, 3600.0
+"""Seconds after which an island is asked for a snapshot again, as a question or an answer may be
+lost, and after which another island is asked. The wait for one that is gone ends earlier."""
 HEAR_SECONDS = 3.0
 """Seconds in which every running island sends a heartbeat."""
 
@@ -82,7 +89,8 @@ class Replay:
         self._connection.start(after=0, known=saved is not None)
         self._connection.receive_log()
         facts = self._read_facts(saved)
-        self.state = State(self._checksum, self._begin(facts, saved))
+        self._begin(facts, saved)
+        self.state = State(self._checksum)
         while self._connection.records:
             self._read(self._connection.records.popleft())
         return facts
@@ -94,13 +102,8 @@ class Replay:
 
     def _read_facts(self, saved: Saved | None) -> Facts:
         """Return the facts of the run. Write them if there are none."""
-        last = self._connection.last
-        if saved is not None and saved.run == self._mine.run and last < saved.sequence:
-            raise ValueError(
-                f"the log of the run has {last} records, and the checkpoint of this "
-                f"island knows {saved.sequence}: it was truncated or made anew; restore the "
-                "server's folder, or begin a new run with `serve` in an empty folder"
-            )
+        if saved is not None and saved.run == self._mine.run:
+            self._check_log(saved)
         asked_at = -RETRY
         while not (found := [one for one in self._unread() if isinstance(one, Facts)]):
             if time.monotonic() - asked_at > RETRY:
@@ -122,22 +125,31 @@ class Replay:
             )
         return facts
 
-    def _begin(self, facts: Facts, saved: Saved | None) -> tuple[int, str] | None:
-        """Begin with saved copies, with version 0, or with snapshots of another island.
+    def _check_log(self, saved: Saved) -> None:
+        """Raise AnotherLogError if the checkpoint is not of this log.
 
-        Return `known` of `State`.
+        This must be known before the replay, which needs the checksums of the checkpoint's entries.
         """
+        known, last = saved.sequence, self._connection.last
+        if last < known:
+            raise AnotherLogError(f"it has {last} records, and the island has read {known}")
+        reader = State(None, known=(known, saved.digest))
+        for record in islice(self._connection.records.copy(), known):
+            reader.read(record.sequence, record.raw)
+
+    def _begin(self, facts: Facts, saved: Saved | None) -> None:
+        """Begin with saved copies, with version 0, or with snapshots of another island."""
         declare = partial(self._copies.run, self._copies.declare)
         if saved is not None and saved.run == facts.run:
             places = zip(saved.heads, saved.versions, strict=True)
             for fragment, (head, version) in enumerate(places):
                 self._start_at(fragment, version, head, declare(fragment, version))
-            return saved.sequence, saved.digest
+            return
         fits = self._mine.checksums == facts.checksums
         records = self._unread()
         if not fits or any(isinstance(record, Close) for record in records):
             if self._take_snapshots(records):
-                return None
+                return
             if self._loaded:
                 raise IslandFailedError("the islands that gave their shared copies are gone")
             if not fits:
@@ -148,7 +160,6 @@ class Replay:
                 )
         for fragment in range(len(facts.checksums)):  # a loaded checkpoint may be of another run
             self._start_at(fragment, 0, "", declare(fragment, 0, True))
-        return None
 
     def _unread(self) -> list[AnyRecord]:
         found = list[AnyRecord]()
@@ -181,13 +192,14 @@ class Replay:
     def _take_snapshot(self, donor: str, fragment: int) -> str:
         """Load a fragment from another island. Return the problem, or ""."""
         wanted = SnapshotWanted(sender=self.incarnation, fragment=fragment)
-        self._connection.ask(donor, wanted)
-        answer = self._wait_for_answer(donor, fragment)
+        answer = self._wait_for_answer(donor, wanted)
         if answer is None:
             return "it does not answer"
+        if answer.problem:
+            return answer.problem
         try:
             content = join_bytes(self._connection.fetch(answer.chunks, "snapshots"))
-        except (GoneError, CorruptError) as error:
+        except (GoneError, CorruptError, GivenUpError) as error:
             return str(error)
         if content.numel() != self._copies.snapshot_bytes(fragment):
             return f"it has {content.numel()} bytes"
@@ -197,20 +209,26 @@ class Replay:
         self._start_at(fragment, answer.version, answer.head, checksum)
         return ""
 
-    def _wait_for_answer(self, donor: str, fragment: int) -> Snapshot | None:
-        """Return the answer once the log has been received up to its entry."""
-        until, answer = time.monotonic() + SNAPSHOT_SECONDS, None
-        messages = self._connection.messages
-        while time.monotonic() < until:
+    def _wait_for_answer(self, donor: str, wanted: SnapshotWanted) -> Snapshot | None:
+        """Ask, and return the answer once the log has been received up to its entry."""
+        begin, asked, answer = time.monotonic(), -math.inf, None
+        fragment, messages = wanted.fragment, self._connection.messages
+        while (now := time.monotonic()) < begin + SNAPSHOT_SECONDS:
+            if answer is None and now > asked + ASK_SECONDS:
+                if asked > 0:
+                    logger.warning(f"waiting for the shared copy of fragment {fragment}")
+                self._connection.ask(donor, wanted)
+                asked = now
             self._connection.receive()
             while messages:
                 message = messages.popleft()
                 if isinstance(message, Snapshot) and message.sender == donor:
                     answer = message if message.fragment == fragment else answer
             if answer is not None:
-                if not answer.version or checksums_before(self._unread(), fragment, answer.head):
+                known = checksums_before(self._unread(), fragment, answer.head)
+                if answer.problem or known.keys() == set(range(answer.version)):
                     return answer
-            elif self._members.is_gone(donor, time.monotonic()):
+            if self._members.is_gone(donor, time.monotonic()):
                 break
         return None
 

@@ -1,8 +1,8 @@
 """Server of a run: nats-server with a certificate, logins and streams in a folder."""
 
 import asyncio
+import errno
 import json
-import os
 import re
 import secrets
 import shutil
@@ -12,8 +12,8 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -25,14 +25,9 @@ from torchtitan_diloco.diloco.fields import convert, setting_types
 from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
-from torchtitan_diloco.utils import (
-    LOCAL_ISLANDS,
-    STOP_SIGNALS,
-    end_with_parent,
-    install_command,
-    logger,
-)
+from torchtitan_diloco.utils import end_with_parent, install_command, logger
 
+ANY_IPV4, ANY_IPV6 = "0.0.0.0", "::"
 ISLAND, ADMIN = "island", "admin"
 ISLAND_MAY = {
     "publish": [
@@ -44,8 +39,6 @@ ISLAND_MAY = {
 """Permissions: an island may append and read, but not delete, purge or change streams."""
 SNAPSHOT_SECONDS = 6 * 3600
 """Age at which snapshots are deleted. They are made on request."""
-LOCAL_GB = 1
-PORTS_TRIED = 3
 MAKE_SECONDS = 10.0
 
 
@@ -56,7 +49,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     password: str
     admin_password: str
     address: str
-    host: str = "0.0.0.0"
+    host: str = ANY_IPV4
     port: Annotated[int, Meta(ge=1, le=65535)] = 4222
     keep_gb: Annotated[float, Meta(gt=0, le=1e6)] = 20.0
     made: bool = False
@@ -70,21 +63,21 @@ class Server:
         """`say`: receives the warnings and errors of nats-server."""
         self.folder, self.settings, self._say = folder, settings, say
         self.process: subprocess.Popen[str] | None = None
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+        host = {ANY_IPV4: "127.0.0.1", ANY_IPV6: "::1"}.get(settings.host, settings.host)
         self.join = self._join(ISLAND, settings.password, settings.address)
-        self.admin = self._join(ADMIN, settings.admin_password, host)
+        self.admin = self._join(ADMIN, settings.admin_password, _in_brackets(host))
         self.join_file = folder / "join.txt"
 
     def start(self) -> "subprocess.Popen[str]":
         """Start nats-server, and make the streams if the folder is new."""
         check_installed()
         self._check_port()
-        self._check_disk()
-        program = find_server()
-        save(self.folder, self.settings)
-        _write_secret(self.join_file, f"{self.join}\n")
-        path = self.folder / "nats-server.json"
-        _write_secret(path, json.dumps(self._configuration(), indent=1))
+        program, path = find_server(), self.folder / "nats-server.json"
+        with _files_of(self.folder):
+            self._check_disk()
+            save(self.folder, self.settings)
+            _write_secret(self.join_file, f"{self.join}\n")
+            _write_secret(path, json.dumps(self._configuration(), indent=1))
         self.process = subprocess.Popen(
             [program, "--config", str(path)],
             stdout=subprocess.DEVNULL,
@@ -148,7 +141,7 @@ class Server:
             {"user": ADMIN, "password": settings.admin_password},
         ]
         return {
-            "listen": f"{settings.host}:{settings.port}",
+            "listen": f"{_in_brackets(settings.host)}:{settings.port}",
             "write_deadline": "60s",  # do not drop an island on a slow link
             "jetstream": {
                 "store_dir": str(self.folder / "store"),
@@ -166,13 +159,19 @@ class Server:
 
     def _check_port(self) -> None:
         """Check that the port is free: a second server must not run in the same folder."""
+        host, port = self.settings.host, self.settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            socket.create_server((self.settings.host, self.settings.port)).close()
+            socket.create_server((host, port), family=family).close()
         except OSError as error:
-            raise ValueError(
-                f"--host {self.settings.host} --port {self.settings.port}: {error.strerror}; is "
-                "the server of this folder still running? Stop it, or give another port or host"
-            ) from error
+            remedy = "give a port and an address of this machine that the server may use"
+            if error.errno == errno.EADDRINUSE:
+                remedy = "is the server of this folder still running? Stop it, or give another port"
+            elif family == socket.AF_INET6:
+                remedy = (
+                    f"this machine has no such IPv6 address: give one that it has, or {ANY_IPV4}"
+                )
+            raise ValueError(f"--host {host} --port {port}: {error.strerror}; {remedy}") from error
 
     def _check_disk(self) -> None:
         free = shutil.disk_usage(self.folder).free / 1e9
@@ -195,8 +194,8 @@ class Server:
                 await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
         except NotFoundError as error:
             raise ValueError(
-                f"{self.folder}: the log of the run {self.settings.run} is gone; restore the "
-                "folder, or begin a new run in a new one"
+                f"{self.folder}: the log of the run {self.settings.run} is gone; begin a new "
+                "run in a new folder"
             ) from error
 
 
@@ -244,6 +243,11 @@ def open_folder(
     folder = folder.absolute()
     changes = {key: value for key, value in chosen.items() if value is not None}
     _check_options(changes)
+    with _files_of(folder):
+        return Server(folder, _read_or_make(folder, changes), say)
+
+
+def _read_or_make(folder: Path, changes: dict[str, Any]) -> Settings:
     path = folder / "run.json"
     if folder.is_file():
         raise ValueError(f"--folder {folder}: it is a file; give a new folder")
@@ -254,13 +258,28 @@ def open_folder(
     try:
         settings = msgspec.json.decode(path.read_bytes(), type=Settings)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); restore the folder") from error
+        raise ValueError(
+            f"{path} is damaged ({error}); restore this file, and no other of the folder, or begin "
+            "a new run in a new one"
+        ) from error
     for key in ("run", "keep_gb"):
         new, old = changes.get(key), getattr(settings, key)
         if new is not None and new != old:
             flag = f"--{key.replace('_', '-')} {new}"
             raise ValueError(f"{flag}: {folder} was made with {old}; give a new folder")
-    return Server(folder, msgspec.structs.replace(settings, **changes), say)
+    return msgspec.structs.replace(settings, **changes)
+
+
+@contextmanager
+def _files_of(folder: Path) -> Iterator[None]:
+    """Name the folder in the errors of its files."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--folder {folder}: {error.filename or folder}: {error.strerror}; give a folder that "
+            "can be read and written"
+        ) from error
 
 
 def _check_options(chosen: Mapping[str, Any]) -> None:
@@ -275,10 +294,16 @@ def _check_options(chosen: Mapping[str, Any]) -> None:
             f"--address {address!r}: give a name or an address that islands can reach, without a "
             "port, IPv6 in brackets"
         )
+    if not re.fullmatch(HOST_PATTERN, _in_brackets(host := chosen.get("host", ANY_IPV4))):
+        raise ValueError(
+            f"--host {host!r}: give an address of this machine, such as {ANY_IPV4} or {ANY_IPV6} "
+            "for all of them"
+        )
 
 
 def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
-    made = {"run": f"run-{secrets.token_hex(4)}", "address": _own_address(), **chosen}
+    made = {"run": f"run-{secrets.token_hex(4)}", **chosen}
+    made.setdefault("address", _own_address(chosen.get("host", ANY_IPV4)))
     made |= {key: secrets.token_urlsafe(24) for key in ("password", "admin_password")}
     settings = Settings(**made)
     if not re.fullmatch(RUN_PATTERN, settings.run):
@@ -309,12 +334,21 @@ def _write_secret(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _own_address() -> str:
-    """Return the address of the interface to other networks. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))
-        return str(probe.getsockname()[0])
+def _own_address(host: str) -> str:
+    """Return `host`, or for all addresses the one towards other networks. Nothing is sent."""
+    if host not in (ANY_IPV4, ANY_IPV6):
+        return _in_brackets(host)
+    others = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+    for family in others if host == ANY_IPV4 else reversed(others):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((others[family], 9))
+            return _in_brackets(probe.getsockname()[0])
     return socket.gethostname()
+
+
+def _in_brackets(host: str) -> str:
+    """Put an IPv6 address in brackets, as before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def find_server() -> str:
@@ -329,68 +363,3 @@ def find_server() -> str:
 def _message(line: str) -> str:
     """Strip process number and time from a line of nats-server's log."""
     return re.sub(r"^\[\d+\] \S+ \S+ ", "", line).strip()
-
-
-# --- a run on this machine ------------------------------------------------------------------------
-
-
-@contextmanager
-def local_server(folder: Path) -> Iterator[Server]:
-    """Run a server for islands on this machine."""
-    host = "127.0.0.1"
-    for attempt in range(1, PORTS_TRIED + 1):
-        with socket.create_server((host, 0)) as found:
-            port = found.getsockname()[1]
-        server = open_folder(folder, host=host, port=port, address=host, keep_gb=LOCAL_GB)
-        try:
-            server.start()
-            break
-        except ValueError as error:  # another process may have taken the port by now
-            if "address already in use" not in str(error).lower() or attempt == PORTS_TRIED:
-                raise
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-def run_islands(command: Sequence[str], count: int, folder: Path) -> int:
-    """Run a training command as several islands, each in its own folder, until all have ended.
-
-    The first island writes to the output of this process, the others to `output.txt` in their
-    folders. All receive the signals of this process. Return the first exit code that is not 0.
-    """
-    with ExitStack() as stack:
-        join = stack.enter_context(local_server(folder / "server")).join
-        islands = list[subprocess.Popen[bytes]]()
-        for own in [folder / f"island-{number}" for number in range(1, count + 1)]:
-            own.mkdir(parents=True, exist_ok=True)
-            output = stack.enter_context((own / "output.txt").open("ab")) if islands else None
-            flags = ["--islands.join", str(join), "--islands.name", own.name]
-            islands.append(
-                subprocess.Popen(
-                    [*command, *flags, "--run.folder", str(own)],
-                    stdout=output,
-                    stderr=output and subprocess.STDOUT,
-                    env=os.environ | {LOCAL_ISLANDS: str(folder)},
-                    preexec_fn=end_with_parent,
-                    process_group=0,  # they receive signals of the terminal only from here
-                )
-            )
-
-        def pass_on(number: int, _frame: object) -> None:
-            for island in islands:
-                island.send_signal(number)  # does nothing if it has ended
-
-        for number in STOP_SIGNALS:
-            before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, pass_on)
-                stack.callback(signal.signal, number, before)
-        codes = [island.wait() for island in islands]
-        print(
-            f"islands and server are in {folder}; the same command with --run.folder {folder} "
-            "continues a run that was stopped",
-            flush=True,
-        )
-        return next((128 - code if code < 0 else code for code in codes if code), 0)

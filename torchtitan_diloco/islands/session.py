@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import ssl
 import threading
 import time
 from collections import deque
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.config import Join, RefusedError, explain
+from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import Chunk, Count, digest
 from torchtitan_diloco.utils import install_command, logger
@@ -32,6 +32,8 @@ SETUP_SECONDS = 4.0
 """Timeout to connect, and to subscribe."""
 NO_LIMIT = 1e6
 """Timeout of nats-py in seconds. The timeout of `Session.run` applies instead."""
+LAG_SECONDS = 2.0
+"""Time in which the new leader of a cluster has applied all records."""
 HEARTBEAT, SILENT_POLLS = 0.5, 30
 """Seconds until the server reports that there is no new record, and polls without a report."""
 
@@ -61,6 +63,8 @@ class Snapshot(Message, frozen=True):
     head: str
     """Hash of the entry that made the version."""
     chunks: tuple[Chunk, ...] = ()
+    problem: str = ""
+    """Why there are no chunks."""
 
 
 AnyMessage: TypeAlias = Leave | SnapshotWanted | Snapshot
@@ -87,8 +91,12 @@ class Inbox:
         self.received, self.last = 0, -1
         """Sequence numbers of the last record received, and of the last one in the log when the
         connection was made."""
+        self.newest = b""
+        """The last record received."""
         self.problem = ""
         """Why there is no connection."""
+        self.failure: AnotherLogError | None = None
+        """Why there will be none again."""
         self._away_since = math.inf
         self._news = threading.Event()
         self._writer: threading.Thread | None = None
@@ -110,10 +118,15 @@ class Inbox:
         logger.warning(f"no connection to the server of the islands: {reason}")
         self.wake()
 
+    def note_failure(self, failure: AnotherLogError) -> None:
+        self._check_writer()
+        self.failure = failure
+        self.wake()
+
     def note_record(self, record: LogRecord) -> None:
         self._check_writer()
         self.records.append(record)
-        self.received = record.sequence
+        self.received, self.newest = record
         self.wake()
 
     def note_message(self, message: "Hint | AnyMessage") -> None:
@@ -131,10 +144,12 @@ class Inbox:
         assert threading.current_thread() is self._writer, "only the connection's thread writes"
 
     def receive(self, seconds: float = TICK) -> None:
-        """Wait until something arrives, at most for this time."""
+        """Wait until something arrives, at most for this time. Raises `failure`."""
         self.members.tick(time.monotonic())
         self._news.wait(seconds)
         self._news.clear()  # before the caller reads, so that nothing is missed
+        if self.failure is not None:
+            raise self.failure
         self.members.tick(time.monotonic())
 
     def wake(self) -> None:
@@ -152,10 +167,6 @@ class Inbox:
     def seconds_away(self) -> float:
         """Return the time since the connection was lost, at most 0 if there is one."""
         return time.monotonic() - self._away_since
-
-
-class RefusedError(ValueError):
-    """The server refuses this island, or does not match the join string."""
 
 
 def subject_of(run: str, kind: str) -> str:
@@ -230,7 +241,7 @@ class Session:
         try:
             await self.run(connect, SETUP_SECONDS)
         except (OSError, errors.Error, TimeoutError) as error:
-            raise _explain(self._problem or error, address, join) from error
+            raise explain(self._problem or error, address, join) from error
         self.jetstream = self.client.jetstream(timeout=NO_LIMIT)
         self._watch = asyncio.create_task(self._notice_loss())
 
@@ -283,6 +294,20 @@ class LogSession(Session):
         super().__init__(patience)
         self._inbox = inbox
         self._consumed = 0
+
+    async def compare(self, run: str) -> None:
+        """Raise AnotherLogError if the log is not the one that the records received are from."""
+        if self._inbox.newest:
+            await self.run(self._compare(stream_of(run, "log")), SETUP_SECONDS)
+
+    async def _compare(self, stream: str) -> None:
+        known, end = self._inbox.received, time.monotonic() + LAG_SECONDS
+        while (last := (await self.jetstream.stream_info(stream)).state.last_seq) < known:
+            if time.monotonic() > end:
+                raise AnotherLogError(f"it has {last} records, and the island has read {known}")
+            await asyncio.sleep(POLL)
+        if (await self.jetstream.get_msg(stream, known)).data != self._inbox.newest:
+            raise AnotherLogError(f"its record {known} is another one")
 
     async def follow(self, run: str, name: str, after: int) -> None:
         """Subscribe to the log after a record, and to messages.
@@ -348,33 +373,3 @@ class LogSession(Session):
     async def _on_message(self, kind: Any, message: "Msg") -> None:
         with suppress(msgspec.DecodeError):  # garbage
             self._inbox.note_message(msgspec.msgpack.decode(message.data, type=kind))
-
-
-def _explain(error: Exception, address: str, join: Join) -> Exception:
-    """Return an error for users about a failure to connect."""
-    text = str(error) or type(error).__name__
-    if isinstance(error, ssl.SSLCertVerificationError) and not join.certificate:
-        return RefusedError(
-            f"islands.join: this system does not trust the certificate of {address} "
-            f"({error.verify_message}), and the join string has none: it may have been cut off; "
-            "copy the whole line that the server printed"
-        )
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return RefusedError(
-            f"islands.join: {address} has another certificate than the join string says "
-            f"({error.verify_message}): it is another server, or its folder was made anew; "
-            "use the join string that it printed last"
-        )
-    if isinstance(error, ssl.SSLError):
-        return RefusedError(
-            f"islands.join: {address} does not begin with TLS ({error.reason}): set "
-            "`handshake_first: true` in the tls section of its configuration"
-        )
-    if "authorization" in text.lower():
-        return RefusedError(
-            f"islands.join: {address} refuses the user or the password of the join string; "
-            "use the one that the server printed"
-        )
-    if not join.tls and ("expecting INFO" in text or isinstance(error, TimeoutError)):
-        text += "; a server with TLS needs a join string that begins with nats+tls://"
-    return ConnectionError(f"{address}: {text}")

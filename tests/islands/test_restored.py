@@ -1,0 +1,130 @@
+"""A server whose folder was replaced with an older copy."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.islands.running import Island, same, started
+from tests.islands.servers import Listener, free_port, need_server, running_server, wait_until
+from tests.islands.test_coming_and_going import at, hold, save_in
+from torchtitan_diloco.diloco.state_dict import SavedState
+from torchtitan_diloco.islands.__main__ import open_reader
+from torchtitan_diloco.islands.config import Join
+from torchtitan_diloco.islands.log import AnotherLogError
+from torchtitan_diloco.islands.server import Server, open_folder
+
+need_server()
+
+
+def copy_folder(server: Server, copy: Path, *connected: Listener) -> None:
+    server.stop()
+    for listener in connected:
+        listener.wait_disconnected()
+    shutil.copytree(server.folder, copy)
+    server.start()
+    for listener in connected:
+        listener.wait_connected()
+
+
+def restore_folder(server: Server, copy: Path) -> None:
+    server.stop()
+    shutil.rmtree(server.folder)
+    shutil.copytree(copy, server.folder)
+
+
+def append_elsewhere(server: Server, *records: bytes) -> None:
+    """Append to the log where no island of the run connects."""
+    elsewhere = open_folder(server.folder, port=free_port())
+    elsewhere.start()
+    try:
+        with Listener(elsewhere.join, "other/1") as listener:
+            last = listener.wait_connected()
+            for record in records:
+                listener.connection.append(record)
+            listener.read_to(last + len(records))
+    finally:
+        elsewhere.stop()
+
+
+def wait_for_refusal(listener: Listener, reason: str) -> None:
+    with pytest.raises(AnotherLogError, match=reason):
+        wait_until(listener.connection.receive, "the refusal")
+    with pytest.raises(AnotherLogError):  # it does not wait for a connection
+        listener.connection.store(b"x", "parts")
+
+
+def test_each_connection_compares_the_log_with_what_was_read(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    with running_server(tmp_path / "server") as server:
+        with Listener(server.join, "a/1") as first, Listener(server.join, "b/1") as second:
+            for number, record in enumerate((b"1", b"2"), start=1):
+                first.connection.append(record)
+                second.read_to(number)
+            copy_folder(server, copy, first, second)
+            early = second.read_to(2)
+            second.connection.close()
+            first.connection.append(b"3")
+            first.read_to(3)
+            restore_folder(server, copy)
+            server.start()
+            wait_for_refusal(first, "it has 2 records, and the island has read 3")
+        assert early == second.records
+        with Listener(server.join, "c/1") as third, Listener(server.join, "d/1") as fourth:
+            assert third.wait_connected() == 2, "nothing was appended to the older log"
+            fourth.read_to(2)
+            third.connection.append(b"3")
+            third.read_to(3)
+            fourth.read_to(3)
+            restore_folder(server, copy)
+            append_elsewhere(server, b"other 3", b"other 4")
+            server.start()
+            wait_for_refusal(third, "its record 3 is another one")
+            wait_for_refusal(fourth, "its record 3 is another one")
+
+
+def train(join: Join, name: str, saved: SavedState | None = None, **chosen: object) -> Island:
+    return Island(join, name, begin=1, slots=3, grace=0.2, saved=saved, **chosen)  # type: ignore[arg-type]
+
+
+def refusal(island: Island) -> str:
+    with started(island), pytest.raises(AnotherLogError) as error:
+        island.finish()
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("soon_gone")
+def test_islands_refuse_an_older_log_and_can_begin_another_run(tmp_path: Path) -> None:
+    """Else they would train without a word, and starts from their checkpoints would crash."""
+    copy, saved = tmp_path / "copy", list[SavedState]()
+    with running_server(tmp_path / "server") as server:
+        connected = train(server.join, "a", steps=200, step_seconds=0.02)
+        hold_on, save = hold(40, copy.exists), at(60, save_in(saved))
+        connected.each_step = lambda island: (hold_on(island), save(island))
+        with started(connected):
+            connected.wait_for_step(40)
+            copy_folder(server, copy)
+            connected.wait_for_step(80)
+            restore_folder(server, copy)
+            server.start()
+            with pytest.raises(AnotherLogError, match="records, and the island has read"):
+                connected.finish()
+        again = train(server.join, "a", saved[0])
+        assert "records, and the island has read" in refusal(again)
+        fresh = train(server.join, "b", steps=200)
+        with started(fresh):
+            fresh.finish()
+        with open_reader(server.join) as reader:
+            assert reader.state.ended
+            assert reader.state.sequence > saved[0].facts["island"]["sequence"]
+        assert "or one before it is another one" in refusal(train(server.join, "a", saved[0]))
+    with running_server(tmp_path / "new", run="another") as server:
+        begun, copies = train(server.join, "a", saved[0], steps=40), list[dict[str, Tensor]]()
+        begun.each_step = at(1, lambda island: copies.append(island.outer.global_state_dict()))
+        with started(begun):
+            begun.finish()
+    loaded = train(server.join, "a").outer
+    loaded.load_state_dict(saved[0])
+    assert same(copies[0], loaded.global_state_dict())
+    assert not same(copies[0], train(server.join, "a").outer.global_state_dict())
