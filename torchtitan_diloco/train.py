@@ -65,15 +65,20 @@ def join(config: Config) -> World:
     """Connect to the other processes of the run."""
     limit = config.distributed.init_timeout_seconds
     interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
-    reason = (
-        f"could not connect to all other processes over the {interface} interface within "
-        f"distributed.init_timeout_seconds = {limit}: if no other console has an earlier error, "
-        "set diloco.link.interface to one that leads to the other nodes, and open its ports "
-        "(docs/troubleshooting.md)"
-    )
+    started = time.monotonic()
+
+    def reason() -> str:
+        seconds = time.monotonic() - started
+        within = f"within distributed.init_timeout_seconds = {limit}"
+        return (
+            f"could not connect to all other processes over the {interface} interface "
+            f"{within if seconds >= limit else f'(failed after {seconds:.0f} s)'}: if no other "
+            "console has an earlier error, set diloco.link.interface to one that leads to the "
+            "other nodes, and open its ports (docs/troubleshooting.md)"
+        )
 
     def give_up() -> None:  # torch waits in C++, and gloo longer than its timeout
-        _print_error(reason)
+        _print_error(reason())
         os._exit(WORKER_LOST)
 
     timer = threading.Timer(limit + TORCH_SECONDS, give_up)
@@ -91,7 +96,7 @@ def join(config: Config) -> World:
     except torch.AcceleratorError:  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
-        raise RanksLostError(f"{reason} ({cause_of(error)})") from error
+        raise RanksLostError(f"{reason()} ({cause_of(error)})") from error
     finally:
         timer.cancel()
 

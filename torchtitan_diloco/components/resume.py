@@ -35,6 +35,9 @@ from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import logger
 
+STORED_FOLDER = "torchtitan_diloco/run folder"
+"""Key of torchrun's store. It tells ranks that were started again where the run goes on."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -58,8 +61,9 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
 
     Every rank looks for itself, as places may have no common disk.
     """
-    of_first_rank = broadcast_object(run_folder, str, world.control)
-    run_folder = run_folder or of_first_rank
+    of_first_rank = on_all_ranks(world.control, lambda: _wanted(world, resume, run_folder))
+    resume, folder_of_first_rank = broadcast_object(of_first_rank, list[str], world.control)
+    run_folder = run_folder or folder_of_first_rank
     folder, candidates = on_all_ranks(world.control, lambda: _look(resume, run_folder))
     own = {path.name: path for path in candidates}
     found = gather_objects((folder is not None, list(own)), world.control)
@@ -89,6 +93,18 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
             "parameters; or start a new run in another run.folder; or remove them to start over"
         )
     return Start(folder)
+
+
+def _wanted(world: World, resume: str, run_folder: str) -> list[str]:
+    """Return `checkpoint.resume` and `run.folder`. A run that torchrun has started again goes on
+    where its first rank has begun, unless it was to start from elsewhere and has not saved yet."""
+    store = world.store
+    if not world.is_first or store is None or not store.check([STORED_FOLDER]):
+        return [resume, run_folder]
+    own = run_folder or store.get(STORED_FOLDER).decode()
+    if resume == "never" or folders.complete_checkpoints(Path(own).expanduser()):
+        resume = "strict" if resume == "strict" else "auto"
+    return [resume, own if resume in ("auto", "strict") else run_folder]
 
 
 def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
