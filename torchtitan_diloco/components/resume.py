@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_diloco.components import checkpoint_folders as folders
@@ -23,6 +24,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     read_manifest,
     worker_folder,
 )
+from torchtitan_diloco.components.optimizer import local_of
 from torchtitan_diloco.config.loader import flatten
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
@@ -32,7 +34,7 @@ from torchtitan_diloco.diloco.state_dict import (
     shared_parameter_name,
 )
 from torchtitan_diloco.distributed.collectives import on_all_ranks
-from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.distributed.world import WORKER, World
 from torchtitan_diloco.utils import logger
 
 STORED_FOLDER = "torchtitan_diloco/run folder"
@@ -182,12 +184,13 @@ def restore(
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
     existed = worker in manifest.present
-    if not (streaming or all(gather_objects(existed, world.control))):
+    holders = gather_objects(existed, world.control)
+    if not (streaming or any(holders)):
         raise ValueError(
-            f"data parallelism goes on from worker 0, whose state {path} does not hold in all "
-            "places: copy the folder of rank 0 there, or keep the method of the run"
+            f"data parallelism goes on from worker 0, whose state {path} holds in no place: copy "
+            "the folder of the place that has it, or keep the method of the run"
         )
-    if not existed and worker < manifest.workers and world.rank_in_worker == 0:
+    if streaming and not existed and worker < manifest.workers and world.rank_in_worker == 0:
         logger.warning(
             f"the state of worker {worker} is not in {path}: it starts from the shared parameters"
         )
@@ -198,6 +201,12 @@ def restore(
         same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
         states = random_states(world.device, world.rank_in_worker) if same_ranks else {}
         notes += _load_inner(own, inner_tensors(model, optimizer), states)
+    if not (streaming or all(holders)):
+        # The outer loop of the run before had places without the state of worker 0.
+        source = holders.index(True) // world.ranks_per_worker
+        for tensor in inner_tensors(model, optimizer).values():
+            if local_of(tensor).numel():
+                dist.broadcast(local_of(tensor), group_src=source, group=world.group(WORKER))
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, NO_OUTER_LOOP_SAVED] if streaming else notes
