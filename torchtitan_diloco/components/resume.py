@@ -202,11 +202,8 @@ def restore(
         states = random_states(world.device, world.rank_in_worker) if same_ranks else {}
         notes += _load_inner(own, inner_tensors(model, optimizer), states)
     if not (streaming or all(holders)):
-        # The outer loop of the run before had places without the state of worker 0.
         source = holders.index(True) // world.ranks_per_worker
-        for tensor in inner_tensors(model, optimizer).values():
-            if local_of(tensor).numel():
-                dist.broadcast(local_of(tensor), group_src=source, group=world.group(WORKER))
+        _send_inner(inner_tensors(model, optimizer), world.group(WORKER), source)
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, NO_OUTER_LOOP_SAVED] if streaming else notes
@@ -264,6 +261,14 @@ def _load_inner(
     new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
     other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []
+
+
+def _send_inner(inner: dict[str, Tensor], group: dist.ProcessGroup | None, source: int) -> None:
+    """Copy what is a worker's own from the worker `source` to the others, which lack its state:
+    the run was saved with an outer loop, without a common disk."""
+    for tensor in map(local_of, inner.values()):
+        if tensor.numel():
+            dist.broadcast(tensor, group_src=source, group=group)
 
 
 def changed_settings(before: str, now: str) -> list[str]:

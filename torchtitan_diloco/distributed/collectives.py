@@ -43,7 +43,7 @@ def share_cores(world: World, *, has_islands: bool) -> None:
     `has_islands`: so may other islands, which nobody counts.
     """
     ranks = gather_objects(place(), world.control).count(place())
-    if "OMP_NUM_THREADS" in os.environ:
+    if os.environ.get("OMP_NUM_THREADS"):
         return
     torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() // ranks)))
     if has_islands and world.device.type == "cpu" and torch.get_num_threads() > 1:
