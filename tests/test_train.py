@@ -59,6 +59,17 @@ def test_a_process_that_others_do_not_reach_says_over_which_interface(
     assert "within distributed.init_timeout_seconds = 1: " in reason
 
 
+def test_a_connection_that_fails_early_is_not_said_to_have_taken_the_whole_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection refused")
+
+    monkeypatch.setattr("torchtitan_diloco.train.join_world", refuse)
+    with pytest.raises(RanksLostError, match=r"\(failed after 0 s\): .* \(Connection refused\)"):
+        join(load_config("debug"))
+
+
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [("return 0", 0, "goodbye"), ("return 3", 3, ""), ("raise OSError('odd')", 1, "OSError: odd")],

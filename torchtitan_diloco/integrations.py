@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
+from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
 
 STATE = "diloco.pt"
 """File for the outer loop in a checkpoint of transformers."""
@@ -37,7 +39,9 @@ def join_workers() -> dist.ProcessGroup:
         raise ValueError(
             f"there are {gpus} GPUs, none for local rank {local}: start one process each"
         )
-    dist.init_process_group("gloo")
+    rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
+    store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if gpus:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = chosen.split(",") if chosen else list(map(str, range(gpus)))

@@ -91,10 +91,10 @@ def main(arguments: list[str], module: str = "torchtitan_diloco.train") -> int:
     raise_open_files_limit()
     # FSDP2, NCCL and the outer loop have more streams than the 8 queues of a GPU's default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    if processes > 1 or node.count > 1:
+    if processes > 1:  # else the ranks count those on this machine
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, available_cores() // processes))
-        if node.is_local:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    if node.is_local and (processes > 1 or node.count > 1):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     run = _Run(node, processes, config, SHUTDOWN_SECONDS if shutdown is None else shutdown)
     return run.wait(module, arguments)
 

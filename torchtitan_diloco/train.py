@@ -10,7 +10,7 @@ import torch
 from torchtitan_diloco.config import Config, ConfigError, from_command_line
 from torchtitan_diloco.config.schema import Run
 from torchtitan_diloco.diloco import WorkerLostError
-from torchtitan_diloco.distributed.collectives import RanksLostError
+from torchtitan_diloco.distributed.collectives import RanksLostError, share_cores
 from torchtitan_diloco.distributed.world import World, join_world, leave_world
 from torchtitan_diloco.islands.config import Join
 from torchtitan_diloco.islands.members import IslandFailedError
@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
         if config.islands.join:
             Join.parse(config.islands.join)  # raises for a missing file before a model is built
         world = join(config)
+        share_cores(world, has_islands=bool(config.islands.join))
         Trainer(config, world).run()
     except ValueError as error:
         return _report(error)
@@ -65,15 +66,20 @@ def join(config: Config) -> World:
     """Connect to the other processes of the run."""
     limit = config.distributed.init_timeout_seconds
     interface = config.diloco.link.interface or os.environ.get("GLOO_SOCKET_IFNAME", "default")
-    reason = (
-        f"could not connect to all other processes over the {interface} interface within "
-        f"distributed.init_timeout_seconds = {limit}: if no other console has an earlier error, "
-        "set diloco.link.interface to one that leads to the other nodes, and open its ports "
-        "(docs/troubleshooting.md)"
-    )
+    started = time.monotonic()
+
+    def reason() -> str:
+        seconds = time.monotonic() - started
+        within = f"within distributed.init_timeout_seconds = {limit}"
+        return (
+            f"could not connect to all other processes over the {interface} interface "
+            f"{within if seconds >= limit else f'(failed after {seconds:.0f} s)'}: if no other "
+            "console has an earlier error, set diloco.link.interface to one that leads to the "
+            "other nodes, and open its ports (docs/troubleshooting.md)"
+        )
 
     def give_up() -> None:  # torch waits in C++, and gloo longer than its timeout
-        _print_error(reason)
+        _print_error(reason())
         os._exit(WORKER_LOST)
 
     timer = threading.Timer(limit + TORCH_SECONDS, give_up)
@@ -91,7 +97,7 @@ def join(config: Config) -> World:
     except torch.AcceleratorError:  # for example, a GPU that is in use
         raise
     except RuntimeError as error:
-        raise RanksLostError(f"{reason} ({cause_of(error)})") from error
+        raise RanksLostError(f"{reason()} ({cause_of(error)})") from error
     finally:
         timer.cancel()
 

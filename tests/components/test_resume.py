@@ -1,8 +1,11 @@
 """Resumed runs end as uninterrupted ones, on the same layout or on another one."""
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import write_text
+from tests.conftest import REPOSITORY, write_text
 from tests.processes import DIED, ProcessPool
 from tests.test_trainer import curve, join, records, sending, settings
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, step_of
@@ -23,6 +26,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
 )
 from torchtitan_diloco.components.resume import changed_settings
 from torchtitan_diloco.config import load_config
+from torchtitan_diloco.launch import LOOPBACK
 from torchtitan_diloco.train import set_determinism
 from torchtitan_diloco.trainer import Trainer
 
@@ -154,6 +158,43 @@ def test_a_run_that_is_stopped_killed_and_paused_ends_as_one_without_an_interrup
     processes.run(run, 2, wanted)
     assert_same_end(whole, tmp_path)
     assert_same_records(whole, tmp_path)
+
+
+KILLED_ONCE = """
+import json, os, signal, sys
+from contextlib import nullcontext
+from tests.components.test_resume import run
+from tests.test_trainer import sending
+from torchtitan_diloco.utils import start_logging
+
+start_logging()
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+with sending(signal.SIGKILL, 14, worker=1) if first else nullcontext():
+    run(json.loads(sys.argv[1]))
+"""
+
+
+def test_so_does_one_that_torchrun_starts_again_after_a_rank_was_killed(
+    text: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Its store is the same, with the addresses of the ranks before. It knows their folder."""
+    program = tmp_path / "program.py"
+    program.write_text(KILLED_ONCE)
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(program)]
+    wanted = chosen(text, "", **FP32) | {"run.folder": "", "checkpoint.resume": "never"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, json.dumps(wanted)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": LOOPBACK},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("resumed from") == 1
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert_same_end(whole, folder)
+    assert_same_records(whole, folder)
 
 
 def test_a_run_that_is_paused_at_a_validation_validates_once(

@@ -215,6 +215,18 @@ def test_data_parallel_workers_without_a_shared_disk_save_all_in_each_place(
     assert_same_end(tmp_path / "node-0/run", tmp_path / "node-1/run")
 
 
+def test_data_parallelism_goes_on_from_a_run_that_has_worker_0_in_one_place_only(
+    text: Path, tmp_path: Path, processes: ProcessPool
+) -> None:
+    """As if all places had its model and the moments of its optimizer."""
+    for more in ({"training.stop_after": 8}, {"diloco.method": "none"}):
+        wanted = own_disks(text, FP32 | {"optimizer.name": "muon"}, **more)
+        assert processes.run(_run_on_a_node_of_its_own, 2, wanted, tmp_path) == ["run", "run"]
+        processes.run(run, 2, wanted | {"run.folder": str(tmp_path / "common")})
+    for node in ("node-0", "node-1"):
+        assert_same_end(tmp_path / "common", tmp_path / node / "run")
+
+
 def test_nodes_of_one_worker_have_to_share_a_disk(
     text: Path, tmp_path: Path, processes: ProcessPool
 ) -> None:

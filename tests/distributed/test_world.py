@@ -85,6 +85,8 @@ def groups_on_gpus(monkeypatch: pytest.MonkeyPatch, outer_loop: bool) -> list[tu
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(world_module, "pick_device", lambda *_, **__: device)
+    for name in ("store_of_job", "store_of_attempt"):
+        monkeypatch.setattr(world_module, name, lambda *_: None)
     monkeypatch.setattr(world_module, "Liveness", lambda *_, **__: Liveness(None))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(dist, "new_group", new_group)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_diloco.components import checkpoint_folders as folders
@@ -23,6 +24,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     read_manifest,
     worker_folder,
 )
+from torchtitan_diloco.components.optimizer import local_of
 from torchtitan_diloco.config.loader import flatten
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
@@ -32,8 +34,11 @@ from torchtitan_diloco.diloco.state_dict import (
     shared_parameter_name,
 )
 from torchtitan_diloco.distributed.collectives import on_all_ranks
-from torchtitan_diloco.distributed.world import World
+from torchtitan_diloco.distributed.world import WORKER, World
 from torchtitan_diloco.utils import logger
+
+STORED_FOLDER = "torchtitan_diloco/run folder"
+"""Key of torchrun's store. It tells ranks that were started again where the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
 
     Every rank looks for itself, as places may have no common disk.
     """
-    of_first_rank = broadcast_object(run_folder, str, world.control)
-    run_folder = run_folder or of_first_rank
+    of_first_rank = on_all_ranks(world.control, lambda: _wanted(world, resume, run_folder))
+    resume, folder_of_first_rank = broadcast_object(of_first_rank, list[str], world.control)
+    run_folder = run_folder or folder_of_first_rank
     folder, candidates = on_all_ranks(world.control, lambda: _look(resume, run_folder))
     own = {path.name: path for path in candidates}
     found = gather_objects((folder is not None, list(own)), world.control)
@@ -89,6 +95,18 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
             "parameters; or start a new run in another run.folder; or remove them to start over"
         )
     return Start(folder)
+
+
+def _wanted(world: World, resume: str, run_folder: str) -> list[str]:
+    """Return `checkpoint.resume` and `run.folder`. A run that torchrun has started again goes on
+    where its first rank has begun, unless it was to start from elsewhere and has not saved yet."""
+    store = world.store
+    if not world.is_first or store is None or not store.check([STORED_FOLDER]):
+        return [resume, run_folder]
+    own = run_folder or store.get(STORED_FOLDER).decode()
+    if resume == "never" or folders.complete_checkpoints(Path(own).expanduser()):
+        resume = "strict" if resume == "strict" else "auto"
+    return [resume, own if resume in ("auto", "strict") else run_folder]
 
 
 def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
@@ -166,12 +184,13 @@ def restore(
     streaming, streamed = bool(outer.fragment_names), bool(manifest.outer)
     worker = world.worker if streaming and streamed else 0
     existed = worker in manifest.present
-    if not (streaming or all(gather_objects(existed, world.control))):
+    holders = gather_objects(existed, world.control)
+    if not (streaming or any(holders)):
         raise ValueError(
-            f"data parallelism goes on from worker 0, whose state {path} does not hold in all "
-            "places: copy the folder of rank 0 there, or keep the method of the run"
+            f"data parallelism goes on from worker 0, whose state {path} holds in no place: copy "
+            "the folder of the place that has it, or keep the method of the run"
         )
-    if not existed and worker < manifest.workers and world.rank_in_worker == 0:
+    if streaming and not existed and worker < manifest.workers and world.rank_in_worker == 0:
         logger.warning(
             f"the state of worker {worker} is not in {path}: it starts from the shared parameters"
         )
@@ -182,6 +201,9 @@ def restore(
         same_ranks = manifest.ranks_per_worker == world.ranks_per_worker
         states = random_states(world.device, world.rank_in_worker) if same_ranks else {}
         notes += _load_inner(own, inner_tensors(model, optimizer), states)
+    if not (streaming or all(holders)):
+        source = holders.index(True) // world.ranks_per_worker
+        _send_inner(inner_tensors(model, optimizer), world.group(WORKER), source)
     if not streamed:
         outer.restart_from_model(manifest.step)
         return [*notes, NO_OUTER_LOOP_SAVED] if streaming else notes
@@ -239,6 +261,14 @@ def _load_inner(
     new = sum(name.startswith(OPTIMIZER) for name in own.keys() - known.keys())
     other = f"optimizer.name was another one: {new} tensors of its state start from zero"
     return [other] if new else []
+
+
+def _send_inner(inner: dict[str, Tensor], group: dist.ProcessGroup | None, source: int) -> None:
+    """Copy what is a worker's own from the worker `source` to the others, which lack its state:
+    the run was saved with an outer loop, without a common disk."""
+    for tensor in map(local_of, inner.values()):
+        if tensor.numel():
+            dist.broadcast(tensor, group_src=source, group=group)
 
 
 def changed_settings(before: str, now: str) -> list[str]:

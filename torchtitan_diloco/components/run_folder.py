@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan_diloco.components.checkpoint_folders import complete_checkpoints, set_aside
-from torchtitan_diloco.components.resume import Start
+from torchtitan_diloco.components.resume import STORED_FOLDER, Start
 from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
@@ -72,6 +72,8 @@ def claim_run_folder(
     workers = _workers_on_disk(world, path) if saves else range(world.workers)
     claims = world.rank_in_worker == 0 and world.worker == workers[0]
     lock = on_all_ranks(world.control, lambda: _claim(path, start, toml) if claims else None)
+    if world.is_first and world.store is not None:
+        world.store.set(STORED_FOLDER, str(path.absolute()))
     if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
         Path(note).write_text(str(path.absolute()), encoding="utf-8")
     return RunFolder(path, workers, lock)

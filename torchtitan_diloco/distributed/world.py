@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
+from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
 from torchtitan_diloco.utils import logger
 
 WORKER, FSDP = "worker", "fsdp"
@@ -46,6 +47,8 @@ class World:
     """All ranks, on the CPU, only for the thread that writes checkpoints."""
     host_mesh: DeviceMesh | None = None
     """1-d, the ranks of this worker on the CPU, for the same thread."""
+    store: dist.Store | None = None  # type: ignore[name-defined]
+    """torchrun's, which outlives the ranks. None for a process that was started without it."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -138,9 +141,12 @@ def join_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     ranks_per_worker = split_world(size, workers, fsdp)
     chosen = pick_device(device, local_rank, share=outer_loop and ranks_per_worker == 1)
+    init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
     if size == 1:
         on_gpu = chosen.type == "cuda"
-        return world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
+        alone = world_of_one(chosen, "nccl") if on_gpu else World(rank, size, workers, chosen)
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        return replace(alone, store=store_of_job(init_timeout)) if by_torchrun else alone
 
     grid = torch.arange(size).view(workers, ranks_per_worker)
     inner_timeout = distributed.train_timeout_seconds
@@ -148,11 +154,17 @@ def join_world(
         inner_timeout = max(inner_timeout, link.timeout_seconds + LONGER_THAN_LINK_SECONDS)
     inner_backend = "nccl" if chosen.type == "cuda" else "gloo"
     outer_backend = "gloo" if outer_loop else inner_backend
-    # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
-    init_timeout = timedelta(seconds=distributed.init_timeout_seconds)
     worker, column = divmod(rank, ranks_per_worker)
     with _groups_over(link.interface, nccl=not outer_loop):
-        dist.init_process_group("gloo", timeout=init_timeout)
+        store = store_of_job(init_timeout)
+        # Eager communicators of NCCL are made below, and none for all ranks, over slow links.
+        dist.init_process_group(
+            "gloo",
+            timeout=init_timeout,
+            store=store_of_attempt(store, rank, size, init_timeout),
+            rank=rank,
+            world_size=size,
+        )
         across = _own_group(grid.t(), outer_backend, link.timeout_seconds, chosen)
         control = _own_group(grid.view(1, size), "gloo", link.timeout_seconds)
         saving = _own_group(grid.view(1, size), "gloo", SAVING_TIMEOUT_SECONDS)
@@ -177,6 +189,7 @@ def join_world(
         host_mesh=DeviceMesh.from_group(
             own_ranks, "cpu", mesh=grid[worker], mesh_dim_names=(FSDP,)
         ),
+        store=store,
     )
 
 
