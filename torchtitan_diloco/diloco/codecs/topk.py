@@ -26,10 +26,10 @@ class TopKCodec(Codec):
 
     is_sparse = True
 
-    def __init__(self, name: str, top_values: int) -> None:
+    def __init__(self, name: str, top_values: int, residual_decay: float) -> None:
         super().__init__(name)
         assert top_values % 2 == 0
-        self.top_values = top_values
+        self.top_values, self.residual_decay = top_values, residual_decay
         self._entry_bytes = top_values * ENTRY_BITS // 8
 
     def wire_bytes(self, values: int) -> int:
@@ -57,8 +57,35 @@ class TopKCodec(Codec):
             _write_bytes(scales >> 16, rows[:, -4:].unflatten(1, (-1, 2)))
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        if not values.numel():
-            return
+        self.average([payload], [1.0], values)
+
+    def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
+        """Write the weighted mean of the payloads that send a value to `out`, and 0 where none do.
+
+        An entry that decodes to 0 does not count: it fills up a unit with fewer values than
+        entries, and what it stands for stays in the residual.
+        """
+        whole, units = out.numel() % UNIT == 0, -(-out.numel() // UNIT)
+        total, room = (
+            self._scratch(name, units * UNIT, out.dtype, out.device).view(-1, UNIT)
+            for name in ("total", "mean")
+        )
+        mean = out.view(-1, UNIT) if whole else room
+        total.zero_()
+        mean.zero_()
+        for payload, weight in zip(payloads, weights, strict=True):
+            places, values = self._entries(payload)
+            is_sent = values != 0
+            totals = total.gather(1, places).add_(is_sent, alpha=weight)
+            share = torch.where(is_sent, weight / totals, 0.0)
+            # Places of a unit are all different, so the order of writes does not matter.
+            total.scatter_(1, places, totals)
+            mean.scatter_(1, places, torch.lerp(mean.gather(1, places), values, share))
+        if not whole:
+            out.copy_(mean.view(-1)[: out.numel()])
+
+    def _entries(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places and the values that each unit sends, [units, top_values]."""
         rows = payload.view(-1, self._entry_bytes + 4)
         pairs = _read_bytes(rows[:, :-4].unflatten(1, (-1, 3)))
         entries = torch.stack((pairs & 2**ENTRY_BITS - 1, pairs >> ENTRY_BITS), dim=2).flatten(1)
@@ -67,12 +94,8 @@ class TopKCodec(Codec):
         lower, upper = (low + (high - low) * level for level in LEVELS)
         lower = lower.where(low != 0, 0)  # of a unit with fewer values than entries
         magnitudes = torch.where((entries >> PLACE_BITS & 1).bool(), upper, lower)
-        sent = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
-        whole = values.numel() % UNIT == 0
-        units = values.view(-1, UNIT) if whole else values.new_empty(len(rows), UNIT)
-        units.zero_().scatter_(1, (entries & UNIT - 1).long(), sent)
-        if not whole:
-            values.copy_(units.view(-1)[: values.numel()])
+        values = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
+        return (entries & UNIT - 1).long(), values
 
 
 def _write_bytes(words: Tensor, room: Tensor) -> None:
