@@ -76,8 +76,9 @@ class TopKCodec(Codec):
         for payload, weight in zip(payloads, weights, strict=True):
             places, values = self._entries(payload)
             is_sent = values != 0
-            totals = total.gather(1, places).add_(is_sent, alpha=weight)
-            share = torch.where(is_sent, weight / totals, 0.0)
+            added = is_sent.float().mul_(weight)
+            totals = total.gather(1, places).add_(added)
+            share = torch.where(is_sent, added / totals, 0.0)
             # Places of a unit are all different, so the order of writes does not matter.
             total.scatter_(1, places, totals)
             mean.scatter_(1, places, torch.lerp(mean.gather(1, places), values, share))
