@@ -102,9 +102,9 @@ class ReferenceDiLoCo:
         for m, weight in enumerate(weights):
             if weight:
                 for name, delta in self._transmitted_delta(m, p).items():
-                    sent = delta != 0 if self.is_sparse else torch.ones_like(delta, dtype=torch.bool)
+                    sent = torch.ones_like(delta) if not self.is_sparse else (delta != 0).float()
                     total[name] += weight * sent
-                    share = torch.where(sent, weight / total[name], 0.0)
+                    share = (weight * sent / total[name]).nan_to_num()  # 0 / 0: nobody has sent
                     mean[name] = torch.lerp(mean[name], delta, share)
         return self.gather(mean)
 
