@@ -32,8 +32,8 @@ class Codec(ABC):
     is_fp32 = False
     """A payload is the memory of the values, so it can be sent and read without a copy."""
     is_sparse = False
-    """Most values are decoded as zero, fewer in a mean of many workers. Values that are not sent
-    become a residual, which is added to the next delta."""
+    """Most values are decoded as zero, fewer in a mean of many workers, which leaves out those who
+    send a zero. Values that are not sent become a residual, which is added to the next delta."""
     residual_decay = 1.0
     """The residual is multiplied by this before it is added."""
 
