@@ -65,14 +65,10 @@ class TopKCodec(Codec):
         An entry that decodes to 0 does not count: it fills up a unit with fewer values than
         entries, and what it stands for stays in the residual.
         """
-        whole, units = out.numel() % UNIT == 0, -(-out.numel() // UNIT)
-        total, room = (
-            self._scratch(name, units * UNIT, out.dtype, out.device).view(-1, UNIT)
-            for name in ("total", "mean")
-        )
-        mean = out.view(-1, UNIT) if whole else room
-        total.zero_()
-        mean.zero_()
+        size = -(-out.numel() // UNIT) * UNIT
+        room = out if size == out.numel() else self._scratch("mean", size, out.dtype, out.device)
+        mean = room.view(-1, UNIT).zero_()
+        total = self._scratch("total", size, out.dtype, out.device).view(-1, UNIT).zero_()
         for payload, weight in zip(payloads, weights, strict=True):
             places, values = self._entries(payload)
             is_sent = values != 0
@@ -82,8 +78,8 @@ class TopKCodec(Codec):
             # Places of a unit are all different, so the order of writes does not matter.
             total.scatter_(1, places, totals)
             mean.scatter_(1, places, torch.lerp(mean.gather(1, places), values, share))
-        if not whole:
-            out.copy_(mean.view(-1)[: out.numel()])
+        if room is not out:
+            out.copy_(room[: out.numel()])
 
     def _entries(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places and the values that each unit sends, [units, top_values]."""
