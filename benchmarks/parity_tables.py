@@ -96,6 +96,7 @@ NUMBERS = {
     "inner lr ": "optimizer.lr",
     "warm-up ": "lr_schedule.warmup_steps",
     "top ": "diloco.quantization.top_values",
+    "decay ": "diloco.quantization.residual_decay",
     "blocks of ": "diloco.quantization.block_size",
     "drop probability ": "diloco.link.drop_probability",
 }
@@ -275,6 +276,7 @@ FRONTIER = [
     *(f"streaming, Muon, M=4, H={H}" for H in (10, 30, 100)),
     *(f"streaming, M=2, H={H}" for H in (10, 30, 100)),
     *(f"SparseLoCo, M=2, H={H}, top {n}" for H, n in ((30, 10), (30, 32), (10, 32), (30, 128))),
+    *(f"SparseLoCo, Muon, M=2, H=30, top {n}" for n in (10, 32)),
     "streaming, M=2, H=10, alpha falls",
     f"streaming, M=2, H=100, {BEGUN}",
     "streaming, M=2, H=100, beginning 600, beginning H=5, alpha falls",

@@ -30,6 +30,7 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         (TOPK | {"diloco.quantization.top_values": "15"}, "diloco.quantization.top_values"),
         (TOPK | {"diloco.quantization.top_values": "258"}, "diloco.quantization.top_values"),
         ({"diloco.quantization.top_values": "32"}, "diloco.quantization.top_values"),
+        ({"diloco.quantization.residual_decay": "0.9"}, "diloco.quantization.residual_decay"),
         (TOPK | {"diloco.quantization.block_size": "32"}, "diloco.quantization.block_size"),
         ({"islands.name": "here"}, "islands.name"),
         ({"islands.join": "nats://127.0.0.1:1#run"}, "islands.name"),

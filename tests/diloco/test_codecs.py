@@ -171,11 +171,11 @@ def test_values_are_rounded_to_the_grid_that_the_documentation_defines(
 
 
 @examples
-@given(values=inputs())
-def test_what_is_not_sent_is_the_residual(values: Tensor) -> None:
-    codec = build("topk")
+@given(values=inputs(), decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
+def test_what_is_not_sent_is_the_residual(values: Tensor, decay: float) -> None:
+    codec = build("topk", residual_decay=decay)
     residual = torch.randn(len(values), generator=torch.Generator().manual_seed(1)) * values.abs()
-    wanted = values + residual
+    wanted = values + decay * residual
     payload = torch.zeros(codec.wire_bytes(len(values)), dtype=torch.uint8)
     codec.encode_with_residual(values.clone(), residual, payload)
     assert torch.equal(payload, encoded(codec, wanted))
@@ -187,6 +187,8 @@ def test_what_is_not_sent_is_the_residual(values: Tensor) -> None:
 def test_means_are_taken_in_fp32_and_in_order(name: str, weights: list[float]) -> None:
     codec, generator = build(name), torch.Generator().manual_seed(2)
     values = [torch.randn(1500, generator=generator) for _ in weights]
+    if codec.is_sparse:  # all send the same places
+        values = [(factor + 1) * values[0] for factor, _ in enumerate(weights)]
     mean, total = round_trip(codec, values[0]), weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total += weight
@@ -194,13 +196,48 @@ def test_means_are_taken_in_fp32_and_in_order(name: str, weights: list[float]) -
     payloads, out = [encoded(codec, value) for value in values], torch.zeros(1500)
     codec.average(payloads, weights, out)
     assert same_bits(out, mean)
-    assert not codec.is_sparse or out.count_nonzero() < 1000
     if codec.is_fp32:  # the last payload may be where the mean is written
         codec.average(payloads, weights, payloads[-1].view(torch.float32))
         assert same_bits(payloads[-1].view(torch.float32), mean)
 
 
 # --- the largest values ---------------------------------------------------------------------------
+
+
+def sparse_mean(codec: Codec, values: list[Tensor], weights: list[float]) -> Tensor:
+    out = torch.full_like(values[0], 123.0)
+    codec.average([encoded(codec, value) for value in values], weights, out)
+    return out
+
+
+@examples
+@given(first=inputs(), seed=st.integers(0, 100), equal=st.booleans())
+def test_a_mean_is_over_those_who_send_a_value(first: Tensor, seed: int, equal: bool) -> None:
+    codec, generator = build("topk"), torch.Generator().manual_seed(seed)
+    others = [torch.randn(len(first), generator=generator) for _ in range(2)]
+    values, weights = [first, *others], [1.0] * 3 if equal else [49.0, 0.5, 7.0]
+    arrived = torch.stack([round_trip(codec, value) for value in values])
+    mean, total = torch.zeros(len(first)), torch.zeros(len(first))
+    for value, weight in zip(arrived, weights, strict=True):
+        sent = value != 0
+        total[sent] += weight
+        mean[sent] = torch.lerp(mean[sent], value[sent], weight / total[sent])
+    got = sparse_mean(codec, values, weights)
+    torch.testing.assert_close(got, mean, rtol=1e-6, atol=0)
+    by_one = (arrived != 0).sum(0) == 1
+    assert same_bits(got[by_one], arrived.sum(0)[by_one]), "what one sends arrives as it is"
+    assert not got[(arrived == 0).all(0)].any()
+
+
+def test_zeros_that_fill_up_a_unit_count_as_not_sent() -> None:
+    """A unit with fewer values than entries sends its first places, as zeros."""
+    few, many = torch.zeros(UNIT), torch.zeros(UNIT)
+    few[700], many[:16] = 5.0, torch.arange(1.0, 17.0)
+    codec = build("topk", top_values=16)
+    expected = round_trip(codec, many) + round_trip(codec, few)
+    assert expected.count_nonzero() == 17
+    for pair in ([few, many], [many, few]):
+        assert same_bits(sparse_mean(codec, pair, [1.0, 1.0]), expected)
 
 
 @examples

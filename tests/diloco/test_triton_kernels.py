@@ -112,7 +112,9 @@ def compare_decoded(codec: Codec, payload: Tensor, length: int, device: str) -> 
 def compare_means(codec: Codec, length: int, device: str) -> None:
     payloads = [torch.zeros(codec.wire_bytes(length), dtype=torch.uint8) for _ in WEIGHTS]
     for seed, payload in enumerate(payloads):
-        codec.encode(torch.randn(length, generator=torch.Generator().manual_seed(seed)), payload)
+        with plain_torch():
+            values = torch.randn(length, generator=torch.Generator().manual_seed(seed))
+            codec.encode(values, payload)
     for count in range(1, len(WEIGHTS) + 1):
         expected, mean = torch.zeros(length), Guarded(torch.zeros(length), device)
         with plain_torch():
@@ -121,6 +123,18 @@ def compare_means(codec: Codec, length: int, device: str) -> None:
         codec.average(arrived, WEIGHTS[:count], mean.inside)
         # Values are about 1, and torch may round a mean twice: the last bit or two can differ.
         torch.testing.assert_close(mean.read(), expected, rtol=0, atol=2**-22)
+
+
+def compare_residuals(codec: TopKCodec, length: int, device: str) -> None:
+    expected = torch.zeros(codec.wire_bytes(length), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(length)
+    values, residual = (torch.randn(length, generator=generator) for _ in range(2))
+    payload, left = Guarded(expected, device), Guarded(residual, device)
+    codec.encode_with_residual(values.to(device, copy=True), left.inside, payload.inside)
+    with plain_torch():
+        codec.encode_with_residual(values.clone(), residual, expected)
+    assert torch.equal(payload.read(), expected)
+    assert same_bits(left.read(), residual)
 
 
 def compare_any_bytes(codec: BlockCodec, device: str) -> None:
@@ -171,7 +185,10 @@ def test_kernels_make_the_bits_of_torch(run: Run, name: str) -> None:
 
 
 def _compare_largest(length: int, top: int, device: str) -> None:
-    compare(TopKCodec("topk", top), inputs(length, 64, 0), device)
+    codec = TopKCodec("topk", top, residual_decay=0.95)
+    compare(codec, inputs(length, 64, 0), device)
+    compare_means(codec, length, device)
+    compare_residuals(codec, length, device)
 
 
 @needs_triton

@@ -28,7 +28,7 @@ REMOVED = {
     "diloco.quantization.rounding": ("nearest", "values are rounded to nearest"),
     "diloco.quantization.error_feedback": (
         False,
-        "topk always keeps what it has not sent, others never do",
+        "topk keeps what it has not sent (residual_decay), others never do",
     ),
     "diloco.quantization.gather_codec": ("same", "means travel in diloco.quantization.codec"),
     "diloco.outer_optimizer.beta2": (0.99, "the outer optimizer adam was removed"),

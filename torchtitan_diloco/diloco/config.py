@@ -89,6 +89,9 @@ class Quantization(Section):
     bits or fewer."""
     top_values: Positive = 16
     """Values of every 1,024 that `topk` sends, an even number up to 256."""
+    residual_decay: Fraction = 0.95
+    """What `topk` has not sent is multiplied by this before it is added to the next delta, so that
+    old changes fade. 1: they are kept until they are sent. 0: they are given up."""
     threads: Positive = 1
     """CPU threads for encoding and decoding. They compete with training for cores. Outer state on a
     GPU is encoded on the GPU."""
@@ -195,8 +198,9 @@ def _quantization_mistakes(chosen: Quantization) -> Mistakes:
     if chosen.top_values % 2 or chosen.top_values > MOST_TOP_VALUES:
         reason = f"must be even and at most {MOST_TOP_VALUES}"
         yield "diloco.quantization.top_values", reason
-    elif chosen.top_values != Quantization.top_values and chosen.codec != "topk":
-        yield "diloco.quantization.top_values", 'is only read with codec = "topk": leave it out'
+    for key in ("top_values", "residual_decay"):
+        if chosen.codec != "topk" and getattr(chosen, key) != getattr(Quantization, key):
+            yield f"diloco.quantization.{key}", 'is only read with codec = "topk": leave it out'
 
 
 def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:

@@ -93,13 +93,19 @@ class ReferenceDiLoCo:
             self._mix(theta, self.fragments[message.fragment], alpha)
 
     def _mean_delta(self, p: int, weights: Sequence[float]) -> Values:
-        """Return a running mean, rounded as in the exchange: a codec may magnify errors."""
-        mean, total = {name: torch.zeros_like(self.Theta[name]) for name in self.fragments[p]}, 0.0
+        """Return a running mean over the workers that sent a value, rounded as in the exchange: a
+        codec may magnify errors."""
+        mean, total = (
+            {name: torch.zeros_like(self.Theta[name]) for name in self.fragments[p]}
+            for _ in range(2)
+        )
         for m, weight in enumerate(weights):
             if weight:
-                total += weight
-                delta, share = self._transmitted_delta(m, p), weight / total
-                mean = {name: torch.lerp(mean[name], delta[name], share) for name in mean}
+                for name, delta in self._transmitted_delta(m, p).items():
+                    sent = torch.ones_like(delta) if not self.is_sparse else (delta != 0).float()
+                    total[name] += weight * sent
+                    share = (weight * sent / total[name]).nan_to_num()  # 0 / 0: nobody has sent
+                    mean[name] = torch.lerp(mean[name], delta, share)
         return self.gather(mean)
 
     def _transmitted_delta(self, m: int, p: int) -> Values:
@@ -107,7 +113,7 @@ class ReferenceDiLoCo:
         for name in self.fragments[p]:
             rounded = self.Theta[name].to(theta[name].dtype).float()  # for models below fp32
             delta[name] = rounded - theta[name].float()
-            delta[name] += residual.get(name, 0.0)
+            delta[name] += residual.get(name, 0.0) * self.config.quantization.residual_decay
         arrived = self.transmit(delta)
         if self.is_sparse:
             residual.update({name: delta[name] - arrived[name] for name in delta})

@@ -32,8 +32,10 @@ class Codec(ABC):
     is_fp32 = False
     """A payload is the memory of the values, so it can be sent and read without a copy."""
     is_sparse = False
-    """Most values are decoded as zero, fewer in a mean of many workers. Values that are not sent
-    become a residual, which is added to the next delta."""
+    """Most values are decoded as zero, fewer in a mean of many workers, which leaves out those who
+    send a zero. Values that are not sent become a residual, which is added to the next delta."""
+    residual_decay = 1.0
+    """The residual is multiplied by this before it is added."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -52,8 +54,9 @@ class Codec(ABC):
         """Decode uint8 [wire_bytes(n)] into fp32 [n]."""
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Encode values + residual, and set residual to what is not sent. Overwrites `values`."""
-        values.add_(residual)
+        """Encode values + decay * residual, and set residual to what is not sent of the sum.
+        Overwrites `values`."""
+        values.add_(residual.mul_(self.residual_decay))  # two roundings on every device
         self.encode(values, payload)
         self.decode(payload, residual)
         torch.sub(values, residual, out=residual)

@@ -26,10 +26,10 @@ class TopKCodec(Codec):
 
     is_sparse = True
 
-    def __init__(self, name: str, top_values: int) -> None:
+    def __init__(self, name: str, top_values: int, residual_decay: float) -> None:
         super().__init__(name)
         assert top_values % 2 == 0
-        self.top_values = top_values
+        self.top_values, self.residual_decay = top_values, residual_decay
         self._entry_bytes = top_values * ENTRY_BITS // 8
 
     def wire_bytes(self, values: int) -> int:
@@ -57,8 +57,32 @@ class TopKCodec(Codec):
             _write_bytes(scales >> 16, rows[:, -4:].unflatten(1, (-1, 2)))
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        if not values.numel():
-            return
+        self.average([payload], [1.0], values)
+
+    def average(self, payloads: list[Tensor], weights: list[float], out: Tensor) -> None:
+        """Write the weighted mean of the payloads that send a value to `out`, and 0 where none do.
+
+        An entry that decodes to 0 does not count: it fills up a unit with fewer values than
+        entries, and what it stands for stays in the residual.
+        """
+        size = -(-out.numel() // UNIT) * UNIT
+        room = out if size == out.numel() else self._scratch("mean", size, out.dtype, out.device)
+        mean = room.view(-1, UNIT).zero_()
+        total = self._scratch("total", size, out.dtype, out.device).view(-1, UNIT).zero_()
+        for payload, weight in zip(payloads, weights, strict=True):
+            places, values = self._entries(payload)
+            is_sent = values != 0
+            added = is_sent.float().mul_(weight)
+            totals = total.gather(1, places).add_(added)
+            share = torch.where(is_sent, added / totals, 0.0)
+            # Places of a unit are all different, so the order of writes does not matter.
+            total.scatter_(1, places, totals)
+            mean.scatter_(1, places, torch.lerp(mean.gather(1, places), values, share))
+        if room is not out:
+            out.copy_(room[: out.numel()])
+
+    def _entries(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places and the values that each unit sends, [units, top_values]."""
         rows = payload.view(-1, self._entry_bytes + 4)
         pairs = _read_bytes(rows[:, :-4].unflatten(1, (-1, 3)))
         entries = torch.stack((pairs & 2**ENTRY_BITS - 1, pairs >> ENTRY_BITS), dim=2).flatten(1)
@@ -67,12 +91,8 @@ class TopKCodec(Codec):
         lower, upper = (low + (high - low) * level for level in LEVELS)
         lower = lower.where(low != 0, 0)  # of a unit with fewer values than entries
         magnitudes = torch.where((entries >> PLACE_BITS & 1).bool(), upper, lower)
-        sent = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
-        whole = values.numel() % UNIT == 0
-        units = values.view(-1, UNIT) if whole else values.new_empty(len(rows), UNIT)
-        units.zero_().scatter_(1, (entries & UNIT - 1).long(), sent)
-        if not whole:
-            values.copy_(units.view(-1)[: values.numel()])
+        values = torch.where((entries >> PLACE_BITS + 1).bool(), -magnitudes, magnitudes)
+        return (entries & UNIT - 1).long(), values
 
 
 def _write_bytes(words: Tensor, room: Tensor) -> None:
