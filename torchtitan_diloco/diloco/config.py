@@ -134,9 +134,6 @@ class DiLoCoConfig(Section):
     """Largest norm of a worker's delta of a fragment, as a multiple of the median of its latest 32.
     With a larger one the worker is left out of the round and takes the shared parameters, unless
     all workers exceed it. 0: no limit."""
-    average_at_end: bool = False
-    """Exchange all fragments once more after the last step of the run, so that the shared model is
-    the average of the workers."""
     fragments: Fragments = field(default_factory=Fragments)
     outer_optimizer: OuterOptimizer = field(default_factory=OuterOptimizer)
     overlap: Overlap = field(default_factory=Overlap)
@@ -161,8 +158,6 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     if (diloco.fragments.pattern == "explicit") != bool(diloco.fragments.modules):
         reason = 'lists the fragments of diloco.fragments.pattern = "explicit": set both or neither'
         yield "diloco.fragments.modules", reason
-    if diloco.average_at_end and diloco.quantization.codec == "topk":
-        yield "diloco.average_at_end", 'needs all values, and "topk" sends a few: leave it out'
     if diloco.overlap.delay >= every:
         reason = f"must be smaller than diloco.sync_every = {every}; 0 waits for each exchange"
         yield "diloco.overlap.delay", reason
@@ -177,7 +172,6 @@ def diloco_mistakes(diloco: DiLoCoConfig, *, islands: bool = False) -> Mistakes:
     refused = {
         "diloco.method": diloco.method == "none",
         "diloco.beginning.steps": diloco.beginning.steps > 0,
-        "diloco.average_at_end": diloco.average_at_end,
         "diloco.quantization.codec": diloco.quantization.codec == "topk",  # it has a residual
         "diloco.link.drop_probability": diloco.link.drop_probability,
         "diloco.link.outer_state": diloco.link.outer_state == "cpu",
@@ -215,7 +209,7 @@ def advice(config: DiLoCoConfig, total_steps: int) -> list[str]:
             f"diloco.beginning.steps = {beginning} is not shorter than the run of {total_steps} "
             "steps, so the outer optimizer and the overlap are never used: shorten it"
         )
-    elif several and rounds == 0 and not (beginning or config.average_at_end):
+    elif several and rounds == 0 and not beginning:
         found.append(
             f"diloco.sync_every = {every} is longer than the run of {total_steps} steps: nothing "
             "is ever exchanged and the workers end apart; lower it"

@@ -115,30 +115,6 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup | None, worker: int) -
     return total.item()
 
 
-class InnerSteps:
-    """Counts inner steps to detect missing calls of step(), which look like a slow worker."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.restart()
-        if optimizer is not None:
-            optimizer.register_step_post_hook(self._count)
-
-    def _count(self, *_: object) -> None:
-        self._made += 1
-
-    def restart(self) -> None:
-        """Allow any number of steps before the next check."""
-        self._made = -math.inf
-
-    def check(self) -> None:
-        made, self._made = self._made, 0
-        if made > 1:
-            raise ValueError(
-                f"the inner optimizer has made {made} steps since the last call of "
-                "StreamingDiLoCo.step(): call it after every step, equally often on all workers"
-            )
-
-
 def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) -> None:
     """Drop the inner optimizer's state of the parameters of the fragment."""
     if optimizer is not None:
@@ -147,33 +123,18 @@ def forget_moments(fragment: Fragment, optimizer: torch.optim.Optimizer | None) 
 
 
 class Watch:
-    """Raises in a run whose exchanges are useless."""
+    """Raises if a worker's deltas stay unusable."""
 
     def __init__(self, workers: int, fragments: int) -> None:
-        self._fragments, self._same = fragments, 0
-        self.compares = workers > 1
-        """Whether to compare checksums of deltas: no two workers have sent different ones yet."""
         self._broken = [[0] * workers for _ in range(fragments)]
         self._left_out = set[int]()
 
     def note(self, headers: list[Header], norm_limit: float) -> None:
-        """Log workers that are newly left out. Raise if deltas are always equal or not finite."""
+        """Log workers that are newly left out. Raise if one's deltas are not finite any more."""
         left_out = {worker for worker, header in enumerate(headers) if header.flags & WENT_WRONG}
         if left_out - self._left_out:
             log_left_out(headers, norm_limit)
         self._left_out, fragment = left_out, headers[0].fragment
-        sums = {header.delta for header in headers}
-        finite = not any(header.flags & NOT_FINITE for header in headers)
-        if self.compares and finite and sums != {0}:  # 0: nothing has changed
-            self.compares, self._same = len(sums) == 1, self._same + 1
-            if self.compares and self._same >= max(ROUNDS, self._fragments):
-                raise ValueError(
-                    f"all workers have sent the same bits in all {self._same} exchanges so far: "
-                    "either their gradients are averaged over the workers in every step "
-                    "(DistributedDataParallel, accelerate or FSDP over all ranks: make it over the "
-                    "ranks of one worker), or they read the same data (give each its own part, or "
-                    "its own seed), of which there may be too little for all"
-                )
         broken = self._broken[fragment]
         for worker, header in enumerate(headers):
             broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)

@@ -58,19 +58,15 @@ class ReferenceDiLoCo:
         t, P = self.t, len(self.fragments)
         H, tau = self.config.sync_every, self.config.overlap.delay
         is_beginning = t <= self.config.beginning.steps
-        is_end = self.config.average_at_end and t == self.T
         if is_beginning:
             H, tau = self.config.beginning.sync_every, 0
-        if is_end:
-            self.drain()
-            H, tau = 1, 0
         for p in range(P):
             t_p = p * max(1, H // P) % H
             if t >= H + t_p and (t - t_p) % H == 0:  # SEND
                 mean = self._mean_delta(p, weights or [1.0] * len(self.theta))
                 self.in_flight.append(MeanInFlight(t, p, mean))
         for message in [one for one in self.in_flight if one.sent == t - tau]:  # APPLY
-            self._apply(message, average=is_beginning or is_end)
+            self._apply(message, average=is_beginning)
 
     def drain(self) -> None:
         for message in list(self.in_flight):

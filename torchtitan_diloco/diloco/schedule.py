@@ -26,8 +26,6 @@ class Schedule:
     beginning_steps: int = 0
     """Steps with `beginning_every` as H and without delay."""
     beginning_every: int = 1
-    last_step: int = 0
-    """Step after which all fragments are sent and applied. 0: none."""
 
     def offset(self, fragment: int, every: int = 0) -> int:
         """Return t_p, the step of a cycle after which the fragment is sent. `every`: default H."""
@@ -40,12 +38,10 @@ class Schedule:
 
     def is_average(self, step: int) -> bool:
         """Return whether fragments sent after this step are waited for and averaged plainly."""
-        return step <= self.beginning_steps or 0 < step == self.last_step
+        return step <= self.beginning_steps
 
     def sent_at(self, step: int) -> list[int]:
         """Return the fragments to send after this step: several if there are more than H."""
-        if 0 < step == self.last_step:
-            return list(range(self.fragments))
         every = self.beginning_every if step <= self.beginning_steps else self.sync_every
         since = [step - self.offset(fragment, every) for fragment in range(self.fragments)]
         return [p for p, steps in enumerate(since) if steps >= every and steps % every == 0]
@@ -58,8 +54,6 @@ class Schedule:
 
     def outer_round(self, fragment: int, step: int) -> int:
         """Return how often the fragment was sent by the end of this step."""
-        if 0 < step == self.last_step:
-            return self.outer_round(fragment, step - 1) + 1
         early = min(step, self.beginning_steps)
         after = self._turns(fragment, self.sync_every, step)
         after -= self._turns(fragment, self.sync_every, early)
@@ -70,14 +64,13 @@ class Schedule:
         return max(0, (step - self.offset(fragment, every)) // every)
 
 
-def build_schedule(config: DiLoCoConfig, fragments: int, total_steps: int = 0) -> Schedule:
+def build_schedule(config: DiLoCoConfig, fragments: int) -> Schedule:
     return Schedule(
         sync_every=config.sync_every,
         fragments=fragments,
         delay=config.overlap.delay,
         beginning_steps=config.beginning.steps,
         beginning_every=config.beginning.sync_every,
-        last_step=total_steps if config.average_at_end else 0,
     )
 
 

@@ -39,13 +39,9 @@ def check_settings(
     mistakes = list(diloco_mistakes(config))
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))
-    needs_length = {
-        "diloco.overlap.mixing_end": config.overlap.mixing_end is not None,
-        "diloco.average_at_end": config.average_at_end,
-    }
-    for key in (key for key, is_set in needs_length.items() if is_set and not total_steps):
+    if config.overlap.mixing_end is not None and not total_steps:
         reason = "needs the length of the run: give StreamingDiLoCo total_steps, or leave it out"
-        mistakes.append((key, reason))
+        mistakes.append(("diloco.overlap.mixing_end", reason))
     if config.workers not in (1, workers):
         reason = f"must be {workers}, as the group joins so many: leave it out"
         mistakes.append(("diloco.workers", reason))
@@ -109,7 +105,6 @@ def agree_on_run(
     total_steps: int,
     *,
     seed: int,
-    run_id: str,
 ) -> int:
     """Raise if workers differ in settings, code or model; return a number unique to this run."""
     layout = [
@@ -124,7 +119,6 @@ def agree_on_run(
         "code": code_fingerprint(),
         "total_steps": str(total_steps),
         "seed": str(seed),
-        "run id": run_id,
         "model": hashlib.sha256("\n".join(layout).encode()).hexdigest()[:16],
         # Determines the size of messages.
         "memory of the outer state (diloco.link.outer_state)": device.type,
@@ -252,7 +246,6 @@ def describe_settings(config: DiLoCoConfig, states: Sequence[OuterState]) -> lis
         f"steps later, local share {overlap.mixing:g}{falling}; {outer.name} lr {outer.lr:g}"
         f"{momentum}",
         *([beginning] if first.steps else []),
-        *([f"{'':<10} at the end the average of the workers"] if config.average_at_end else []),
         f"{'wire':<10} {describe(wire)}; summed in fp32",
         f"{'':<10} {memory / GIB:.2f} GiB a rank on the {place} for shared parameters, the outer "
         f"optimizer, one delta{residual}",

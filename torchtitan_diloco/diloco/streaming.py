@@ -36,7 +36,7 @@ from torchtitan_diloco.diloco.fragments import (
     fragment_table,
 )
 from torchtitan_diloco.diloco.liveness import Liveness
-from torchtitan_diloco.diloco.outer_state import OuterState, checksum
+from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
@@ -66,7 +66,6 @@ class StreamingDiLoCo:
         liveness: Liveness | None = None,
         total_steps: int = 0,
         seed: int = 0,
-        run_id: str = "",
     ) -> None:
         """Start from worker 0's parameters. For a restart, load weights after this.
 
@@ -75,11 +74,11 @@ class StreamingDiLoCo:
         Args:
             group: a gloo group of this rank and its peers on the other workers. None: one worker.
             optimizer: the inner optimizer. Its state is dropped for fragments that are reset to the
-                shared parameters. Two of its steps without a call of `step` are an error.
+                shared parameters.
             shard_group: a gloo group of this worker's ranks, if it has several, that nothing else
                 uses. They sum the norm of a delta over it.
             liveness: watches all workers. Default: a new one with a gloo group of its own.
-            total_steps: length of the run, for `overlap.mixing_end` and `average_at_end`.
+            total_steps: length of the run, for `overlap.mixing_end`.
             seed: for the rounds that `link.drop_probability` drops.
         """
         startup.check_settings(model, group, config, total_steps)
@@ -92,12 +91,11 @@ class StreamingDiLoCo:
         self.step_count, self._total_steps = 0, total_steps
         self._model, self._seed, self._shard_group = model, seed, shard_group
         self._optimizer, self._healed = optimizer, 0
-        self._inner_steps = healing.InnerSteps(optimizer)
         self._watch = healing.Watch(self.workers, len(self.fragments))
         self._weights = [0.0] * len(self.fragments)
         device = startup.pick_state_device(self.fragments, config)
         self._run = startup.agree_on_run(
-            group, config, self.fragments, device, total_steps, seed=seed, run_id=run_id
+            group, config, self.fragments, device, total_steps, seed=seed
         )
         startup.broadcast_from_first(group, model)
         self._liveness = liveness or Liveness.between(group)
@@ -121,7 +119,6 @@ class StreamingDiLoCo:
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"the weight of a step is {weight}: give a number from 0 up")
-        self._inner_steps.check()
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         self._weights = [before + weight for before in self._weights]
@@ -239,8 +236,7 @@ class StreamingDiLoCo:
             whole = healing.sum_over_ranks(round_.delta_square, self._shard_group, self.worker)
             norms = healing.DeltaNorms() if average else state.norms  # other lengths: not judged
             flags = dropped * DROPPED | norms.judge(whole, self.config.delta_norm_limit)
-            delta = checksum(state.delta) if self._watch.compares else 0
-            header = Header(flags, self._run, *turn, step, round_.weight, state.checksum, delta)
+            header = Header(flags, self._run, *turn, step, round_.weight, state.checksum)
             if self._exchanger is None:
                 headers = healing.settle_weights([header])
             else:
@@ -362,7 +358,6 @@ class StreamingDiLoCo:
 
     def _give_up_in_flight(self) -> None:
         """Wait for exchanges and saves in flight, and drop their results."""
-        self._inner_steps.restart()
         self._liveness.wait(self._background.submit(lambda: None))
         self._in_flight.clear()
 

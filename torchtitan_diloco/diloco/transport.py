@@ -31,7 +31,7 @@ class WorkerLostError(RuntimeError):
 HEADER_BYTES = 64
 MAGIC = b"SDLC"
 VERSION = 2
-_LAYOUT = struct.Struct("<4sHHQIIQdQQ")
+_LAYOUT = struct.Struct("<4sHHQIIQdQ")
 
 NOT_FINITE = 1  # the sender's delta has a NaN or an infinity
 DROPPED = 2  # the sender is left out by link.drop_probability
@@ -52,8 +52,6 @@ class Header:
     weight: float  # of the sender in the mean, if it has no flags
     checksum: int
     """Checksum of the sender's shared copy, which must be equal on all workers."""
-    delta: int = 0
-    """Checksum of the sender's delta in rounds in which `healing.Watch` compares them."""
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(MAGIC, VERSION, *astuple(self)).ljust(HEADER_BYTES, b"\0")
