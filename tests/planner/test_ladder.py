@@ -92,6 +92,12 @@ def test_what_is_missing_if_no_rung_reaches_the_target() -> None:
     assert "none reaches 95 %; * comes closest, and needs " in ladder_text(
         workload(), slow, tried, best, 0.95
     )
+    slowest = link(1e2)
+    tried, best = climb(workload(), slowest, GIVEN, 0.95)
+    assert best.sync_every == 120, "small utilisations differ, too"
+    uneven = Conditions(1e12, (0.1, 0.2))
+    tried, best = climb(workload(), uneven, GIVEN, 0.95)
+    assert best is next(iter(tried)), "no change for a gain below a percent"
     far = link(1e9, latency=60.0)
     tried, best = climb(workload(), far, GIVEN, 0.95)
     assert "no bandwidth is enough" in ladder_text(workload(), far, tried, best, 0.95)

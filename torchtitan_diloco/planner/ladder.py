@@ -13,7 +13,7 @@ from torchtitan_diloco.diloco.codecs import bits_per_parameter, build_codec
 from torchtitan_diloco.diloco.config import FEW_ROUNDS, CodecName, DiLoCoConfig, Quantization
 from torchtitan_diloco.planner.prediction import Prediction, Workload
 from torchtitan_diloco.planner.units import quantity
-from torchtitan_diloco.utils import markdown_table
+from torchtitan_diloco.utils import clock, markdown_table
 
 DELAYS = (1, 2, 5, 10)
 CODECS: tuple[CodecName, ...] = ("int8", "fp4_e3m0")
@@ -49,33 +49,34 @@ def _bits(wire: Quantization) -> float:
 def climb(
     load: Workload, conditions: Conditions, given: DiLoCoConfig, wanted: float
 ) -> tuple[Tried, DiLoCoConfig]:
-    """Return the rungs up to the first that reaches `wanted`, and it, or else the closest one."""
+    """Return the rungs up to the first that reaches `wanted`, and it or the first of the best."""
     tried: Tried = {}
     for diloco in rungs(given, load.plan.total_steps):
         tried[diloco] = load.predict(diloco, conditions)
         if tried[diloco].utilisation >= wanted:
             return tried, diloco
-    return tried, max(tried, key=lambda one: round(tried[one].utilisation, 3))
+    return tried, max(tried, key=lambda one: float(f"{tried[one].utilisation:.2g}"))
 
 
 def ladder_text(
     load: Workload, conditions: Conditions, tried: Tried, best: DiLoCoConfig, wanted: float
 ) -> str:
     """Return a table of data parallelism and the rungs, and the result."""
-    control = load.predict(replace(best, method="none"), conditions)
-    rows = [_cells("data parallelism", control)]
+    rows = [_cells("data parallelism", load.predict(replace(best, method="none"), conditions))]
     for one, found in tried.items():
         mark = "* " if one is best else ""
         name = f"{mark}H {one.sync_every}, tau {one.overlap.delay}, {one.quantization.codec}"
         rows.append(_cells(name, found))
     table = markdown_table(["settings", "utilisation", "ms a step", "MB sent a step"], rows)
-    hours = load.plan.total_steps * tried[best].step_seconds / 3600
+    duration = clock(load.plan.total_steps * tried[best].step_seconds)
     result = f"* is the first to reach {100 * wanted:g} %"
     if tried[best].utilisation < wanted:
         rate = needed_bits_per_second(load, best, conditions, wanted)
-        missing = f"needs {quantity(rate, 'bit/s')}" if rate else "no bandwidth is enough for it"
+        missing = "no bandwidth is enough: latency, coding or uneven steps cost too much"
+        if rate is not None:
+            missing = f"needs {quantity(rate, 'bit/s')}"
         result = f"none reaches {100 * wanted:g} %; * comes closest, and {missing}"
-    return f"{table}\n\n{result}; with it the run takes {hours:,.1f} hours"
+    return f"{table}\n\n{result}; with it the run takes {duration}"
 
 
 def _cells(name: str, found: Prediction) -> list[str]:
@@ -90,8 +91,7 @@ def needed_bits_per_second(
     """Return the rate of the slowest link that is enough, within half a percent, or None."""
 
     def is_enough(rate: float) -> bool:
-        faster = replace(conditions, bits_per_second=rate)
-        return load.predict(diloco, faster).utilisation >= wanted
+        return load.predict(diloco, replace(conditions, bits_per_second=rate)).utilisation >= wanted
 
     low, high = conditions.bits_per_second, 1e18
     if not is_enough(high):
