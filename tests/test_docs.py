@@ -30,7 +30,6 @@ SHORT = (
     "--training.steps 12 --lr_schedule.warmup_steps 1 --validation.sequences 8 "
     "--training.batch_size 2 --metrics.tensorboard false"
 )
-SHORT_PROBE = ["--training.sequence_length", "32", "--training.batch_size", "2"]
 
 
 def blocks(page: Path, language: str = "bash") -> list[str]:
@@ -113,7 +112,6 @@ def test_blocks_run_as_written(
 def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     flag, module, *more = arguments
     assert flag == "-m"
-    more += SHORT_PROBE if "--probe" in more else []
     monkeypatch.setattr(sys, "argv", [module, *more])
     code: object = None
     try:

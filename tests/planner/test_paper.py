@@ -10,7 +10,6 @@ from torchtitan_diloco.planner.paper import (
     PAPER_MODELS,
     TARGETS,
     PaperModel,
-    as_printed,
     bandwidths,
     paper_methods,
     paper_table,
@@ -37,19 +36,21 @@ PRINTED = {
 
 def test_every_cell_of_the_papers_table() -> None:
     """Exact but for two cells, which are the next point of the grid."""
-    on_grid = [as_printed(float(gbits)) for gbits in GRID]
-    off = []
-    for model in PAPER_MODELS:
-        for method in paper_methods():
-            for target, printed, ours in zip(
-                TARGETS, PRINTED[model.name][method.name], bandwidths(model, method), strict=True
-            ):
-                places = [place for place, cell in enumerate(on_grid) if cell == printed]
-                distance = min(abs(place - list(GRID).index(ours)) for place in places)
-                assert distance <= 1, f"{model.name}, {method.name}, {target}: {ours} for {printed}"
-                if as_printed(ours) != printed:
-                    off.append((model.name, method.name, target))
-    assert len(off) <= 2, off
+    off = [
+        (model.name, method.name, target, ours, printed)
+        for model in PAPER_MODELS
+        for method in paper_methods()
+        for target, printed, ours in zip(
+            TARGETS, PRINTED[model.name][method.name], bandwidths(model, method), strict=True
+        )
+        if ours != printed
+    ]
+    ten = "10B, 48 layers, 0.8 s a step"
+    assert off == [
+        ("1B, 24 layers, 0.1 s a step", "streaming overlapped FP4", 0.5, 0.3, 0.4),
+        (ten, "streaming overlapped", 0.5, 1.4, 1.7),
+    ]
+    assert f"| {ten} | streaming overlapped     | 1.4   | 3.6   |" in paper_table()
 
 
 @given(st.integers(1, 12), st.integers(2, 120), st.floats(1e6, 1e11), st.floats(0.01, 10.0))
@@ -57,7 +58,7 @@ def test_bandwidth_overlap_and_fewer_bits_never_hurt(
     layers: int, sync_every: int, parameters: float, seconds: float
 ) -> None:
     model = PaperModel("any", layers, parameters, seconds)
-    rates = [*(GRID[::7] * 1e9), 1e30]
+    rates = np.array([*(GRID[::7] * 1e9), 1e30])
     found = [utilisation(model, method, rates) for method in paper_methods(sync_every)]
     for reached in found:
         assert (np.diff(reached) >= 0).all()
@@ -65,11 +66,3 @@ def test_bandwidth_overlap_and_fewer_bits_never_hurt(
     _, _, streaming, overlapped, four_bits = found
     assert (overlapped >= streaming - 1e-9).all()
     assert (four_bits >= overlapped - 1e-9).all()
-
-
-def test_other_models_may_need_bandwidths_beyond_the_papers_grid() -> None:
-    slow_steps = PaperModel("slow steps", layers=6, parameters=1e5, step_seconds=10.0)
-    text = paper_table([slow_steps], 30)
-    assert "<= 1e-05" in text
-    data_parallel = bandwidths(slow_steps, paper_methods(30)[0])
-    assert all(cell < 0.1 for cell in data_parallel)

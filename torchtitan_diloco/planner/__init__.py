@@ -1,5 +1,5 @@
-"""Plan the outer loop for given links: docs/planning.md.
+"""Choose settings of the outer loop for a link: docs/planning.md.
 
-`prediction` computes utilisation from link, model and settings; `search` picks settings; `probe`
-reads what a run has measured; `paper` is the paper's own model.
+`ladder` tries settings one after the other, `prediction` simulates a run with them, and `paper` is
+the paper's own model, which prints its table.
 """

@@ -4,12 +4,10 @@ A step is a chain of nodes: forward, backward to activations and backward to par
 layer, each T / 3L long (the first layer needs no backward to activations). The exchange is spread
 evenly over the layers; there is no embedding, no latency and no coding. A layer's reduction is
 queued on one serial link when its backward to parameters ends in the step of the exchange, and the
-layer's forward pass waits for it in the next step, or `delay` steps later.
-
-`prediction.py` is the model for real runs, and independent of this one.
+layer's forward pass waits for it in the next step, or `delay` steps later. Real runs are predicted
+by `prediction.py`, which is independent of this model.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +17,11 @@ from torchtitan_diloco.utils import markdown_table
 
 Array = npt.NDArray[np.float64]
 
+SYNC_EVERY = 100
 STEPS = 200
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
-GRID: Array = 10.0 ** (-1 + 4 * np.arange(-49, 98) / 49)
-"""Gbit/s: the 50 points of the paper's table, and as many below and above for other models."""
+GRID: Array = np.logspace(-1, 3, 50)
+"""Gbit/s."""
 
 
 class PaperModel(NamedTuple):
@@ -48,7 +47,7 @@ PAPER_MODELS = (
 )
 
 
-def paper_methods(sync_every: int = 100) -> tuple[PaperMethod, ...]:
+def paper_methods(sync_every: int = SYNC_EVERY) -> tuple[PaperMethod, ...]:
     """Return the rows of the table. Data parallelism exchanges everything after every step."""
     streaming = PaperMethod("streaming", sync_every, layers_per_fragment=3)
     return (
@@ -60,11 +59,8 @@ def paper_methods(sync_every: int = 100) -> tuple[PaperMethod, ...]:
     )
 
 
-def utilisation(
-    model: PaperModel, method: PaperMethod, bits_per_second: Sequence[float] | Array
-) -> Array:
-    """Return the share of the time that is compute, at each bandwidth."""
-    rates = np.asarray(bits_per_second, dtype=np.float64)
+def utilisation(model: PaperModel, method: PaperMethod, rates: Array) -> Array:
+    """Return the share of the time that is compute, at each rate in bits per second."""
     node = model.step_seconds / (3 * model.layers)
     reduction = model.parameters * method.bits / model.layers / rates
     per_fragment = method.layers_per_fragment or model.layers
@@ -84,35 +80,22 @@ def utilisation(
             if (step - layer % fragments * turn) % method.sync_every == 0:
                 link_free = np.maximum(link_free, now) + reduction
                 arrivals[step + 1 + method.delay, layer] = link_free
-    computing = STEPS * (3 * model.layers - 1) * node
-    return np.asarray(computing / np.maximum(now, link_free))
+    return np.asarray(STEPS * (3 * model.layers - 1) * node / np.maximum(now, link_free))
 
 
 def bandwidths(model: PaperModel, method: PaperMethod) -> list[float]:
-    """Return Gbit/s for each target: the last grid point below it, as in the paper.
-
-    If the first point reaches the target, return the first point.
-    """
+    """Return Gbit/s for each target: the last grid point below it, rounded twice like theirs."""
     reached = utilisation(model, method, GRID * 1e9)
-    return [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
+    found = [float(GRID[reached < target].max(initial=GRID[0])) for target in TARGETS]
+    return [round(round(gbits, 2), 1) for gbits in found]
 
 
-def as_printed(gbits: float) -> float:
-    """Round twice, as the paper does."""
-    return round(round(gbits, 2), 1)
-
-
-def paper_table(models: Sequence[PaperModel] = PAPER_MODELS, sync_every: int = 100) -> str:
-    """Return the table in Markdown, in Gbit/s, with three digits for other models."""
-
-    def cell(gbits: float) -> str:
-        side = "<= " if gbits <= GRID[0] else ">= " if gbits >= GRID[-1] else ""
-        return f"{as_printed(gbits):.1f}" if models is PAPER_MODELS else f"{side}{gbits:.3g}"
-
+def paper_table() -> str:
+    """Return the table in Markdown, in Gbit/s."""
     columns = ["model", "method", *(f"{100 * target:.0f} %" for target in TARGETS)]
-    rows = []
-    for model in models:
-        for number, method in enumerate(paper_methods(sync_every)):
-            cells = map(cell, bandwidths(model, method))
-            rows.append(["" if number else model.name, method.name, *cells])
+    rows = [
+        [model.name, method.name, *(f"{gbits:.1f}" for gbits in bandwidths(model, method))]
+        for model in PAPER_MODELS
+        for method in paper_methods()
+    ]
     return markdown_table(columns, rows)

@@ -11,27 +11,20 @@ on a CPU, packet loss and other traffic. The paper's model is in `paper.py`.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from torchtitan_diloco.components.records import Conditions, RoundRecord, Summary
 from torchtitan_diloco.components.run_plan import RunPlan, plan_run
 from torchtitan_diloco.components.summary import coded_bytes
 from torchtitan_diloco.config.schema import Config
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import (
-    Beginning,
-    DiLoCoConfig,
-    Fragments,
-    Overlap,
-    Quantization,
-)
+from torchtitan_diloco.diloco.config import Beginning, DiLoCoConfig, Fragments, Quantization
 from torchtitan_diloco.diloco.exchange import chunk_and_window, slice_owners
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.schedule import Schedule, build_schedule
@@ -43,49 +36,32 @@ APPLY, SEND, APPLY_AT_ONCE = range(3)
 """Order of events after a step. With no delay and at the end a send is applied at once."""
 STEADY_ROUNDS = 30
 """Simulated rounds of every fragment in the steady state."""
-MAX_ROUNDS = 300
-"""Longer runs are predicted as the steady state."""
 JITTERED_STEPS = 2000
 """Steps that are drawn to find the mean of the slowest worker in data parallelism."""
 _codec = cache(build_codec)
 HOST_OUTER_STEP = 2.0e9
-"""fp32 bytes of a fragment that one core processes in a second of the outer step
-(docs/performance.md, AMD EPYC)."""
-
-
-class CodecTraits(NamedTuple):
-    host_coding: float
-    """fp32 bytes that one core encodes or decodes in a second (docs/performance.md)."""
-    risk: float
-    """Percent of loss (docs/measurements.md)."""
-
-
-CODEC_TRAITS: dict[str, CodecTraits] = {
-    "fp32": CodecTraits(8.5e9, 0.0),
-    "bf16": CodecTraits(13.1e9, 0.0),
-    "fp8_e4m3": CodecTraits(1.9e9, 0.03),
-    "fp8_e5m2": CodecTraits(2.0e9, 0.05),
-    "int8": CodecTraits(2.9e9, 0.02),
-    "fp4_e2m1": CodecTraits(2.1e9, 0.3),
-    "fp4_e3m0": CodecTraits(2.1e9, 0.3),
-    "ternary": CodecTraits(2.2e9, 1.7),
-    "topk": CodecTraits(0.5e9, 4.0),
+"""fp32 bytes that one core processes in a second of the outer step (docs/performance.md)."""
+HOST_CODING = {
+    "fp32": 8.5e9,
+    "bf16": 13.1e9,
+    "fp8_e4m3": 1.9e9,
+    "fp8_e5m2": 2.0e9,
+    "int8": 2.9e9,
+    "fp4_e2m1": 2.1e9,
+    "fp4_e3m0": 2.1e9,
+    "ternary": 2.2e9,
+    "topk": 0.5e9,
 }
+"""fp32 bytes that one core encodes or decodes in a second (docs/performance.md)."""
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Means over workers."""
 
     compute_seconds_per_step: float
     exposed_seconds_per_step: float
     """Waiting of the training thread."""
     sent_bytes_per_step: float
-
-    def after(self, beginning: "Prediction", share: float) -> "Prediction":
-        """Return the means of a run whose beginning has this share of the steps."""
-        early, late = (np.array(astuple(one)) for one in (beginning, self))
-        return Prediction(*(min(1.0, share) * early + max(0.0, 1 - share) * late).tolist())
 
     @property
     def step_seconds(self) -> float:
@@ -94,9 +70,6 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         return self.compute_seconds_per_step / self.step_seconds
-
-
-# --- Streaming DiLoCo ----------------------------------------------------------------------------
 
 
 def predict(
@@ -114,10 +87,6 @@ def predict(
     """
     if steps is None:
         diloco = replace(diloco, beginning=Beginning())
-    elif steps > MAX_ROUNDS * diloco.sync_every:
-        often = replace(diloco, sync_every=diloco.beginning.sync_every, overlap=Overlap(delay=0))
-        early, later = (predict(fragments, one, conditions, ranks=ranks) for one in (often, diloco))
-        return later.after(early, diloco.beginning.steps / steps)
     schedule = build_schedule(diloco, len(fragments), steps or 0)
     total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
     exchanges = [
@@ -183,11 +152,7 @@ def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]
 
 
 def predict_exchange(
-    values: int,
-    largest: int,
-    quantization: Quantization,
-    conditions: Conditions,
-    ranks: int = 1,
+    values: int, largest: int, quantization: Quantization, conditions: Conditions, ranks: int = 1
 ) -> tuple[int, float]:
     """Return the bytes that each worker sends and receives for a fragment, and the seconds.
 
@@ -214,9 +179,6 @@ def predict_exchange(
     return sent, hops * conditions.latency_seconds + pipelined + outer
 
 
-# --- data parallelism ----------------------------------------------------------------------------
-
-
 def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Prediction:
     """Predict data parallelism: a ring all-reduce of all gradients at every step.
 
@@ -235,9 +197,6 @@ def predict_data_parallel(buckets: Sequence[int], conditions: Conditions) -> Pre
     return Prediction(compute, exposed, all_reduce_bytes(sum(buckets), workers))
 
 
-# --- a configured run ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Workload:
     """Model and length of a run, for which any settings of the outer loop can be predicted."""
@@ -246,8 +205,6 @@ class Workload:
     """On the meta device."""
     plan: RunPlan
     layers: int
-    flops_per_step: float
-    """FLOPs of one worker."""
     workers: int
     ranks: int
     """Ranks of one worker, over which FSDP2 shards it."""
@@ -261,65 +218,36 @@ class Workload:
         model = build_model(config.model, vocabulary, length)
         counts = model.parameter_counts()
         plan = plan_run(config.training, workers * ranks, counts["total"], counts["embedding"])
-        flops = model.flops_per_token(length) * plan.tokens_per_step / workers
-        on_cpu = config.run.device == "cpu"
-        return Workload(model, plan, len(model.blocks), flops, workers, ranks, on_cpu)
+        return Workload(model, plan, len(model.blocks), workers, ranks, config.run.device == "cpu")
 
     def fragments(self, config: Fragments) -> tuple[int, ...]:
         """Return the parameters of each fragment, in the order in which fragments are sent."""
-        return _fragment_sizes(self.model, config)
+        return tuple(fragment.parameters for fragment in build_fragments(self.model, config))
 
     def predict(self, diloco: DiLoCoConfig, conditions: Conditions) -> Prediction:
         """Predict the steady state, or the whole run if it has a beginning."""
         if diloco.method == "none":
-            layers = Fragments(pattern="sequential", layers_per_fragment=1)
-            *blocks, rest = self.fragments(layers)
+            *blocks, rest = self.fragments(Fragments("sequential", layers_per_fragment=1))
             return predict_data_parallel((*reversed(blocks), rest), conditions)
+        fragments = self.fragments(diloco.fragments)
         speeds = self.with_speeds(diloco, conditions)
         steps = self.plan.total_steps if diloco.beginning.steps else None
-        fragments = self.fragments(diloco.fragments)
         return predict(fragments, diloco, speeds, ranks=self.ranks, steps=steps)
-
-    def needed_bits_per_second(
-        self, diloco: DiLoCoConfig, conditions: Conditions, utilisation: float
-    ) -> float | None:
-        """Return the rate of the slowest link that reaches a utilisation, within half a percent.
-
-        Return None if latency, coding or uneven steps make it impossible at any rate.
-        """
-
-        def is_enough(rate: float) -> bool:
-            found = self.predict(diloco, replace(conditions, bits_per_second=rate))
-            return found.utilisation >= utilisation
-
-        low, high = 1.0, 1e18
-        if not is_enough(high):
-            return None
-        while high / low > 1.005:
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if is_enough(middle) else (middle, high)
-        return high
 
     def with_speeds(self, diloco: DiLoCoConfig, conditions: Conditions) -> Conditions:
         """Return the conditions with the speeds of coding and outer step under these settings.
 
         Keep measured speeds. If there are none, only work on the host takes time.
         """
-        link, codec = diloco.link, diloco.quantization.codec
-        if not (self.on_cpu or link.outer_state == "cpu"):
+        codec = diloco.quantization.codec
+        if not (self.on_cpu or diloco.link.outer_state == "cpu"):
             return conditions
         cores = self.ranks * diloco.quantization.threads
         coding, outer = conditions.coding_bytes_per_second, conditions.outer_bytes_per_second
         if math.isinf(coding):
-            coding = cores * CODEC_TRAITS[codec].host_coding
+            coding = cores * HOST_CODING[codec]
         elif conditions.codec:  # measured with another codec: in the proportions of the table
-            measured_with = CODEC_TRAITS[conditions.codec]
-            coding *= CODEC_TRAITS[codec].host_coding / measured_with.host_coding
+            coding *= HOST_CODING[codec] / HOST_CODING[conditions.codec]
         if math.isinf(outer):
             outer = cores * HOST_OUTER_STEP
         return replace(conditions, coding_bytes_per_second=coding, outer_bytes_per_second=outer)
-
-
-@cache
-def _fragment_sizes(model: nn.Module, config: Fragments) -> tuple[int, ...]:
-    return tuple(fragment.parameters for fragment in build_fragments(model, config))

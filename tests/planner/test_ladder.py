@@ -1,0 +1,103 @@
+"""Rungs, and the one that is chosen."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from torchtitan_diloco.components.records import Conditions
+from torchtitan_diloco.config.loader import load_config
+from torchtitan_diloco.diloco.config import (
+    CodecName,
+    DiLoCoConfig,
+    Overlap,
+    Quantization,
+    diloco_mistakes,
+)
+from torchtitan_diloco.planner.ladder import climb, ladder_text, needed_bits_per_second, rungs
+from torchtitan_diloco.planner.prediction import Workload
+
+GIVEN = replace(load_config("35m").diloco, quantization=Quantization(codec="fp32"))
+
+
+@cache
+def workload() -> Workload:
+    return Workload.of(load_config("35m", {"training.steps": "20000"}), vocabulary=32_000)
+
+
+def link(bits_per_second: float, latency: float = 0.03) -> Conditions:
+    return Conditions(bits_per_second, (0.2, 0.2), latency_seconds=latency)
+
+
+def names(given: DiLoCoConfig, total_steps: int = 20_000) -> list[str]:
+    return [
+        f"{one.sync_every} {one.overlap.delay} {one.quantization.codec}"
+        for one in rungs(given, total_steps)
+    ]
+
+
+def test_rungs_change_one_setting_after_the_other() -> None:
+    delays = ["30 1 fp32", "30 2 fp32", "30 5 fp32", "30 10 fp32"]
+    wire = ["30 10 int8", "30 10 fp4_e3m0"]
+    doubled = ["60 10 fp4_e3m0", "120 10 fp4_e3m0", "240 10 fp4_e3m0", "480 10 fp4_e3m0"]
+    assert names(GIVEN, 50_000) == delays + wire + doubled
+    assert names(GIVEN, 12_000) == delays + wire + doubled[:2], "of 100 rounds or more"
+    assert names(replace(GIVEN, method="none"), 1000) == delays + wire
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "delay", "codec", "expected"),
+    [
+        (6, 3, "fp4_e2m1", ["6 3 fp4_e2m1", "6 5 fp4_e2m1", "12 5 fp4_e2m1"]),
+        (10, 0, "int8", ["10 0 int8", "10 1 int8", "10 2 int8", "10 5 int8", "10 5 fp4_e3m0"]),
+        (1, 0, "topk", ["1 0 topk", "2 0 topk", "4 0 topk", "8 0 topk"]),
+        (500, 20, "fp8_e4m3", ["500 20 fp8_e4m3", "500 20 fp4_e3m0"]),
+    ],
+)
+def test_rungs_that_gain_nothing_are_left_out(
+    sync_every: int, delay: int, codec: CodecName, expected: list[str]
+) -> None:
+    wire = replace(GIVEN.quantization, codec=codec)
+    given = replace(GIVEN, sync_every=sync_every, overlap=Overlap(delay=delay), quantization=wire)
+    assert names(given, 1500) == expected
+    assert not [mistake for one in rungs(given, 10**6) for mistake in diloco_mistakes(one)]
+
+
+@pytest.mark.parametrize(
+    ("bits_per_second", "codec"), [(1e11, "fp32"), (6e7, "int8"), (4e7, "fp4_e3m0")]
+)
+def test_the_first_rung_that_reaches_the_target_is_chosen(
+    bits_per_second: float, codec: str
+) -> None:
+    tried, best = climb(workload(), link(bits_per_second), GIVEN, 0.95)
+    *others, last = tried
+    assert best is last
+    assert tried[best].utilisation >= 0.95 > max([0.0, *(tried[one].utilisation for one in others)])
+    assert best.quantization.codec == codec
+    text = ladder_text(workload(), link(bits_per_second), tried, best, 0.95)
+    assert text.count("\n| ") == len(tried) + 2
+    assert text.count("| * ") == 1
+    assert "first to reach 95 %" in text
+
+
+def test_what_is_missing_if_no_rung_reaches_the_target() -> None:
+    slow = link(1e5)
+    tried, best = climb(workload(), slow, GIVEN, 0.95)
+    assert best.sync_every == 120
+    assert len(tried) == len(names(GIVEN))
+    rate = needed_bits_per_second(workload(), best, slow, 0.95)
+    assert rate is not None
+    reached = [workload().predict(best, link(one * rate)).utilisation for one in (0.99, 1.0)]
+    assert reached[0] < 0.95 <= reached[1]
+    assert "none reaches 95 %; * comes closest, and needs " in ladder_text(
+        workload(), slow, tried, best, 0.95
+    )
+    slowest = link(1e2)
+    tried, best = climb(workload(), slowest, GIVEN, 0.95)
+    assert best.sync_every == 120, "small utilisations differ, too"
+    uneven = Conditions(1e12, (0.1, 0.2))
+    tried, best = climb(workload(), uneven, GIVEN, 0.95)
+    assert best is next(iter(tried)), "no change for a gain below a percent"
+    far = link(1e9, latency=60.0)
+    tried, best = climb(workload(), far, GIVEN, 0.95)
+    assert "no bandwidth is enough" in ladder_text(workload(), far, tried, best, 0.95)
