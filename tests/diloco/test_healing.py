@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.diloco.toy import batch, config, full, inner_step, join, parameters, sharded, start
@@ -43,8 +42,8 @@ def test_a_norm_is_compared_with_the_median_of_those_before() -> None:
     assert lasting[-1] == 0
 
 
-def header(flags: int = 0, weight: float = 2.0, delta: int = 0, fragment: int = 0) -> Header:
-    return Header(flags, 1, fragment, 1, 1, weight, 0, delta)
+def header(flags: int = 0, weight: float = 2.0, fragment: int = 0) -> Header:
+    return Header(flags, 1, fragment, 1, 1, weight, 0)
 
 
 def test_flags_take_the_weight_unless_all_have_an_outlier() -> None:
@@ -63,21 +62,6 @@ def rounds(watch: Watch, *headers: Header, count: int) -> None:
         watch.note(list(headers), norm_limit=20.0)
 
 
-def test_equal_deltas_of_all_fragments_are_an_error_unless_they_differ_once() -> None:
-    for differs in (False, True):
-        watch = Watch(workers=2, fragments=4)
-        rounds(watch, header(), header(), count=9)  # nothing has changed yet
-        rounds(watch, header(delta=5), header(delta=5), count=3)
-        if differs:
-            rounds(watch, header(delta=5), header(delta=6), count=1)
-            assert not watch.compares
-            rounds(watch, header(), header(), count=9)
-        else:
-            with pytest.raises(ValueError, match="the same bits in all 4 exchanges so far"):
-                rounds(watch, header(delta=6), header(delta=6), count=1)
-    assert not Watch(workers=1, fragments=4).compares
-
-
 def test_a_worker_without_finite_deltas_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     watch, bad = Watch(workers=3, fragments=2), header(NOT_FINITE)
     rounds(watch, header(), bad, bad, count=3)
@@ -93,22 +77,15 @@ def test_a_worker_without_finite_deltas_ends_the_run(caplog: pytest.LogCaptureFi
         rounds(watch, header(), header(), bad, count=1)
 
 
-def _in_vain(mistake: str) -> tuple[int, str]:
+def _stays_nan() -> tuple[int, str]:
     """Return the steps that were made, and the error."""
     outer, model, optimizer = start(config(2))
-
-    def average(*_: object) -> None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-
-    if mistake == "averaged":
-        optimizer.register_step_pre_hook(average)
     step = 0
     try:
         for step in range(1, 41):
-            if mistake == "NaN" and outer.worker == step == 1:
+            if outer.worker == step == 1:
                 model.gain.data.fill_(math.nan)
-            inner_step(model, optimizer, 0 if mistake == "same data" else outer.worker, step)
+            inner_step(model, optimizer, outer.worker, step)
             outer.step()
         outer.drain()
     except ValueError as error:
@@ -116,21 +93,11 @@ def _in_vain(mistake: str) -> tuple[int, str]:
     return step, ""
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        ("", ""),
-        ("averaged", "gradients are averaged over the workers in every step"),
-        ("same data", "or they read the same data"),
-        ("NaN", "worker 1 has not sent a finite delta of fragment 0 in 4 rounds"),
-    ],
-)
-def test_a_run_ends_where_its_exchanges_are_in_vain(
-    processes: ProcessPool, mistake: str, message: str
-) -> None:
-    for steps, error in processes.run(_in_vain, 2, mistake):
+def test_a_run_ends_if_a_worker_stays_without_finite_deltas(processes: ProcessPool) -> None:
+    message = "worker 1 has not sent a finite delta of fragment 0 in 4 rounds"
+    for steps, error in processes.run(_stays_nan, 2):
         assert message in error
-        assert (steps == 40) == (error == "") == (mistake == "")
+        assert steps < 40
 
 
 # --- workers that go wrong ------------------------------------------------------------------------

@@ -144,10 +144,9 @@ def with_wire(wire: Quantization, delay: int = 5, layers: int = 2, **changes: An
 
 def with_turns(delay: int, every: int) -> DiLoCoConfig:
     """A beginning that ends within a cycle, and has more fragments than steps between two sends;
-    a falling share; an average at the end, before which fragments are in flight."""
+    a falling share."""
     overlap, beginning = Overlap(delay, mixing=0.6, mixing_end=0.1), Beginning(11, every)
-    turns: dict[str, Any] = {"overlap": overlap, "beginning": beginning, "average_at_end": True}
-    return with_wire(Quantization("fp4_e3m0"), **turns)
+    return with_wire(Quantization("fp4_e3m0"), overlap=overlap, beginning=beginning)
 
 
 CASES = {

@@ -40,13 +40,6 @@ def test_a_walk_through_the_steps(schedule: Schedule, last: int) -> None:
     assert rounds == [schedule.outer_round(p, last) for p in range(schedule.fragments)]
 
 
-def test_all_fragments_are_sent_after_the_last_step() -> None:
-    schedule = Schedule(sync_every=6, fragments=3, delay=2, last_step=13)
-    assert [schedule.applied_at(step) for step in (12, 13)] == [[2], [0, 1, 2]]
-    assert [schedule.sent_at(step) for step in (12, 13)] == [[0], [0, 1, 2]]
-    assert [schedule.outer_round(0, step) for step in (12, 13)] == [2, 3]
-
-
 @given(schedules())
 def test_a_beginning_changes_no_later_turn(schedule: Schedule) -> None:
     plain = replace(schedule, beginning_steps=0)

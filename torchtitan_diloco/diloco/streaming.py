@@ -86,7 +86,7 @@ class StreamingDiLoCo:
         self.config = config
         self.fragments = build_fragments(model, config.fragments)
         self.fragment_names = tuple(fragment.name for fragment in self.fragments)
-        self.schedule = build_schedule(config, len(self.fragments), total_steps)
+        self.schedule = build_schedule(config, len(self.fragments))
         self.workers, self.worker = (1, 0) if group is None else (group.size(), group.rank())
         self.step_count, self._total_steps = 0, total_steps
         self._model, self._seed, self._shard_group = model, seed, shard_group

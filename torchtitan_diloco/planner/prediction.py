@@ -87,7 +87,7 @@ def predict(
     """
     if steps is None:
         diloco = replace(diloco, beginning=Beginning())
-    schedule = build_schedule(diloco, len(fragments), steps or 0)
+    schedule = build_schedule(diloco, len(fragments))
     total_steps = STEADY_ROUNDS * schedule.sync_every if steps is None else steps
     exchanges = [
         predict_exchange(values, max(fragments), diloco.quantization, conditions, ranks)
@@ -145,7 +145,7 @@ def _events(schedule: Schedule, steps: int | None) -> list[tuple[int, int, int]]
         delay = 0 if schedule.is_average(sent) else schedule.delay
         due = sent + delay
         applied = due if steps is None else min(due, steps)
-        kind = APPLY if delay and (applied == due or schedule.last_step) else APPLY_AT_ONCE
+        kind = APPLY if delay and applied == due else APPLY_AT_ONCE
         for fragment in schedule.sent_at(sent):
             found += [(sent, SEND, fragment), (applied, kind, fragment)]
     return sorted(found)
