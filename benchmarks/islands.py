@@ -1,8 +1,8 @@
 """Inject faults into runs of islands, and measure how they affect the other islands.
 
-    python -m benchmarks.islands [--cases control,killed] [--repeats 3]
-    python -m benchmarks.islands --storm 600 --repeats 1
-    python -m benchmarks.islands --torchft --cases killed
+    .venv/bin/python -m benchmarks.islands [--cases control,killed] [--repeats 3]
+    .venv/bin/python -m benchmarks.islands --storm 600 --repeats 1
+    .venv/bin/python -m benchmarks.islands --torchft --cases killed
 
 The first table is the one of docs/islands.md. Each island and the server have a network namespace
 of their own (benchmarks/network.py). The model is small and a step is a sleep of 0.1 s, so that

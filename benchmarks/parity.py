@@ -1,6 +1,6 @@
 """Compare the loss of data parallelism, DiLoCo and streaming variants at equal tokens.
 
-    python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key value ...]
+    .venv/bin/python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key value ...]
 
 The tables are in benchmarks/parity_tables.py. On 2 CPU cores, `parity` takes hours at full length
 and the others about an hour each. `--short` runs one seed with a tenth of the steps.

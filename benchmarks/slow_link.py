@@ -1,6 +1,6 @@
 """Compare data parallelism, DiLoCo and streaming variants over links of several rates.
 
-    python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
+    .venv/bin/python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
 
 Every run starts `python -m torchtitan_diloco.train`, with one process and thread a worker, in a
 network of its own (benchmarks/network.py). Only the method and the links differ. --rates limits the

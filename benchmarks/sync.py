@@ -1,6 +1,6 @@
 """Compare a sync of StreamingDiLoCo with a flat all-reduce in plain torch.
 
-    python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
+    .venv/bin/python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
 
 Both run in turns on two gloo processes of one thread each, and the ratio is computed for each sync.
 Like most rounds of a run (see `diloco.measure_every`), rows do not measure norms, cosines and

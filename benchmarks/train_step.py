@@ -1,6 +1,6 @@
 """Compare the trainer's step with a bare PyTorch loop on the same model and data.
 
-    python -m benchmarks.train_step [--rounds 7] [--steps 10] [--section.key value ...]
+    .venv/bin/python -m benchmarks.train_step [--rounds 7] [--steps 10] [--section.key value ...]
 
 On a CPU all loops run in turns in one process, and ratios are computed for each round. On a GPU
 each has a process of its own, as their optimizers need the memory; peaks of the other loops include

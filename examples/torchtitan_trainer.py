@@ -2,7 +2,7 @@
 
 Start it with
 
-torchrun --nproc-per-node 4 examples/torchtitan_trainer.py --model.name llama3_diloco [--...]
+.venv/bin/torchrun --nproc-per-node 4 examples/torchtitan_trainer.py --model.name llama3_diloco [--...]
 
 The ranks are a mesh of (worker, world). torchtitan uses one row of it as its world, so that FSDP2
 (and TP, CP) stay inside a worker. Streaming DiLoCo runs in each column:

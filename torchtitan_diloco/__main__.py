@@ -1,0 +1,7 @@
+"""`python -m torchtitan_diloco COMMAND ...` is `torchtitan-diloco COMMAND ...`."""
+
+import sys
+
+from torchtitan_diloco.cli import main
+
+sys.exit(main())
