@@ -1,6 +1,6 @@
 """Programs of `benchmarks.islands`: one island, and an audit of the log of a run.
 
-    .venv/bin/python -m benchmarks.islands_program island '{"join": ..., "name": ..., "path": ..., ...}'
+    .venv/bin/python -m benchmarks.islands_program island '{"join": ..., "name": ..., ...}'
     .venv/bin/python -m benchmarks.islands_program audit JOIN
 
 An island trains a small model. A step is a sleep and a small real step, so that several islands fit

@@ -2,11 +2,11 @@
 
     .venv/bin/python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
 
-Every run starts `python -m torchtitan_diloco.train`, with one process and thread a worker, in a
+Every run starts `torchtitan_diloco.train`, with one process and thread a worker, in a
 network of its own (benchmarks/network.py). Only the method and the links differ. --rates limits the
 link of each worker in each direction: Mbit/s, `inf` for no limit, or a multiple such as `0.1x` of
 the rate at which data parallelism should keep a tenth of its compute, computed from its bytes and
-the time of a step without a limit. If torchft is installed (`pip install -e .[bench]`), its DiLoCo
+the time of a step without a limit. If torchft is installed (extra `bench`), its DiLoCo
 also runs in the same trainer (benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
 
 The command above takes about 15 minutes on 2 idle cores. Finished runs are kept in --out, so that

@@ -1,4 +1,4 @@
-"""`python -m torchtitan_diloco COMMAND ...` is `torchtitan-diloco COMMAND ...`."""
+"""`.venv/bin/python -m torchtitan_diloco COMMAND`, the same as `torchtitan-diloco COMMAND`."""
 
 import sys
 

@@ -240,7 +240,7 @@ def command_line(name: str) -> str:
 
 def installed(program: str) -> str:
     """Return the path of a program that pip installs for this Python."""
-    return os.path.join(sysconfig.get_path("scripts"), program)
+    return str(Path(sysconfig.get_path("scripts"), program))
 
 
 def _relative(program: str) -> str:
