@@ -39,6 +39,7 @@ from benchmarks.slow_link_run import (
 from torchtitan_diloco.components.summary import UNLIMITED
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.planner.prediction import predict
+from torchtitan_diloco.utils import install_command
 
 GOODPUT = 1448 / 1514
 """Payload of a full packet / its size, as counted by the token bucket."""
@@ -213,7 +214,7 @@ def main() -> None:
         parser.error(f"--sync-every {options.sync_every} is odd: give an even number")
     installed = [name for name in METHODS if name != TORCHFT or torchft_loop.is_installed()]
     if TORCHFT not in installed:
-        print("torchft is not installed, so it has no rows: pip install -e .[bench]")
+        print(f"torchft is not installed, so it has no rows: {install_command('bench')}")
     asked = core.parse_names(parser, "--methods", options.methods, installed)
     extra = core.parse_settings(parser, words, RESERVED)
     cycle = options.workers, options.sync_every, options.delay

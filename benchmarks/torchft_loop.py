@@ -1,4 +1,4 @@
-"""torchft's DiLoCo (optional: `pip install -e .[bench]`) as an outer loop of the benchmarks.
+"""torchft's DiLoCo (optional: extra `bench`) as an outer loop of the benchmarks.
 
     .venv/bin/python -m benchmarks.torchft_loop --section.key value ...
 

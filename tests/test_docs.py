@@ -1,9 +1,10 @@
 """Run every ```bash block of the README and of docs/, from the root of the repository.
 
 One training of twelve steps serves all pages. Of every other training the settings are checked, and
-the folder that it names gets a copy of that run. Commands of `.venv/bin/` run in this process, which
-has imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder. What cannot
-run here (a network, many nodes) is fenced as ```text, what another test runs as ```shell.
+the folder that it names gets a copy of that run. Commands of `.venv/bin/` run in this process,
+which has imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder.
+What cannot run here (a network, many nodes) is fenced as ```text, what another test runs as
+```shell.
 """
 
 import fcntl
@@ -148,9 +149,10 @@ def test_the_readmes_own_loop_runs_as_written(processes: ProcessPool) -> None:
 
 
 BARE = re.compile(
-    r"(?<!\.venv/bin/)\b(?:(?:python3?|pip|torchrun|tensorboard|nats-server) -|pip install|hf down"
-    r"|torchtitan-diloco [a-z-]+(?= -|\|| \S+/))"
+    r"(?<![\w./-])(?<!-m )(?:(?:python3?|torchrun|tensorboard) -|pip install|hf download|"
+    r"torchtitan-diloco (?:[a-z-]+ )+[-$./\"A-Z|])"
 )
+"""Commands that need a PATH with `.venv/bin`."""
 SOURCES = [
     *(REPOSITORY / "docs/images").glob("*.svg"),
     *(
@@ -163,7 +165,6 @@ SOURCES = [
 
 @pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: path.name)
 def test_every_command_works_in_a_new_shell(path: Path) -> None:
-    """Nothing of `.venv` is on its PATH."""
     text = path.read_text()
     assert BARE.findall(text) == []
     assert set(re.findall(r"\.venv/bin/torchtitan-diloco ([a-z-]+)", text)) <= COMMANDS.keys()

@@ -139,7 +139,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     assert (code, output) == (0, f"launched with {venv}/bin/python 1.5 ['--config', 'x y']\n")
     assert errors == f"setting up {venv} (minutes; later starts skip this)\n"
     command, elsewhere = venv / "bin/torchtitan-diloco", checkout.wheels
-    assert subprocess.check_output([command], cwd=elsewhere, text=True) == "the one command\n"
+    assert (
+        subprocess.check_output([command], cwd=elsewhere, env={}, text=True) == "the one command\n"
+    )
     return checkout
 
 

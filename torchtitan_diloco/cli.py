@@ -25,7 +25,7 @@ COMMANDS = {
 
 def main() -> int:
     program = Path(sys.argv[0]).name
-    if program != "__main__.py":  # of python -m torchtitan_diloco
+    if program != "__main__.py":  # started as a module
         on_path = shutil.which(program) == sys.argv[0]
         os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = sys.argv[1:] or ["--help"]

@@ -239,7 +239,7 @@ def command_line(name: str) -> str:
 
 
 def installed(program: str) -> str:
-    """Return the path of a program that pip installs for this Python."""
+    """Return where pip puts a program for this Python."""
     return str(Path(sysconfig.get_path("scripts"), program))
 
 

@@ -97,10 +97,10 @@ def test_a_missing_folder_or_rank_file_names_the_command_that_makes_it(
         learn = f"train-tokenizer --source {text} --vocab-size 32000 --out none.tiktoken"
         with pytest.raises(ValueError, match=rf'(?s)"none\.tiktoken" is not a file.*{learn}'):
             open_tokenizer(Data(corpus=corpus, tokenizer="none.tiktoken"))
-    for folder, model in (("data/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("my", "OWNER/my")):
-        message = rf"is not a file (?s:.*)/hf download {model} --local-dir {folder}\n.*\n.*export\]"
+    for place, model in (("data/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("my", "OWNER/my")):
+        message = rf"is not a file (?s:.*)/hf download {model} --local-dir {place}\n.*\n.*export\]"
         with pytest.raises(ValueError, match=message):
-            open_tokenizer(Data(tokenizer=f"{folder}/tokenizer.json"))
+            open_tokenizer(Data(tokenizer=f"{place}/tokenizer.json"))
 
 
 @pytest.mark.parametrize(
