@@ -1,10 +1,11 @@
 """Find the settings of the outer loop that a model needs on given links, before a run.
 
-python -m torchtitan_diloco.plan --config 1b --bandwidth 2Gbit --latency 30ms --step-time 0.5
+.venv/bin/torchtitan-diloco plan --config 1b --bandwidth 2Gbit --latency 30ms --step-time 0.5
 """
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torchtitan_diloco.planner.units import (
     parse_share,
     quantity,
 )
-from torchtitan_diloco.utils import PEAK_BF16_FLOPS
+from torchtitan_diloco.utils import PEAK_BF16_FLOPS, command_line
 
 if TYPE_CHECKING:  # imports torch, which --help and --table do not need
     from torchtitan_diloco.planner.prediction import Workload
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
     parser = OptionParser(
-        prog="python -m torchtitan_diloco.plan",
+        prog=command_line("plan"),
         description="Find settings that reach a utilisation with the least risk to the loss.",
         epilog=EPILOG,
     )
@@ -148,7 +149,8 @@ def _answer(options: argparse.Namespace, config: Config, words: list[str]) -> No
         )
         planned = replace(config, diloco=plan.best.diloco)
         write_variant(options.write, options.config, planned, comment)
-        print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
+        written = shlex.quote(str(options.write))
+        print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
 
 def _print_table(models: Sequence[PaperModel], size: str, sync_every: int) -> None:
