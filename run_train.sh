@@ -9,6 +9,7 @@ prepare_environment ""
 
 # Signals must reach Python, and Python must not import files of the current folder.
 export PYTHONSAFEPATH=1
+export TORCHTITAN_DILOCO_STARTED_BY="$REPOSITORY/run_train.sh" # for hints
 # Without -S, Ctrl-C in the first tenths of a second would print a traceback of Python's own start-up.
 exec "$ENVIRONMENT_PYTHON" -S -u -c '
 import signal, sys

@@ -1,6 +1,6 @@
 """Compare saving and loading a checkpoint with a plain copy of the same files, in one process.
 
-    python -m benchmarks.checkpoint [--flavor 35m] [--rounds 5] [--folder FOLDER]
+    .venv/bin/python -m benchmarks.checkpoint [--flavor 35m] [--rounds 5] [--folder FOLDER]
 
 The checkpoint has the parameters, two inner moments, shared parameters and outer momentum of one
 worker, 20 bytes a parameter. Both flush their files to the disk (fsync). "Held up" is the time that

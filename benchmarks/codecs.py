@@ -1,6 +1,6 @@
 """Compare encoding and decoding in each wire format with a copy of as many fp32 values.
 
-    python -m benchmarks.codecs [--codecs fp32,int8] [--megabytes 4.2,33.6]
+    .venv/bin/python -m benchmarks.codecs [--codecs fp32,int8] [--megabytes 4.2,33.6]
 
 All run in turns in one process. A second table has the outer step, which the background thread
 computes from the mean that it receives. GB/s count fp32 values: 33.6 MB in 10 ms are 3.36 GB/s. A

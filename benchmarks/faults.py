@@ -1,6 +1,6 @@
 """Inject faults into real runs and report what happens.
 
-    python -m benchmarks.faults [--only killed,cut] [--repeats 3]
+    .venv/bin/python -m benchmarks.faults [--only killed,cut] [--repeats 3]
 
 Each fault has a small run of its own, in a network of its own (benchmarks/network.py). The table
 says what happened, how many seconds it took (until the fault was named, or training went on), how

@@ -1,6 +1,6 @@
 """Check the results of the CUDA paths on one GPU, and measure them, in at most nine minutes.
 
-    python -m benchmarks.gpu --out DIR [--only bits,save]
+    .venv/bin/python -m benchmarks.gpu --out DIR [--only bits,save]
 
 Each part runs in a process with a time limit of its own. If one fails, the table says so and the
 others still run. DIR/gpu.json and DIR/gpu.md have the expected and measured values, DIR/PART.txt

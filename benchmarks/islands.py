@@ -1,8 +1,8 @@
 """Inject faults into runs of islands, and measure how they affect the other islands.
 
-    python -m benchmarks.islands [--cases control,killed] [--repeats 3]
-    python -m benchmarks.islands --storm 600 --repeats 1
-    python -m benchmarks.islands --torchft --cases killed
+    .venv/bin/python -m benchmarks.islands [--cases control,killed] [--repeats 3]
+    .venv/bin/python -m benchmarks.islands --storm 600 --repeats 1
+    .venv/bin/python -m benchmarks.islands --torchft --cases killed
 
 The first table is the one of docs/islands.md. Each island and the server have a network namespace
 of their own (benchmarks/network.py). The model is small and a step is a sleep of 0.1 s, so that
@@ -29,6 +29,7 @@ from benchmarks.islands_program import SAMPLES, TOKENS
 from benchmarks.islands_run import STEP, Found, Run, TorchftRun, running
 from benchmarks.network import wait_until
 from benchmarks.torchft_loop import is_installed
+from torchtitan_diloco.utils import install_command
 
 COLUMNS = {"longest stall, steps": 2, "idle, %": 1, "next round, s": 1, "steps lost": 1}
 """Columns of the first table, with their number of decimals."""
@@ -218,7 +219,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=core.positive, default=3)
     storm_help = "seconds of a run with many faults, instead of the cases or after those given"
     parser.add_argument("--storm", type=core.positive_number, default=0.0, help=storm_help)
-    torchft_help = "let torchft run each case that it can run, too (pip install -e .[bench])"
+    torchft_help = "let torchft run each case that it can run, too (extra bench)"
     parser.add_argument("--torchft", action="store_true", help=torchft_help)
     parser.add_argument("--out", type=core.folder, default=Path("outputs/islands"))
     options = parser.parse_args()
@@ -229,7 +230,7 @@ def main() -> None:
     if options.storm:
         cases["storm"] = partial(storm, seconds=options.storm)
     if options.torchft and not is_installed():
-        parser.error("--torchft: it is not installed: pip install -e .[bench]")
+        parser.error(f"--torchft: it is not installed: {install_command('bench')}")
     if options.torchft and not any(one in OF_TORCHFT for one in cases):
         parser.error(f"--torchft: give --cases of those that it can run: {', '.join(OF_TORCHFT)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends all programs

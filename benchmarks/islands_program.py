@@ -1,7 +1,7 @@
 """Programs of `benchmarks.islands`: one island, and an audit of the log of a run.
 
-    python -m benchmarks.islands_program island '{"join": ..., "name": ..., "path": ..., ...}'
-    python -m benchmarks.islands_program audit JOIN
+    .venv/bin/python -m benchmarks.islands_program island '{"join": ..., "name": ..., ...}'
+    .venv/bin/python -m benchmarks.islands_program audit JOIN
 
 An island trains a small model. A step is a sleep and a small real step, so that several islands fit
 on two cores. It appends a line of JSON to the file `path` for each step and event.

@@ -1,6 +1,6 @@
 """Compare the loss of islands that join, leave, lag and die with that of islands in lockstep.
 
-    python -m benchmarks.islands_quality [--cases 'one always late;constant, 2'] [--seeds 0,1,2]
+    .venv/bin/python -m benchmarks.islands_quality [--cases 'one always late'] [--seeds 0,1,2]
 
 All cases train the decoder of 0.12M parameters of docs/measurements.md with the same number of
 tokens, on the source of the Python standard library. Islands are threads of this process, with a

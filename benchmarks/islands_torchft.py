@@ -1,7 +1,7 @@
 """Programs of `benchmarks.islands --torchft`: a worker of torchft, and the lighthouse.
 
-    python -m benchmarks.islands_torchft island '{"join": ..., "name": ..., "path": ..., ...}'
-    python -m benchmarks.islands_torchft lighthouse 0.0.0.0:29510
+    .venv/bin/python -m benchmarks.islands_torchft island '{"join": ..., "name": ..., ...}'
+    .venv/bin/python -m benchmarks.islands_torchft lighthouse 0.0.0.0:29510
 
 A worker trains the model of an island, with the same fragments and tau, in fp32. torchft needs an H
 that is a multiple of the number of fragments, and a tau below H / fragments.

@@ -283,7 +283,7 @@ def port_of(worker: int) -> str:
 
 
 def enter_own_network(module: str, rate: str = "") -> None:
-    """Run `python -m module` again in a namespace of its own, unless this process is in one.
+    """Run a module again in a namespace of its own, unless this process is in one.
 
     `rate`: bandwidth of the loopback interface as tc writes it, such as 200mbit, shared by all
     processes and both directions. Empty: no limit.

@@ -1,11 +1,11 @@
 """Compare the loss of data parallelism, DiLoCo and streaming variants at equal tokens.
 
-    python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key value ...]
+    .venv/bin/python -m benchmarks.parity --table parity [--corpus 'text/*.txt'] [--section.key ...]
 
 The tables are in benchmarks/parity_tables.py. On 2 CPU cores, `parity` takes hours at full length
 and the others about an hour each. `--short` runs one seed with a tenth of the steps.
 
-Every run starts `python -m torchtitan_diloco.launch` on the CPU, with one thread for each process.
+Every run starts `torchtitan_diloco.launch` on the CPU, with one thread for each process.
 Runs are kept in --out: the same command continues an interrupted table, and tables share runs. They
 start seed by seed, in the order of the table. Without --corpus, the text is the source of the
 Python standard library.

@@ -1,12 +1,12 @@
 """Compare data parallelism, DiLoCo and streaming variants over links of several rates.
 
-    python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
+    .venv/bin/python -m benchmarks.slow_link [--rates inf,1x,0.05x] [--section.key value ...]
 
-Every run starts `python -m torchtitan_diloco.train`, with one process and thread a worker, in a
+Every run starts `torchtitan_diloco.train`, with one process and thread a worker, in a
 network of its own (benchmarks/network.py). Only the method and the links differ. --rates limits the
 link of each worker in each direction: Mbit/s, `inf` for no limit, or a multiple such as `0.1x` of
 the rate at which data parallelism should keep a tenth of its compute, computed from its bytes and
-the time of a step without a limit. If torchft is installed (`pip install -e .[bench]`), its DiLoCo
+the time of a step without a limit. If torchft is installed (extra `bench`), its DiLoCo
 also runs in the same trainer (benchmarks/torchft_loop.py), with the same fragments, tau and alpha.
 
 The command above takes about 15 minutes on 2 idle cores. Finished runs are kept in --out, so that
@@ -39,6 +39,7 @@ from benchmarks.slow_link_run import (
 from torchtitan_diloco.components.summary import UNLIMITED
 from torchtitan_diloco.diloco import DiLoCoConfig
 from torchtitan_diloco.planner.prediction import predict
+from torchtitan_diloco.utils import install_command
 
 GOODPUT = 1448 / 1514
 """Payload of a full packet / its size, as counted by the token bucket."""
@@ -213,7 +214,7 @@ def main() -> None:
         parser.error(f"--sync-every {options.sync_every} is odd: give an even number")
     installed = [name for name in METHODS if name != TORCHFT or torchft_loop.is_installed()]
     if TORCHFT not in installed:
-        print("torchft is not installed, so it has no rows: pip install -e .[bench]")
+        print(f"torchft is not installed, so it has no rows: {install_command('bench')}")
     asked = core.parse_names(parser, "--methods", options.methods, installed)
     extra = core.parse_settings(parser, words, RESERVED)
     cycle = options.workers, options.sync_every, options.delay

@@ -1,12 +1,12 @@
 """Compare a sync of StreamingDiLoCo with a flat all-reduce in plain torch.
 
-    python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
+    .venv/bin/python -m benchmarks.sync [--rounds 20] [--codecs fp32,int8] [--rate 200mbit]
 
 Both run in turns on two gloo processes of one thread each, and the ratio is computed for each sync.
 Like most rounds of a run (see `diloco.measure_every`), rows do not measure norms, cosines and
 drift, except for "fp32, measured".
 
-If torchft is installed (`pip install -e .[bench]`), its DiLoCo also syncs the same model. With the
+If torchft is installed (extra `bench`), its DiLoCo also syncs the same model. With the
 extra `islands`, two islands do so through a server with TLS. If the system allows it, everything
 runs in a network namespace, so that its interface counts no other traffic and `--rate` can limit
 it.

@@ -1,6 +1,6 @@
-"""torchft's DiLoCo (optional: `pip install -e .[bench]`) as an outer loop of the benchmarks.
+"""torchft's DiLoCo (optional: extra `bench`) as an outer loop of the benchmarks.
 
-    python -m benchmarks.torchft_loop --section.key value ...
+    .venv/bin/python -m benchmarks.torchft_loop --section.key value ...
 
 runs one rank of our trainer with it, and needs the environment variables of torchrun.
 """

@@ -1,14 +1,13 @@
 """Compare the trainer's step with a bare PyTorch loop on the same model and data.
 
-    python -m benchmarks.train_step [--rounds 7] [--steps 10] [--section.key value ...]
+    .venv/bin/python -m benchmarks.train_step [--rounds 7] [--steps 10] [--section.key value ...]
 
 On a CPU all loops run in turns in one process, and ratios are computed for each round. On a GPU
 each has a process of its own, as their optimizers need the memory; peaks of the other loops include
 the parameters of our model. The bare loop does less: it materialises all logits and has no z-loss,
 no guard and no metrics. With `--compile.enable true` all loops compile their blocks. If torchtitan
-is installed (`pip install --no-deps torchtitan==0.2.2 tyro einops typeguard docstring-parser`;
-later versions have no attention for CPUs), its Llama 3 of the same width, depth, heads and number
-of feed-forward parameters also trains in the bare loop.
+0.2.2 is installed (extra `examples`; later versions have no attention for CPUs), its Llama 3 of the
+same width, depth, heads and number of feed-forward parameters also trains in the bare loop.
 
 A second table has the cost of the outer loop in a step without exchanges, and of a step of each
 inner optimizer.

@@ -1,6 +1,6 @@
 """Train in a loop with accelerate; start it with
 
-torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
+.venv/bin/torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Train two workers of two ranks each, with DistributedDataParallel inside a worker; start it with
 
-torchrun --standalone --nproc-per-node 4 examples/ddp_in_a_worker.py
+.venv/bin/torchrun --standalone --nproc-per-node 4 examples/ddp_in_a_worker.py
 
 The ranks are a mesh of (worker, rank):
 

@@ -1,6 +1,6 @@
 """Train with Lightning; start it with
 
-torchrun --standalone --nproc-per-node 2 examples/lightning_trainer.py
+.venv/bin/torchrun --standalone --nproc-per-node 2 examples/lightning_trainer.py
 """
 
 import lightning.pytorch as pl

@@ -1,8 +1,8 @@
 """Train with torchtitan's own Trainer and config, and streaming DiLoCo between workers.
 
-Start it with
+Start it with this, and with any other option of torchtitan:
 
-torchrun --nproc-per-node 4 examples/torchtitan_trainer.py --model.name llama3_diloco [--...]
+.venv/bin/torchrun --nproc-per-node 4 examples/torchtitan_trainer.py --model.name llama3_diloco
 
 The ranks are a mesh of (worker, world). torchtitan uses one row of it as its world, so that FSDP2
 (and TP, CP) stay inside a worker. Streaming DiLoCo runs in each column:

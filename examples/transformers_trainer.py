@@ -1,6 +1,6 @@
 """Train with transformers.Trainer; start it with
 
-torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py
+.venv/bin/torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py
 """
 
 import torch

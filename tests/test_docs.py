@@ -1,9 +1,10 @@
 """Run every ```bash block of the README and of docs/, from the root of the repository.
 
 One training of twelve steps serves all pages. Of every other training the settings are checked, and
-the folder that it names gets a copy of that run. Commands of Python run in this process, which has
-imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder. What cannot
-run here (a network, many nodes) is fenced as ```text, what another test runs as ```shell.
+the folder that it names gets a copy of that run. Commands of `.venv/bin/` run in this process,
+which has imported torch already. `./run_tests.sh` only starts pytest. `$OUT` is an empty folder.
+What cannot run here (a network, many nodes) is fenced as ```text, what another test runs as
+```shell.
 """
 
 import fcntl
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -22,7 +24,9 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.processes import ProcessPool
+from torchtitan_diloco.cli import COMMANDS
 from torchtitan_diloco.config import from_command_line
+from torchtitan_diloco.config.checks import run_warnings
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -72,6 +76,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "data parallelism would send",
                 "its loss at equal tokens",
                 "communication hidden",
+                f"     ./run_train.sh --config {folder}/config.toml --diloco.method none\n",
+                f"torchtitan-diloco report {folder}\n",
             ):
                 assert expected in output, output
     return folder
@@ -89,7 +95,7 @@ def test_blocks_run_as_written(
     monkeypatch.setenv("OUT", str(tmp_path))
     for block in blocks(page):
         expanded = os.path.expandvars(block)
-        program = re.fullmatch(r"python (.*) <<'END'\n(.*)END\n", block, re.S)
+        program = re.fullmatch(r".venv/bin/python (.*) <<'END'\n(.*)END\n", block, re.S)
         if program:
             monkeypatch.setattr(sys, "argv", shlex.split(os.path.expandvars(program[1])))
             exec(program[2], {})
@@ -100,25 +106,28 @@ def test_blocks_run_as_written(
                 words.pop(0)
             if words[0] == "./run_train.sh":
                 config = from_command_line(words[1:])
+                if config is not None and page == README:
+                    assert run_warnings(config, config.training.steps) == [], line
                 if config is not None and config.run.folder:
                     shutil.copytree(trained, config.run.folder, dirs_exist_ok=True)
-            elif words[0] == "python":
-                run_module(words[1:], monkeypatch)
+            elif words[0].startswith(".venv/bin/"):
+                run_module(words, monkeypatch)
             else:
                 assert words == ["./run_tests.sh"], f"{page.name}: {line}"
                 start(*words, "--version")
 
 
-def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    flag, module, *more = arguments
-    assert flag == "-m"
+def run_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    program, name, *more = words
+    assert program == ".venv/bin/torchtitan-diloco"
+    module = f"torchtitan_diloco.{COMMANDS[name][0]}"
     monkeypatch.setattr(sys, "argv", [module, *more])
     code: object = None
     try:
         runpy.run_module(module, run_name="__main__")
     except SystemExit as stop:
         code = stop.code
-    assert not code, shlex.join(arguments)
+    assert not code, shlex.join(words)
 
 
 def _run_program(text: str) -> str:
@@ -129,10 +138,36 @@ def _run_program(text: str) -> str:
 
 def test_the_readmes_own_loop_runs_as_written(processes: ProcessPool) -> None:
     (program,) = blocks(README, "python")
-    assert "start it with: torchrun --standalone --nproc-per-node 2 own_loop.py" in program
+    assert (
+        "start it with: .venv/bin/torchrun --standalone --nproc-per-node 2 own_loop.py" in program
+    )
     first, second = processes.run(_run_program, 2, program)
     assert "1.layers.0, 1.layers.2" in first
     assert re.search(r"worker 1: loss \d+\.\d+, \d+\.\d+ MB sent", second)
+
+
+BARE = re.compile(
+    r"(?<![\w./-])(?<!-m )(?:(?:python3?|torchrun|tensorboard) -|pip install|hf download|"
+    r"torchtitan-diloco (?:[a-z-]+ )+[-$./\"A-Z|])"
+)
+"""Commands that need a PATH with `.venv/bin`."""
+SOURCES = [
+    *(REPOSITORY / "docs/images").glob("*.svg"),
+    *(
+        path
+        for name in ("torchtitan_diloco", "benchmarks", "examples")
+        for path in sorted((REPOSITORY / name).rglob("*.py"))
+    ),
+]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: path.name)
+def test_every_command_works_in_a_new_shell(path: Path) -> None:
+    text = path.read_text()
+    assert BARE.findall(text) == []
+    assert set(re.findall(r"\.venv/bin/torchtitan-diloco ([a-z-]+)", text)) <= COMMANDS.keys()
+    for module in re.findall(r"\.venv/bin/python -m ([\w.]*\w)", text):
+        assert find_spec(module), module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -35,6 +35,7 @@ import os, zipfile
 def build_editable(folder, config_settings=None, metadata_directory=None):
     files = {"METADATA": "Metadata-Version: 2.1\\nName: torchtitan_diloco\\nVersion: 0.1.0\\n"
         "Requires-Dist: tiny\\nProvides-Extra: test\\nRequires-Dist: extra; extra == 'test'\\n",
+        "entry_points.txt": "[console_scripts]\\ntorchtitan-diloco = torchtitan_diloco.cli:main\\n",
         "WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n", "RECORD": ""}
     name = "torchtitan_diloco-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
@@ -44,6 +45,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     return name
 """
 LAUNCH = "import sys, tiny; print('launched with', sys.executable, tiny.version, sys.argv[1:])"
+COMMAND = "def main(): print('the one command')"
 BASE_PYTHON = (
     Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
 )
@@ -80,6 +82,7 @@ class Checkout:
         (self.root / "constraints.txt").write_text("# comment\ntiny==1.5\n")
         (self.root / "backend.py").write_text(BACKEND)
         (self.root / "torchtitan_diloco/launch.py").write_text(LAUNCH)
+        (self.root / "torchtitan_diloco/cli.py").write_text(COMMAND)
         for name, version in (("tiny", "1.5"), ("tiny", "2.0"), ("extra", "1.0")):
             write_wheel(self.wheels, name, version)
         # The requirements bring `packaging`, as tensorboard does in the real repository.
@@ -135,6 +138,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     code, output, errors = checkout.run("--config", "x y")
     assert (code, output) == (0, f"launched with {venv}/bin/python 1.5 ['--config', 'x y']\n")
     assert errors == f"setting up {venv} (minutes; later starts skip this)\n"
+    command, elsewhere = venv / "bin/torchtitan-diloco", checkout.wheels
+    assert (
+        subprocess.check_output([command], cwd=elsewhere, env={}, text=True) == "the one command\n"
+    )
     return checkout
 
 

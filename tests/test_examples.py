@@ -4,6 +4,7 @@ import gc
 import json
 import runpy
 import sys
+import tomllib
 from contextlib import chdir, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch.distributed.fsdp import FSDPModule
 
 from tests.conftest import REPOSITORY
@@ -62,6 +64,15 @@ def test_an_example_runs_as_written(processes: ProcessPool, tmp_path: Path, name
     for output in processes.run(_run, size, name, tmp_path, []):
         assert " of 2: " in output
         assert "loss" in output
+
+
+def test_the_extra_has_what_torchtitan_imports() -> None:
+    """torchtitan does not ask for triton, which torch brings only with CUDA."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    found = map(Requirement, project["optional-dependencies"]["examples"])
+    triton = next(one for one in found if one.name == "triton")
+    assert triton.marker is not None
+    assert triton.marker.evaluate({"platform_system": "Linux", "platform_machine": "x86_64"})
 
 
 # --- torchtitan -----------------------------------------------------------------------------------

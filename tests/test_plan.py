@@ -1,4 +1,4 @@
-"""python -m torchtitan_diloco.plan"""
+"""torchtitan-diloco plan"""
 
 import re
 from dataclasses import replace
@@ -161,4 +161,5 @@ def test_the_commands_in_the_docs_run(tmp_path: Path, capsys: pytest.CaptureFixt
         if program == "./run_train.sh":
             assert from_command_line(words) is None, "--print-config"
         else:
-            assert main(words[2:]) == 0, capsys.readouterr().err
+            assert (program, words[0]) == (".venv/bin/torchtitan-diloco", "plan")
+            assert main(words[1:]) == 0, capsys.readouterr().err

@@ -71,7 +71,8 @@ class Console:
             settings = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
             words = [f"--{key} {value}" for key, value in settings.items()]
             command = " ".join(["exec env", command.replace("./", f"{REPOSITORY}/"), *words])
-        command = re.sub("^python ", f"exec {sys.executable} ", command)
+        module = f"exec {sys.executable} -m torchtitan_diloco "
+        command = command.replace(".venv/bin/torchtitan-diloco ", module)
         self.program = self.sites.launch(
             Sites.PLACES.index(self.place),
             ["bash", "-c", f"cd {self.folder}; {command}"],

@@ -28,6 +28,8 @@ def test_a_wheel_gives_one_command(tmp_path: Path) -> None:
 
     assert 'flavor = "1b"' in run("train", "--config", "1b", "--print-config").stdout
     assert "islands" in run("--help").stdout
+    command = f"{site}/bin/torchtitan-diloco".removeprefix(f"{tmp_path}/")
+    assert run("train", "--help").stdout.startswith(f"usage: {command} train [--config")
     wrong = run("trane")
     assert (wrong.returncode, wrong.stderr.splitlines()[0]) == (
         2,

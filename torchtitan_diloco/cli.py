@@ -1,9 +1,13 @@
 """The command `torchtitan-diloco COMMAND ...`, which runs a module of this package."""
 
+import os
+import shutil
 import sys
+from pathlib import Path
 from runpy import run_module
 
 from torchtitan_diloco import __version__
+from torchtitan_diloco.utils import STARTED_BY, command_line
 
 COMMANDS = {
     "train": ("launch", "train, on one machine or several"),
@@ -20,6 +24,10 @@ COMMANDS = {
 
 
 def main() -> int:
+    program = Path(sys.argv[0]).name
+    if program != "__main__.py":  # started as a module
+        on_path = shutil.which(program) == sys.argv[0]
+        os.environ[STARTED_BY] = program if on_path else sys.argv[0]
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         sys.argv = [sys.argv[0], *arguments]
@@ -32,7 +40,7 @@ def main() -> int:
     known = name in ("--help", "-h")
     print(
         "" if known else f"error: there is no command {name}\n",
-        "usage: torchtitan-diloco COMMAND [--help] ...\n\n",
+        f"usage: {command_line('COMMAND')} [--help] ...\n\n",
         "\n".join(lines),
         sep="",
         file=sys.stdout if known else sys.stderr,

@@ -1,6 +1,6 @@
 """Write text with a trained model, token by token.
 
-python -m torchtitan_diloco.generate outputs/RUN --prompt "def main("
+.venv/bin/torchtitan-diloco generate outputs/RUN --prompt "def main("
 """
 
 import argparse

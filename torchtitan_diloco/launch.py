@@ -1,4 +1,4 @@
-"""Start a run: `python -m torchtitan_diloco.launch [--config NAME_OR_PATH] [--section.key value]`.
+"""Start a run: `torchtitan-diloco train [--config NAME_OR_PATH] [--section.key value]`.
 
 The training processes are children of the launcher, with the environment variables of torchrun. The
 launchers of several nodes meet in a store on the first one, through which ranks find each other.

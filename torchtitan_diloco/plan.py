@@ -1,10 +1,11 @@
 """Find settings of the outer loop for a link by prediction, before or after a run.
 
-python -m torchtitan_diloco.plan --config 1b --bandwidth 2Gbit --latency 30ms --step-time 0.5
+.venv/bin/torchtitan-diloco plan --config 1b --bandwidth 2Gbit --latency 30ms --step-time 0.5
 """
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_c
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 from torchtitan_diloco.planner.units import parse_bandwidth, parse_duration, quantity
-from torchtitan_diloco.utils import read_json_lines
+from torchtitan_diloco.utils import command_line, read_json_lines
 
 EPILOG = """\
 Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the remaining words, which are settings of a run."""
     parser = OptionParser(
-        prog="python -m torchtitan_diloco.plan",
+        prog=command_line("plan"),
         description="Find the first settings of a ladder that reach a utilisation on a link.",
         epilog=EPILOG,
     )
@@ -93,7 +94,8 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     if options.write is not None:
         comment = f"Utilisation of {tried[best].utilisation:.1%} predicted for {link}"
         write_variant(options.write, options.config, replace(config, diloco=best), comment)
-        print(f"\nwrote {options.write}: start it with ./run_train.sh --config {options.write}")
+        written = shlex.quote(str(options.write))
+        print(f"\nwrote {written}: start it with {command_line('train')} --config {written}")
 
 
 def _conditions(options: argparse.Namespace, workers: int) -> Conditions:

@@ -9,8 +9,10 @@ import math
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +50,8 @@ FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
 """Environment variable: a file in which training tells the launcher the folder of the run."""
 LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
 """Environment variable: the folder of a run of `islands.local`, whose islands are below it."""
+STARTED_BY = "TORCHTITAN_DILOCO_STARTED_BY"
+"""Environment variable: the program that the user started, run_train.sh or torchtitan-diloco."""
 PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).parents[1]
 GIB = 2**30
@@ -215,6 +219,39 @@ def install_command(extra: str) -> str:
     checkout = (REPOSITORY / "pyproject.toml").exists()
     package = f"-e '{REPOSITORY}[{extra}]'" if checkout else f"'torchtitan_diloco[{extra}]'"
     return f"{sys.executable} -m pip install {package}"
+
+
+def command_line(name: str) -> str:
+    """Return how to start a command, such as `train` or `report`, as this process was started."""
+    program, own = os.environ.get(STARTED_BY), f"-m torchtitan_diloco {name}"
+    if program and Path(program).name == "run_train.sh":
+        if name == "train":
+            return _relative(program)
+        program = installed("torchtitan-diloco")
+        if not Path(program).exists():  # a Python of the user, without this package
+            return f"PYTHONPATH={shlex.quote(str(REPOSITORY))} {_relative(sys.executable)} {own}"
+    if program:
+        return f"{_relative(program)} {name}"
+    if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
+        nodes = os.environ["GROUP_WORLD_SIZE"]
+        meeting = f"--rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']}:29500"
+        where = "--standalone" if nodes == "1" else f"--nnodes {nodes} {meeting}"
+        own = f"{where} --nproc-per-node {local_ranks()} -m torchtitan_diloco.train"
+        return f"{_relative(sys.executable)} -m torch.distributed.run {own}"
+    return f"{_relative(sys.executable)} {own}"
+
+
+def installed(program: str) -> str:
+    """Return where pip puts a program for this Python."""
+    return str(Path(sysconfig.get_path("scripts"), program))
+
+
+def _relative(program: str) -> str:
+    """Return the path of a program, relative to the current folder if it is inside."""
+    if Path(program).is_relative_to(Path.cwd()):
+        program = str(Path(program).relative_to(Path.cwd()))
+        program = program if "/" in program else f"./{program}"
+    return shlex.quote(program)
 
 
 class GarbageControl:

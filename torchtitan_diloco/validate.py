@@ -1,6 +1,6 @@
 """Print the loss and perplexity of a trained model on held-out text.
 
-python -m torchtitan_diloco.validate outputs/RUN
+.venv/bin/torchtitan-diloco validate outputs/RUN
 """
 
 import argparse

@@ -171,9 +171,9 @@ def draw_run_folder() -> None:
     axes = bare_axes(9.2, 3.9)
     blue, orange, green = FRAGMENTS
     rows = [
-        ("config.toml", "all settings", "run_train.sh --config: the same run again", blue),
+        ("config.toml", "all settings", "./run_train.sh --config: the same run again", blue),
         ("metrics.jsonl", "steps, rounds, summary", "report, plan --run", orange),
-        ("tensorboard/", "the same, as curves", "tensorboard --logdir", orange),
+        ("tensorboard/", "the same, as curves", ".venv/bin/tensorboard --logdir", orange),
         ("traces/", "the last 1,000 rounds", "ui.perfetto.dev", orange),
         ("checkpoints/step-00001000/", "", "", green),
         ("manifest.json", "step, position, checksums", "resume", green),

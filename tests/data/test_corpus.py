@@ -14,6 +14,7 @@ from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split, open_tokenizer
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.utils import command_line
 
 ROOT = Path(torchtitan_diloco.__file__).parents[1]
 BYTES = build_tokenizer("bytes")
@@ -83,7 +84,7 @@ def test_a_missing_folder_or_rank_file_names_the_command_that_makes_it(
         open_split(wanted, BYTES, "train")
     command = str(error.value).split("\n")[1].strip()
     options = f"--source {data.corpus} --tokenizer bytes --out '{folder}'"
-    assert command == f"{sys.executable} -m torchtitan_diloco.data.prepare {options}"
+    assert command == f"{command_line('prepare')} {options}"
     folder.mkdir()
     message = r"is no finished folder .*\(TEXT: what to tokenise, as in data\.source\)"
     with pytest.raises(ValueError, match=message):
@@ -93,9 +94,13 @@ def test_a_missing_folder_or_rank_file_names_the_command_that_makes_it(
     with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072\n"):  # 8 x 12 x 32
         train(settings(tmp_path, data__corpus=tmp_path / "none"))
     for corpus, text in (("shards", "TEXT"), ("stdlib", "stdlib")):
-        learn = f"train_tokenizer --source {text} --vocab-size 32000 --out none.tiktoken"
+        learn = f"train-tokenizer --source {text} --vocab-size 32000 --out none.tiktoken"
         with pytest.raises(ValueError, match=rf'(?s)"none\.tiktoken" is not a file.*{learn}'):
             open_tokenizer(Data(corpus=corpus, tokenizer="none.tiktoken"))
+    for place, model in (("data/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("my", "OWNER/my")):
+        message = rf"is not a file (?s:.*)/hf download {model} --local-dir {place}\n.*\n.*export\]"
+        with pytest.raises(ValueError, match=message):
+            open_tokenizer(Data(tokenizer=f"{place}/tokenizer.json"))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,7 @@ import sys
 from torchtitan_diloco.config.schema import Data
 from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.tokenizer import build_tokenizer
+from torchtitan_diloco.utils import command_line
 
 data = Data(corpus=sys.argv[1], cache_folder=sys.argv[2])
 print(open_split(data, build_tokenizer("bytes"), "train").fingerprint)

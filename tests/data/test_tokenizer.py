@@ -96,7 +96,7 @@ def test_encoding_that_cannot_be_fetched_names_the_remedies(
 
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = r"(?s)p50k_edit.*could not load.*no network.*TIKTOKEN_CACHE_DIR.*train_tokenizer"
+    message = r"(?s)p50k_edit.*could not load.*no network.*TIKTOKEN_CACHE_DIR.*train-tokenizer"
     with pytest.raises(ValueError, match=message):
         build_tokenizer("p50k_edit")
 

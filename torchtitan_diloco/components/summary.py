@@ -1,8 +1,8 @@
 """Summary of a run: its last record, the printed table, and the measured link and steps."""
 
 import math
+import shlex
 import statistics
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torchtitan_diloco.components.records import Conditions, RoundRecord, Summar
 from torchtitan_diloco.components.round_records import known, percent_without
 from torchtitan_diloco.components.telemetry import OF_WORKER, Telemetry, worker_key
 from torchtitan_diloco.diloco.config import DiLoCoConfig
-from torchtitan_diloco.utils import all_reduce_bytes, clock, logger
+from torchtitan_diloco.utils import all_reduce_bytes, clock, command_line, logger
 
 HIDDEN_WELL_PERCENT = 90
 REASONS = {
@@ -89,8 +89,8 @@ def log_summary(
         ratio = f", {expected / sent:,.1f} times as much" if sent else ""
         rows["data parallelism would send"] = f"{would_send} MB {gradients}{ratio}"
         if has_control:
-            config = folder / "config.toml"
-            control = f"./run_train.sh --config {config} --diloco.method none"
+            config = shlex.quote(str(folder / "config.toml"))
+            control = f"{command_line('train')} --config {config} --diloco.method none"
             rows["its loss at equal tokens"] = control
             if optimizer != "adamw":
                 rows["and with AdamW"] = f"{control} --optimizer.name adamw"
@@ -109,10 +109,7 @@ def log_summary(
         if math.isfinite(predicted := summary.predicted_utilisation_percent):
             text += f"; the planner predicts {predicted:.1f} % for these links"
         rows["time spent computing"] = text
-    python = Path(sys.executable)
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
-    rows["see where the time went"] = f"{python} -m torchtitan_diloco.report {folder}"
+    rows["see where the time went"] = f"{command_line('report')} {shlex.quote(str(folder))}"
     for name, text in rows.items():
         logger.info(f"{name:<28} {text}")
     logger.info(f"took {clock(seconds)}; the run is in {folder}")

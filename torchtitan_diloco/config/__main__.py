@@ -1,4 +1,4 @@
-"""Update the tables of docs/configuration.md: python -m torchtitan_diloco.config"""
+"""Update the tables of docs/configuration.md: .venv/bin/python -m torchtitan_diloco.config"""
 
 from torchtitan_diloco.config.reference import markdown
 from torchtitan_diloco.utils import REPOSITORY

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torchtitan_diloco.config.schema import Config, flat_settings, format_value
+from torchtitan_diloco.config.schema import FLAVORS, Config, flat_settings, format_value
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
@@ -31,6 +31,9 @@ def config_mistakes(config: Config) -> Mistakes:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
+    if config.model.flavor not in (flavors := FLAVORS[config.model.name]):
+        known = f'is unknown to model.name = "{config.model.name}", which has {", ".join(flavors)}'
+        yield "model.flavor", f"{known}: choose one of these"
     smallest = workers * ranks * training.batch_size
     if training.global_batch_size is not None and training.global_batch_size % smallest:
         yield (

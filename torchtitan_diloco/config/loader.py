@@ -17,6 +17,7 @@ import tomli_w
 from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.fields import SECRET, convert, setting_types
+from torchtitan_diloco.utils import command_line
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
@@ -280,7 +281,7 @@ def _why_unknown(key: str) -> str:
     for candidates, cutoff in ((TYPES, 0.8), (same_name, 0.0), (SECTIONS, 0.8)):
         if meant := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
             return f"unknown key; did you mean {meant[0]}?"
-    return "unknown key; `./run_train.sh --help` lists all keys"
+    return f"unknown key; `{command_line('train')} --help` lists all keys"
 
 
 def _mistake(origin: str, key: str, value: Any, reason: str) -> str:

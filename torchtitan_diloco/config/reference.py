@@ -10,12 +10,13 @@ from operator import attrgetter
 
 from torchtitan_diloco.config.schema import Config, format_value
 from torchtitan_diloco.diloco.fields import describe, setting_types
+from torchtitan_diloco.utils import command_line
 
 Row = tuple[str, str, str, str]
 """Key, values, default and text of a setting."""
 
 USAGE = """\
-usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key VALUE ...] [--print-config] [--help]
+usage: {program} [--config NAME_OR_PATH] [--section.key VALUE ...] [--print-config] [--help]
 
   --config NAME_OR_PATH   a TOML file, or the name of one in train_configs/ (default: demo)
   --section.key VALUE     any setting below; takes precedence over the TOML file
@@ -24,12 +25,12 @@ usage: ./run_train.sh [--config NAME_OR_PATH] [--section.key VALUE ...] [--print
 
 train_configs/ has {configs}"""
 
-GENERATED = "<!-- Generated from here on: python -m torchtitan_diloco.config -->\n"
+GENERATED = "<!-- Generated from here on: .venv/bin/python -m torchtitan_diloco.config -->\n"
 
 
 def help_text(shipped_configs: Sequence[str]) -> str:
     """Return the text of `--help`."""
-    lines = [USAGE.format(configs=", ".join(shipped_configs))]
+    lines = [USAGE.format(program=command_line("train"), configs=", ".join(shipped_configs))]
     for name, summary, rows in sections():
         lines += ["", f"[{name}] {summary}"]
         for key, values, default, text in rows:

@@ -6,7 +6,7 @@ None is "not set", and is left out of TOML files, which have no null.
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
@@ -41,7 +41,10 @@ class Run:
 
 ScalingFlavor = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
 PaperFlavor = Literal["diloco-60m", "diloco-150m", "diloco-400m"]
-LlamaFlavor = Literal["15m", "3b", "8b"]  # and debug, 100m, 1b
+ChinchillaFlavor = Literal["debug", ScalingFlavor, PaperFlavor]
+LlamaFlavor = Literal["debug", "15m", "100m", "1b", "3b", "8b"]
+FLAVORS = {"chinchilla": get_args(ChinchillaFlavor), "llama": get_args(LlamaFlavor)}
+"""The values of `model.flavor` for each `model.name`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Model:
 
     name: Literal["chinchilla", "llama"] = "chinchilla"
     """Model family: the decoder of the papers, or Llama 3."""
-    flavor: Literal["debug", ScalingFlavor, PaperFlavor, LlamaFlavor] = "debug"
+    flavor: Literal[ChinchillaFlavor, LlamaFlavor] = "debug"
     """Named shape. `35m` to `10b`: Streaming DiLoCo and its scaling laws. `diloco-...`: DiLoCo. Of
     `llama`: `debug`, `15m`, `100m`, and as published `1b` and `3b` (3.2) and `8b` (3.1)."""
     weights: str = ""
@@ -98,8 +101,8 @@ class Data:
 
     corpus: str = "stdlib"
     """Training data: `stdlib` (the source of the Python standard library), a folder of token shards
-    written by `python -m torchtitan_diloco.data.prepare`, or text files as comma-separated paths
-    and globs (`.txt`, `.md`, `.py`, `.jsonl`, each also as `.gz` or `.zst`)."""
+    written by the command `prepare`, or text files as comma-separated paths and globs (`.txt`,
+    `.md`, `.py`, `.jsonl`, each also as `.gz` or `.zst`)."""
     source: str = ""
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""

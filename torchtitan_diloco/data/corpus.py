@@ -3,7 +3,6 @@
 import glob
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torchtitan_diloco.data.shards import (
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.utils import command_line
 
 
 def open_tokenizer(data: Data) -> Tokenizer:
@@ -98,7 +98,7 @@ def _command(source: str, data: Data, out: str, tokens_of_run: Callable[[], int]
     options = ["--source", source, "--tokenizer", data.tokenizer, "--out", out]
     if tokens_of_run is not None:
         options += ["--max-tokens", str(tokens_of_run())]
-    return shlex.join([sys.executable, "-m", "torchtitan_diloco.data.prepare", *options])
+    return f"{command_line('prepare')} {shlex.join(options)}"
 
 
 def _is_shard_folder(spec: str) -> bool:

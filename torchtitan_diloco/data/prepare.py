@@ -1,6 +1,6 @@
 """Tokenise a corpus into a folder of token shards.
 
-python -m torchtitan_diloco.data.prepare --source stdlib --tokenizer bytes --out corpora/stdlib
+.venv/bin/torchtitan-diloco prepare --source stdlib --tokenizer bytes --out corpora/stdlib
 
 The same text and settings give the same bytes, for any number of threads. A job that was killed
 continues after its finished shards.
@@ -37,7 +37,7 @@ from torchtitan_diloco.data.text import (
     open_corpus,
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
-from torchtitan_diloco.utils import available_cores
+from torchtitan_diloco.utils import available_cores, command_line
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _PIECES_AHEAD = 128  # for each thread; bounds memory
@@ -158,7 +158,7 @@ def parse_quantity(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.data.prepare",
+        prog=command_line("prepare"),
         description="Tokenise a corpus into a folder of token shards.",
     )
     add = parser.add_argument

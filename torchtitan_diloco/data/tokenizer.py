@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import command_line, install_command, installed, logger
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
@@ -112,17 +112,19 @@ def build_tokenizer(spec: str, source: str = "TEXT") -> Tokenizer:
     if spec == "bytes":
         ranks, pattern = {bytes([byte]): byte for byte in range(256)}, _BYTES_PATTERN
         special = {end: len(ranks)}
-    elif spec.endswith(".tiktoken"):
-        path, pattern = Path(spec).expanduser(), SPLIT_PATTERN
+    elif spec.endswith((".tiktoken", ".json")):
+        path, learned = Path(spec).expanduser(), spec.endswith(".tiktoken")
         if not path.is_file():
+            command = _train_command(source, spec) if learned else _download_command(path)
             raise ValueError(
-                f'data.tokenizer = "{spec}" is not a file ({path.absolute()}). Make it with\n    '
-                + _train_command(source, spec)
+                f'data.tokenizer = "{spec}" is not a file ({path.absolute()}). Get it with\n    '
+                + command
             )
-        ranks = read_ranks(path)
-        special = {end: len(ranks)}
-    elif spec.endswith(".json"):
-        ranks, special, end, pattern = read_tokenizer_json(Path(spec).expanduser())
+        if learned:
+            ranks, pattern = read_ranks(path), SPLIT_PATTERN
+            special = {end: len(ranks)}
+        else:
+            ranks, special, end, pattern = read_tokenizer_json(path)
     else:
         return _named_encoding(spec)
     encoding = tiktoken.Encoding(
@@ -132,9 +134,16 @@ def build_tokenizer(spec: str, source: str = "TEXT") -> Tokenizer:
 
 
 def _train_command(source: str, out: str) -> str:
-    module = "torchtitan_diloco.data.train_tokenizer"
     options = ["--source", source, "--vocab-size", "32000", "--out", out]
-    return shlex.join([sys.executable, "-m", module, *options])
+    return f"{command_line('train-tokenizer')} {shlex.join(options)}"
+
+
+def _download_command(path: Path) -> str:
+    """Return the command that downloads the model with this `tokenizer.json`, and what it needs."""
+    folder = path.parent
+    owner = "meta-llama" if folder.name.startswith("Llama-") else "OWNER"
+    command = [installed("hf"), "download", f"{owner}/{folder.name}", "--local-dir", str(folder)]
+    return f"{shlex.join(command)}\nwhich needs\n    {install_command('export')}"
 
 
 def _named_encoding(name: str) -> Tokenizer:
@@ -261,5 +270,5 @@ def _refusal(path: Path, reason: str) -> ValueError:
     return ValueError(
         f'data.tokenizer = "{path}" is no tokenizer.json of byte-level BPE that can be read here '
         f"({reason}): take another tokenizer, or learn one with "
-        "torchtitan_diloco.data.train_tokenizer"
+        f"`{command_line('train-tokenizer')}`"
     )

@@ -1,6 +1,6 @@
 """Train a byte-level BPE tokenizer and write it as a `.tiktoken` rank file.
 
-python -m torchtitan_diloco.data.train_tokenizer --source stdlib --vocab-size 4096 --out my.tiktoken
+.venv/bin/torchtitan-diloco train-tokenizer --source stdlib --vocab-size 4096 --out my.tiktoken
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torchtitan_diloco.data.tokenizer import (
     byte_characters,
     format_ranks,
 )
-from torchtitan_diloco.utils import install_command, write_whole
+from torchtitan_diloco.utils import command_line, install_command, write_whole
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, max_bytes: int = 10**9) -> dict[bytes, int]:
@@ -85,7 +85,7 @@ def _sample(corpus: Corpus, max_bytes: int) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.data.train_tokenizer",
+        prog=command_line("train-tokenizer"),
         description="Learn a byte-level BPE tokenizer and write it as a .tiktoken rank file.",
     )
     add = parser.add_argument

@@ -60,8 +60,8 @@ def check_group(group: dist.ProcessGroup | None) -> None:
     except ValueError as error:
         raise ValueError(
             "group: torch.distributed does not know it, or this rank is not in it. Start all "
-            "workers in one world (torchrun --nnodes) and hand in dist.new_group(ranks), which all "
-            "ranks call; jobs of their own are joined by torchtitan_diloco.islands"
+            "workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), which "
+            "all ranks call; jobs of their own are joined by torchtitan_diloco.islands"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Write a trained model as a folder of weights, for other programs or for another run.
 
-python -m torchtitan_diloco.export outputs/RUN --format hf
+.venv/bin/torchtitan-diloco export outputs/RUN --format hf
 """
 
 import argparse

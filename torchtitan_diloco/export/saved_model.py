@@ -34,7 +34,7 @@ from torchtitan_diloco.data.corpus import open_tokenizer
 from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
-from torchtitan_diloco.utils import is_user_error
+from torchtitan_diloco.utils import command_line, is_user_error
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class CommandParser(OptionParser):
 
     takes_settings = False
 
-    def __init__(self, module: str, description: str) -> None:
-        super().__init__(prog=f"python -m torchtitan_diloco.{module}", description=description)
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(prog=command_line(name), description=description)
         add = self.add_argument
         add("run", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
         add("--step", type=int, metavar="N", help="step of the checkpoint (default: the latest)")

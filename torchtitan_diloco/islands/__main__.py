@@ -1,8 +1,8 @@
 """Server and state of a run of islands.
 
-python -m torchtitan_diloco.islands serve --folder DIR
-python -m torchtitan_diloco.islands status --join STRING
-python -m torchtitan_diloco.islands leave NAME --join STRING
+.venv/bin/torchtitan-diloco islands serve --folder DIR
+.venv/bin/torchtitan-diloco islands status --join STRING
+.venv/bin/torchtitan-diloco islands leave NAME --join STRING
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import Member, name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import Leave, check_installed
-from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR, markdown_table
+from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR, command_line, markdown_table
 
 LISTEN_SECONDS = 3.0
 """Time to receive heartbeats before the first output."""
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     keep = "GB of parts, and as much of snapshots, that the server keeps on its disk"
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_diloco.islands", description=(__doc__ or "").splitlines()[0]
+        prog=command_line("islands"), description=(__doc__ or "").splitlines()[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run a server, and print the join string of its run")

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import Section
+from torchtitan_diloco.utils import command_line
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Islands(Section):
     """Workers as jobs of their own, which come and go while the others continue."""
 
     join: str = ""
-    """Join string that `torchtitan_diloco.islands serve` has printed, or a file that holds it, so
-    that no list of processes shows its password. Empty: all workers are one job. With islands, each
-    job is one worker."""
+    """Join string that `islands serve` has printed, or a file that holds it, so that no list of
+    processes shows its password. Empty: all workers are one job. With islands, each job is one
+    worker."""
     name: str = ""
     """Name of this island. A job with the name of one that has died takes its place."""
     slots: NotNegative = 0
@@ -126,7 +127,7 @@ class Join:
             if problem:
                 raise ValueError(
                     f"islands.join = {text!r}: {problem}; give the join string that "
-                    "`python -m torchtitan_diloco.islands serve` prints, or a file that holds it"
+                    f"`{command_line('islands')} serve` prints, or a file that holds it"
                 )
             text = content
         found = _JOIN.fullmatch(text.strip())
@@ -201,7 +202,7 @@ def _decode_certificate(text: str, encoded: str) -> bytes:
 def _error(text: str, reason: str) -> ValueError:
     """Return an error that shows the join string without its password."""
     shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
-    remedy = "copy the whole line that `python -m torchtitan_diloco.islands serve` prints"
+    remedy = f"copy the whole line that `{command_line('islands')} serve` prints"
     return ValueError(f"islands.join = {shown!r}: {reason}; {remedy}")
 
 

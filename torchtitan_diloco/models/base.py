@@ -115,11 +115,6 @@ AnyShape = TypeVar("AnyShape", bound=Shape)
 
 def resolve_shape(flavors: Mapping[str, AnyShape], model: Model) -> AnyShape:
     """Return the shape of the flavor, with the dimensions that the config overrides."""
-    if model.flavor not in flavors:
-        raise ValueError(
-            f'model.flavor = "{model.flavor}" is unknown to model.name = "{model.name}", which '
-            f"has {', '.join(flavors)}: choose one of these"
-        )
     flavor = flavors[model.flavor]
     chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
     return replace(flavor, **{key: value for key, value in chosen.items() if value is not None})

@@ -1,6 +1,6 @@
 """Write a report about one or several runs.
 
-python -m torchtitan_diloco.report outputs/RUN [outputs/RUN ...]
+.venv/bin/torchtitan-diloco report outputs/RUN [outputs/RUN ...]
 """
 
 import argparse
@@ -12,6 +12,7 @@ from torchtitan_diloco.components.records import phases
 from torchtitan_diloco.report.charts import save_timeline
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
+from torchtitan_diloco.utils import command_line
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
 OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
@@ -21,7 +22,7 @@ TIMELINE_HELP = "write only the last exchanges of one run, to an .svg or .png fi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m torchtitan_diloco.report", description=ABOUT)
+    parser = argparse.ArgumentParser(prog=command_line("report"), description=ABOUT)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     add("--out", type=Path, metavar="FILE", help=OUT_HELP)
