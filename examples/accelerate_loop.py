@@ -8,8 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, StreamingDiLoCo
-from torchtitan_diloco.integrations import join_workers
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, StreamingDiLoCo, join_workers
 
 
 class Net(nn.Module):

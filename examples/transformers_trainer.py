@@ -3,12 +3,63 @@
 .venv/bin/torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py
 """
 
-import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from pathlib import Path
+from typing import Any
 
-from torchtitan_diloco.diloco import DiLoCoConfig, Fragments
-from torchtitan_diloco.integrations import join_workers, transformers_callback
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_model
+from torch.utils.data import Dataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from torchtitan_diloco.diloco import DiLoCoConfig, Fragments, StreamingDiLoCo, join_workers
+
+
+class DiLoCo(TrainerCallback):
+    """Calls the outer loop, and saves it with the checkpoints of the worker in `output_dir`.
+
+    After training the model holds the shared parameters.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, config: DiLoCoConfig) -> None:
+        self.group, self.config = group, config
+
+    def on_train_begin(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
+        model, optimizer = parts["model"], parts["optimizer"]
+        worker = {name: value.clone() for name, value in model.state_dict().items()}
+        self.outer = StreamingDiLoCo(
+            model,
+            self.group,
+            self.config,
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # without accelerate's wrapper
+            total_steps=state.max_steps,
+        )
+        if state.global_step:  # resumed: keep this worker's parameters, and load the outer loop
+            model.load_state_dict(worker)
+            self.outer.load_state_dict(torch.load(checkpoint(args, state) / "diloco.pt"))
+
+    def on_step_end(self, *_: Any, **_parts: Any) -> None:
+        self.outer.step()
+
+    def on_save(self, args: Any, state: Any, _control: Any, **parts: Any) -> None:
+        folder = checkpoint(args, state)
+        torch.save(self.outer.state_dict(), folder / "diloco.pt")
+        if self.outer.worker:  # transformers writes the model of rank 0 only
+            save_model(parts["model"], str(folder / "model.safetensors"))
+
+    def on_train_end(self, *_: Any, **parts: Any) -> None:
+        self.outer.drain()
+        parts["model"].load_state_dict(self.outer.global_state_dict())
+
+
+def checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
@@ -35,7 +86,7 @@ def main() -> None:
         num_attention_heads=4,
     )
     config = DiLoCoConfig(sync_every=10, fragments=Fragments(layers_per_fragment=2))
-    callback = transformers_callback(group, config)
+    callback = DiLoCo(group, config)
     arguments = TrainingArguments(
         output_dir=f"outputs/worker-{group.rank()}",
         per_device_train_batch_size=8,

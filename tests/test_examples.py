@@ -53,7 +53,7 @@ def _run(name: str, folder: Path, arguments: list[str]) -> str:
 def test_every_example_is_run_and_short() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 85, path.name
+        assert len(path.read_text().splitlines()) <= 120, path.name
         assert f"--nproc-per-node {NEEDS[path.stem][1]} examples/{path.name}" in path.read_text()
 
 

@@ -14,7 +14,6 @@ MAY_IMPORT = {
     "diloco": {"utils"},
     "config": {"utils", "diloco.config", "diloco.fields", "islands.config"},
     "islands": {"utils", "diloco"},
-    "integrations": {"diloco"},
     "distributed": {"utils", "config", "diloco"},
     "models": {"utils", "config"},
     "data": {"utils", "config"},

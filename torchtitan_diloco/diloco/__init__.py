@@ -14,6 +14,7 @@ from torchtitan_diloco.diloco.config import (
 )
 
 if TYPE_CHECKING:
+    from torchtitan_diloco.diloco.meeting import join_workers
     from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
     from torchtitan_diloco.diloco.transport import WorkerLostError
 
@@ -27,9 +28,14 @@ __all__ = [
     "Quantization",
     "StreamingDiLoCo",
     "WorkerLostError",
+    "join_workers",
 ]
 
-_NEED_TORCH = {"StreamingDiLoCo": "streaming", "WorkerLostError": "transport"}
+_NEED_TORCH = {
+    "StreamingDiLoCo": "streaming",
+    "WorkerLostError": "transport",
+    "join_workers": "meeting",
+}
 
 
 def __getattr__(name: str) -> Any:

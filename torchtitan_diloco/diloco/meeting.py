@@ -1,12 +1,18 @@
 """Where the ranks that torchrun has started meet, also after it has started them again."""
 
 import hashlib
+import os
 import secrets
 import time
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
+
+HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 POLL_SECONDS = 0.05
 
@@ -36,3 +42,34 @@ def store_of_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> 
             return PrefixStore(prefix, store)
         time.sleep(POLL_SECONDS)
     raise RuntimeError("ranks of an earlier attempt did not start again")
+
+
+def join_workers() -> dist.ProcessGroup:
+    """Join the processes of torchrun, each of which is a worker, and return their group.
+
+    This hides the other processes and their GPUs from a framework, which would otherwise average
+    gradients over all of them. Call it before CUDA is used.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError("join_workers() needs the environment of torchrun: start it with torchrun")
+    if torch.cuda.is_initialized():
+        raise ValueError("join_workers() picks this process's GPU: call it before CUDA is used")
+    local = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count()
+    if 0 < gpus <= local:
+        raise ValueError(
+            f"there are {gpus} GPUs, none for local rank {local}: start one process each"
+        )
+    rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout
+    store = store_of_attempt(store_of_job(timeout), rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if gpus:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = chosen.split(",") if chosen else list(map(str, range(gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local]
+    for name in list(os.environ):
+        if name in HIDDEN or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -1,8 +1,9 @@
-"""Callbacks for the training loops of others: in their own loops where they are installed."""
+"""Callbacks of the examples, in the loops of their frameworks where these are installed."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,8 @@ from torch.utils.data import DataLoader
 
 from tests.diloco.toy import Net, batch, config, inner_step, parameters, sgd
 from tests.processes import ProcessPool
-from torchtitan_diloco.diloco import StreamingDiLoCo
-from torchtitan_diloco.integrations import (
-    DiLoCoCallback,
-    join_workers,
-    lightning_callback,
-    transformers_callback,
-)
+from tests.test_examples import EXAMPLES
+from torchtitan_diloco.diloco import StreamingDiLoCo, join_workers
 
 needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="transformers.Trainer needs accelerate"
@@ -50,12 +46,8 @@ def test_workers_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         join_workers()
 
 
-def test_a_framework_that_has_joined_the_workers_is_refused() -> None:
-    callback, model = DiLoCoCallback(None, config()), Net()
-    with pytest.raises(ValueError, match="built when training begins"):
-        assert callback.outer
-    with pytest.raises(ValueError, match=r"joined 2 processes.*call .*join_workers\(\) before"):
-        callback._begin(model, sgd(model), ranks=2, total_steps=-1, saved=None)
+def build_callback(example: str, group: Any = None) -> Any:
+    return run_path(str(EXAMPLES / f"{example}.py"))["DiLoCo"](group, config())
 
 
 # --- transformers ---------------------------------------------------------------------------------
@@ -69,7 +61,7 @@ def test_the_callback_of_transformers_is_a_loop_of_ones_own(tmp_path: Path) -> N
     outer, optimizer, own_optimizer = StreamingDiLoCo(own, None, config()), sgd(model), sgd(own)
     (tmp_path / "checkpoint-11").mkdir()
     for first, last in ((1, 11), (12, 20)):
-        callback: Any = transformers_callback(None, config())
+        callback = build_callback("transformers_trainer")
         state = SimpleNamespace(global_step=first - 1, max_steps=20)
         wrapped = SimpleNamespace(optimizer=optimizer)
         callback.on_train_begin(args, state, None, model=model, optimizer=wrapped)
@@ -108,7 +100,7 @@ def _with_trainer(folder: Path) -> list[Run]:
     group = join_workers()
     runs = []
     for resumed in (None, folder / f"worker-{group.rank()}" / "checkpoint-11"):
-        callback: Any = transformers_callback(group, config())
+        callback = build_callback("transformers_trainer", group)
         arguments = TrainingArguments(
             output_dir=str(folder / f"worker-{group.rank()}"),
             per_device_train_batch_size=2,
@@ -150,7 +142,7 @@ def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self, callback: DiLoCoCallback) -> None:
+        def __init__(self, callback: Any) -> None:
             super().__init__()
             self.net, self.callback, self.saw_shared = Net(), callback, False
 
@@ -169,7 +161,7 @@ def _with_lightning(folder: Path) -> tuple[list[Run], bool]:
     loader: Any = DataLoader(_examples(group.rank(), "tokens"), batch_size=2)  # type: ignore[arg-type]
     runs = []
     for resumed in (None, folder / f"{group.rank()}-epoch=0.ckpt"):
-        callback: Any = lightning_callback(group, config())
+        callback = build_callback("lightning_trainer", group)
         saves = ModelCheckpoint(folder, filename=f"{group.rank()}-{{epoch}}", save_top_k=-1)
         module = Module(callback)
         trainer = pl.Trainer(
