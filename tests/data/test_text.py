@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import torchtitan_diloco.data.text as text_module
 from torchtitan_diloco.data.text import (
     PIECE_CHARACTERS,
     is_held_out,
     open_corpus,
     split_into_pieces,
     standard_library,
-    zstd,
 )
 
 
@@ -39,8 +37,6 @@ def documents(path: Path) -> list[str]:
 def compressed(path: Path, content: bytes) -> Path:
     if path.suffix == ".gz":
         content = gzip.compress(content)
-    elif path.suffix == ".zst":
-        content = zstd.compress(content)
     path.write_bytes(content)
     return path
 
@@ -60,7 +56,7 @@ def test_pieces_are_the_text_whatever_the_blocks(blocks: list[str], limit: int) 
         assert ends_document or piece.endswith("\n") or "\n" not in piece, "at line ends if any"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_file_or_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) -> None:
     text = "x" + "".join(f"{n}, größer \U0001f600 \r\n" for n in range(30_000))  # many blocks
     path = compressed(tmp_path / f"a.txt{suffix}", text.encode())
@@ -74,16 +70,14 @@ def test_a_file_or_a_line_of_jsonl_is_a_document(tmp_path: Path, suffix: str) ->
     assert documents(path) == texts
 
 
-@pytest.mark.parametrize(("suffix", "extra"), [(".zst", "zstd"), ("", "hf")])
 def test_a_missing_package_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, extra: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = compressed(tmp_path / f"train.jsonl{suffix}", b'{"text": "a"}')
-    monkeypatch.setattr(text_module, "zstd", None)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = rf"needs the package (backports|datasets).* -m pip install -e '.*\[{extra}\]'"
+    message = r"needs the package datasets.* -m pip install -e '.*\[hf\]'"
     with pytest.raises(ValueError, match=message):
-        pieces(path if suffix else f"hf:{tmp_path}")
+        pieces(f"hf:{tmp_path}")
 
 
 def damaged(content: bytes) -> list[bytes]:
@@ -101,7 +95,6 @@ FINE = b'{"text": "fine"}\n'
     ("name", "content", "message"),
     [
         *(("a.txt.gz", content, "") for content in damaged(gzip.compress(LINES))),
-        *(("a.txt.zst", content, "") for content in damaged(zstd.compress(LINES))),
         ("a.txt", b"ok\n" * 300_000 + b"gr\xfc\xdfe", ", line 300001 is not UTF-8.*iconv"),
         ("a.txt", b"cut off \xf0\x9f\x98", ", line 1 is not UTF-8"),
         ("a.jsonl", FINE + b"{nope", ", line 2: not JSON"),

@@ -102,7 +102,7 @@ class Data:
     corpus: str = "stdlib"
     """Training data: `stdlib` (the source of the Python standard library), a folder of token shards
     written by the command `prepare`, or text files as comma-separated paths and globs (`.txt`,
-    `.md`, `.py`, `.jsonl`, each also as `.gz` or `.zst`)."""
+    `.md`, `.py`, `.jsonl`, each also as `.gz`)."""
     source: str = ""
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""

@@ -1,8 +1,7 @@
 """Token shards: their format, writing them, and reading them through memory maps.
 
 A corpus is a folder of shards `train-00000.tokens`, `validation-00000.tokens`, ... and an index
-`corpus.json`, without which it is not finished. A shard has its tokens, then a CRC-32 of each block
-of 64 KiB of them, little-endian.
+`corpus.json`, without which it is not finished. A shard is an array of tokens, little-endian.
 """
 
 import contextlib
@@ -29,8 +28,7 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 INDEX_NAME = "corpus.json"
 STARTED_NAME = "prepare.json"
 """Index of a folder that is not finished."""
-FORMAT_VERSION = 2
-BLOCK_BYTES = 1 << 16
+FORMAT_VERSION = 3
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -39,7 +37,7 @@ class Shard(msgspec.Struct, frozen=True):
     file: str
     tokens: int
     checksum: int
-    """CRC-32 of the checksums of all blocks."""
+    """CRC-32 of the file."""
     end_piece: int = 0
     """This shard and those before it have all pieces of the split before this piece."""
 
@@ -141,7 +139,7 @@ class ShardWriter:
         self._index, self._done = index, index.splits[split]
         self._dtype = token_type(index.settings["vocab_size"])
         self._file: BinaryIO | None = None
-        self._tokens = self._documents = 0
+        self._tokens = self._documents = self._checksum = 0
         self.end_piece = self._done.shards[-1].end_piece if self._done.shards else 0
         """All pieces before this one are written."""
 
@@ -153,8 +151,10 @@ class ShardWriter:
     def add(self, piece: int, tokens: npt.NDArray[np.integer], ends_document: bool) -> None:
         assert piece >= self.end_piece
         if self._file is None:
-            self._file = aside_path(self._path()).open("w+b")
-        self._file.write(tokens.astype(self._dtype).tobytes())
+            self._file = aside_path(self._path()).open("wb")
+        content = tokens.astype(self._dtype).tobytes()
+        self._file.write(content)
+        self._checksum = zlib.crc32(content, self._checksum)
         self._tokens += len(tokens)
         self._documents += ends_document
         self.end_piece = piece + 1
@@ -166,20 +166,16 @@ class ShardWriter:
         if self._file is None:
             return
         with self._file as file:
-            file.seek(0)
-            blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
-            checksums = np.array([zlib.crc32(block) for block in blocks], dtype="<u4").tobytes()
-            file.write(checksums)
             file.flush()
             os.fsync(file.fileno())
         path = self._path()
         aside_path(path).replace(path)
-        shard = Shard(path.name, self._tokens, zlib.crc32(checksums), self.end_piece)
+        shard = Shard(path.name, self._tokens, self._checksum, self.end_piece)
         self._done.shards.append(shard)
         self._done.tokens += self._tokens
         self._done.documents += self._documents
         write_index(self._folder / STARTED_NAME, self._index)
-        self._file, self._tokens, self._documents = None, 0, 0
+        self._file, self._tokens, self._documents, self._checksum = None, 0, 0, 0
 
     def _path(self) -> Path:
         return self._folder / f"{self._split}-{len(self._done.shards):05d}.tokens"
@@ -188,8 +184,8 @@ class ShardWriter:
 class TokenShards:
     """All tokens of one split of a folder, as one memory-mapped array.
 
-    Blocks are compared with their checksums when they are first read, so that training starts
-    without reading a large corpus.
+    A shard is compared with its checksum when it is first read, so that training starts without
+    reading a large corpus.
     """
 
     def __init__(self, folder: Path, split: Split, tokenizer: Tokenizer | None = None) -> None:
@@ -209,14 +205,11 @@ class TokenShards:
                 f'what {folder} was prepared with: "{settings["tokenizer"]}" ({made_with}); '
                 f"set data.tokenizer to that one, or prepare the corpus again in another folder"
             )
-        self._checked = []
-        """For each shard, whether each block was compared with its checksum."""
+        self._checked = set[int]()
+        """Shards that were compared with their checksums."""
         for shard in self._shards:
             path = self.folder / shard.file
             expected = shard.tokens * token_type(self._vocab_size).itemsize
-            blocks = -(-expected // BLOCK_BYTES)
-            self._checked.append(np.zeros(blocks, dtype=np.bool_))
-            expected += 4 * blocks
             size = path.stat().st_size if path.exists() else 0
             if size != expected:
                 raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
@@ -246,33 +239,20 @@ class TokenShards:
             self._read_shard(number, 0, shard.tokens)
 
     def _read_shard(self, number: int, start: int, stop: int) -> Tokens:
-        shard, checked = self._shards[number], self._checked[number]
-        path = self.folder / shard.file
-        tokens, checksums = _map_shard(path, shard, self._vocab_size)
-        size = BLOCK_BYTES // tokens.itemsize
-        first, last = start // size, (stop - 1) // size
-        for block in np.flatnonzero(~checked[first : last + 1]) + first:
-            content = tokens[block * size : (block + 1) * size]
-            if zlib.crc32(content.view(np.uint8).data) != checksums[block]:
-                end = block * size + len(content) - 1
-                how = f"the checksum of tokens {block * size} to {end} is wrong"
-                raise ValueError(_damaged(path, how))
-            if (most := content.max()) >= self._vocab_size:  # written by another program
+        path = self.folder / self._shards[number].file
+        tokens = _map_shard(path, self._vocab_size)
+        if number not in self._checked:
+            if zlib.crc32(tokens.view(np.uint8).data) != self._shards[number].checksum:
+                raise ValueError(_damaged(path, "its checksum is wrong"))
+            if (most := tokens.max()) >= self._vocab_size:  # written by another program
                 raise ValueError(f"{path} has token {most} of a vocabulary of {self._vocab_size}")
-            checked[block] = True
+            self._checked.add(number)
         return tokens[start:stop]
 
 
 @functools.lru_cache(maxsize=256)  # each map holds a file descriptor, and a process often has 1024
-def _map_shard(path: Path, shard: Shard, vocab_size: int) -> tuple[Tokens, npt.NDArray[np.uint32]]:
-    """Return the tokens of a shard and the checksums of their blocks, as maps of the file."""
-    content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    dtype = token_type(vocab_size)
-    end = shard.tokens * dtype.itemsize
-    checksums = content[end:].view("<u4")
-    if zlib.crc32(checksums.data) != shard.checksum:
-        raise ValueError(_damaged(path, f"{INDEX_NAME} lists other checksums"))
-    return content[:end].view(dtype), checksums
+def _map_shard(path: Path, vocab_size: int) -> Tokens:
+    return np.asarray(np.memmap(path, dtype=token_type(vocab_size), mode="r"))
 
 
 def _damaged(path: Path, how: str) -> str:

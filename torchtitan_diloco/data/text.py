@@ -1,10 +1,8 @@
 """Read a corpus in pieces of text: the standard library, files, or a Hugging Face dataset."""
 
-import contextlib
 import glob
 import gzip
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -25,20 +23,13 @@ STDLIB = "stdlib"
 TEXT_FIELD = "text"
 HUGGING_FACE_PREFIX = "hf:"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+COMPRESSED_SUFFIX = ".gz"
 PIECE_CHARACTERS = 32 * 1024
 
-_KINDS = f"{' '.join(TEXT_SUFFIXES)}, each also with {' or '.join(COMPRESSED_SUFFIXES)}"
+_KINDS = f"{' '.join(TEXT_SUFFIXES)}, each also with {COMPRESSED_SUFFIX}"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 18
 _SAVED_DATASET = ("dataset_dict.json", "state.json")  # written by Dataset.save_to_disk
-
-_READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
-_ZSTD_MODULE = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-zstd: Any = None
-with contextlib.suppress(ImportError):
-    zstd = importlib.import_module(_ZSTD_MODULE)
-    _READ_ERRORS += (zstd.ZstdError,)
 
 
 class Piece(NamedTuple):
@@ -127,7 +118,7 @@ def standard_library(folder: Path) -> list[Path]:
 
 def text_kind(path: Path) -> str | None:
     """Return the suffix of a text file without that of compression, None for other files."""
-    suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+    suffix = path.with_suffix("").suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix
     return suffix if suffix in TEXT_SUFFIXES else None
 
 
@@ -185,25 +176,15 @@ def _read_file(path: Path, bar: "tqdm[Any]", field: str) -> Iterator[Piece]:
     before = bar.n
     try:
         with path.open("rb") as raw:
-            file = _decompressed(path, raw)
+            packed = path.suffix == COMPRESSED_SUFFIX
+            file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
             lines = text_kind(path) == ".jsonl"
             for document in _json_lines(path, file, field) if lines else [_text(path, file)]:
                 for piece in split_into_pieces(document):
                     yield piece
                     bar.update(before + raw.tell() - bar.n)
-    except _READ_ERRORS as error:  # EOFError: a truncated compressed file
+    except (OSError, EOFError, zlib.error) as error:  # the latter two: a damaged .gz file
         raise ValueError(f"cannot read {path}: {error}") from error
-
-
-def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if path.suffix != ".zst":
-        return raw
-    if zstd is None:
-        command = install_command("zstd")
-        raise ValueError(f"reading {path} needs the package {_ZSTD_MODULE}: {command}")
-    return cast(BinaryIO, zstd.ZstdFile(raw))
 
 
 def _text(path: Path, file: BinaryIO) -> Iterator[str]:
