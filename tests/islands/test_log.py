@@ -224,8 +224,8 @@ BOUNDED = changed(FACTS, total_tokens=1000, cycle=10)
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"weight": 81}, "weight above 80"),
-        ({"weight": LARGEST}, "weight above 80"),
+        ({"weight": 81}, "has a weight above"),
+        ({"weight": LARGEST}, "has a weight above"),
         ({"end": MOST_SAMPLES + 1}, "more samples than any island reads"),
         ({"end": LARGEST}, "more samples than any island reads"),
         ({"ranks": MOST_RANKS + 1}, "not a record"),

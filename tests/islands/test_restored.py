@@ -12,7 +12,7 @@ from tests.islands.test_coming_and_going import at, hold, save_in
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.islands.__main__ import open_reader
 from torchtitan_diloco.islands.config import Join
-from torchtitan_diloco.islands.log import AnotherLogError
+from torchtitan_diloco.islands.records import AnotherLogError
 from torchtitan_diloco.islands.server import Server, open_folder
 
 need_server()

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
-from torchtitan_diloco.diloco.fields import Section
+from torchtitan_diloco.diloco.fields import Section, convert
 from torchtitan_diloco.utils import command_line
 
 
@@ -79,6 +79,14 @@ def own_loop_mistakes(islands: Islands) -> Mistakes:
             "islands.local",
             "starts no server in a loop of your own: run `serve`, and leave it out",
         )
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Return a number of tokens or samples as an integer: users write 1e9."""
+    try:
+        return convert(value, Positive)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ValueError(f"{name} = {value!r}: {error}") from error
 
 
 # --- join string: where the server of a run is, and how to log in to it ---------------------------

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.config import Join, RefusedError
-from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint
-from torchtitan_diloco.islands.records import Chunk, digest
+from torchtitan_diloco.islands.records import AnotherLogError, Chunk, digest
 from torchtitan_diloco.islands.session import (
     AnyMessage,
     Inbox,

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torchtitan_diloco.islands.records import (
     LARGEST,
+    AnotherLogError,
     AnyRecord,
     Close,
     Done,
@@ -119,8 +120,8 @@ class Fragment:
     version: int = 0
     clock: int = 0
     last: int = 0
-    """Sequence number of the last valid record. If void records counted, closes of several islands
-    could make each other void forever."""
+    """Sequence number of the last valid record. Closes could make each other void if void ones
+    counted."""
     open: Open | None = None
     waiting: dict[int, Part] = field(default_factory=dict)
     """Valid parts that are in no entry yet, by sequence number."""
@@ -129,18 +130,6 @@ class Fragment:
 
     def waiting_of(self, slot: int) -> Part | None:
         return next((part for part in self.waiting.values() if part.slot == slot), None)
-
-
-class AnotherLogError(ValueError):
-    """The log of the server is not the one that this island has read."""
-
-    def __init__(self, difference: str) -> None:
-        super().__init__(
-            f"the server's log is not the one that this island has read: {difference}. The server "
-            "has an older copy of its folder, or another run. If the folder that it had is still "
-            "there, start `serve` on that one; else begin a new run with `serve` in an empty "
-            "folder, where islands begin with the model in their checkpoints"
-        )
 
 
 class State:
@@ -152,10 +141,8 @@ class State:
         """Start before the first record.
 
         Args:
-            checksum: returns the checksum of a fragment's version, as computed by this process. It
-                is called only for versions made by the entries read so far. None: do not verify
-                checksums, for a reader without parameters that writes nothing. A disputed record
-                is then valid.
+            checksum: returns the checksum that this process has computed for a fragment's version.
+                None: do not verify checksums, for a reader without parameters.
             known: `sequence` and `digest` of an earlier state of this island, which must be part of
                 this log.
         """
@@ -197,10 +184,9 @@ class State:
             return None
 
     def is_short(self, fragment: Fragment) -> bool:
-        """Return whether the run cannot end yet, as the fragment has not merged its tokens.
+        """Return whether the run cannot end yet, as the fragment lacks more than a cycle.
 
-        The work since its last round may be missing: at most a cycle. A run of less than two cycles
-        may end before the first round of each fragment.
+        A run of less than two cycles may end before the first round of a fragment.
         """
         assert self.facts is not None
         total, cycle = self.facts.total_tokens, self.facts.cycle
@@ -334,8 +320,8 @@ class State:
         _check(part.start == ledger.taken_to, f"starts at {part.start}, not at {ledger.taken_to}")
         _check(part.end > part.start, "has no data")
         _check(part.end - part.start <= MOST_SAMPLES, "has more samples than any island reads")
-        most = self.facts.most_weight if self.facts else 0
-        _check(part.weight <= most, f"has a weight above {most}")
+        assert self.facts is not None
+        _check(part.weight <= self.facts.most_weight, "has a weight above that of any outage")
         _check(part.finite or not part.weight, "has weight, and is not finite")
         oldest = max(ledger.merged_in, fragment.version - VERSIONS_LATE)
         # A delta from before the merge of the last part would contain that part again.
@@ -377,9 +363,8 @@ class State:
             ledger = self.slots[part.slot].ledgers[close.fragment]
             ledger.add(part.end, "lost" if entry.is_lost(part) else "merged")
             ledger.merged_in = close.version
-        fragment.norms.extend(
-            norm for part, norm in zip(entry.parts, close.norms, strict=True) if part.weight
-        )
+        norms = zip(entry.parts, close.norms, strict=True)
+        fragment.norms.extend(norm for part, norm in norms if part.weight)
         fragment.version, fragment.clock = close.version, close.clock
         fragment.head, fragment.open = digest(encode(close)), None
         oldest = close.version - VERSIONS_LATE

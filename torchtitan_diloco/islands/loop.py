@@ -21,8 +21,8 @@ from torchtitan_diloco.diloco import healing
 from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
-from torchtitan_diloco.diloco.config import DiLoCoConfig, Positive, diloco_mistakes
-from torchtitan_diloco.diloco.fields import convert, field_mistakes, raise_mistakes
+from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
+from torchtitan_diloco.diloco.fields import field_mistakes, raise_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
@@ -32,7 +32,13 @@ from torchtitan_diloco.diloco.schedule import is_measured
 from torchtitan_diloco.diloco.state_dict import SavedState
 from torchtitan_diloco.diloco.streaming import StreamingDiLoCo
 from torchtitan_diloco.diloco.transport import NOT_FINITE, OUTLIER
-from torchtitan_diloco.islands.config import Islands, Join, islands_mistakes, own_loop_mistakes
+from torchtitan_diloco.islands.config import (
+    Islands,
+    Join,
+    checked_count,
+    islands_mistakes,
+    own_loop_mistakes,
+)
 from torchtitan_diloco.islands.connection import Connection
 from torchtitan_diloco.islands.copies import Copies, add_change, encode_delta, fingerprints
 from torchtitan_diloco.islands.leader import Apply, Boundary, Leader, Seat
@@ -42,8 +48,7 @@ from torchtitan_diloco.islands.rounds import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
 from torchtitan_diloco.utils import logger
 
-LOOK = 0.05
-"""Seconds between two looks at the log at the end of the run."""
+LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
 
 class IslandDiLoCo(StreamingDiLoCo):
@@ -82,9 +87,9 @@ class IslandDiLoCo(StreamingDiLoCo):
             samples_per_step: samples of its slot that this island reads per step.
             facts: what must be equal on all islands besides settings and model, such as the data.
         """
-        total_tokens = _count("total_tokens", total_tokens)  # such as 1e9
-        tokens_per_step = _count("tokens_per_step", tokens_per_step)
-        samples_per_step = _count("samples_per_step", samples_per_step)
+        total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
+        self._tokens_per_step = checked_count("tokens_per_step", tokens_per_step)
+        self._samples_per_step = checked_count("samples_per_step", samples_per_step)
         fields = field_mistakes(group, "islands", Islands)
         fields += field_mistakes(config, "diloco", DiLoCoConfig)
         begin = group.begin or config.workers
@@ -96,16 +101,10 @@ class IslandDiLoCo(StreamingDiLoCo):
         raise_mistakes(mistakes, islands=group, diloco=config)
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
         super().__init__(
-            model,
-            None,
-            config,
-            optimizer=optimizer,
-            liveness=liveness,
-            total_steps=total_tokens,
+            model, None, config, optimizer=optimizer, liveness=liveness, total_steps=total_tokens
         )
         self.islands = replace(group, begin=begin, slots=group.slots or begin)
-        self.total_tokens, self._tokens_per_step = total_tokens, tokens_per_step
-        self._samples_per_step = samples_per_step
+        self.total_tokens = total_tokens
         self.seat: Seat
         """Slot of this island, and its first sample."""
         self._ranks = Ranks(ranks)
@@ -158,8 +157,12 @@ class IslandDiLoCo(StreamingDiLoCo):
             block=self._samples_per_step,
             fingerprints=fingerprints(self.config, self._states, self._facts),
         )
-        limit = self.config.delta_norm_limit
-        timing = Timing(self.schedule, chosen.quorum, chosen.grace_seconds, limit)
+        timing = Timing(
+            schedule=self.schedule,
+            quorum=chosen.quorum,
+            floor=chosen.grace_seconds,
+            norm_limit=self.config.delta_norm_limit,
+        )
         connection = Connection(join, incarnation)
         return Leader(connection, self._copies, facts, timing, incarnation)
 
@@ -200,8 +203,8 @@ class IslandDiLoCo(StreamingDiLoCo):
             self._leader.stop()
         while not self._last.over and (self._leader or self._follower):
             self._boundary()
-            if not self._last.over and self._leader is not None:
-                self._leader.check()
+            if not self._last.over:
+                self.check()
                 time.sleep(LOOK)
 
     def close(self) -> None:
@@ -225,11 +228,10 @@ class IslandDiLoCo(StreamingDiLoCo):
         """
         if self._leader is None and self._follower is None:
             raise RuntimeError("call join() before the first step, and none after close()")
-        if not 0 <= weight < math.inf or weight != int(weight):
-            raise ValueError(f"the weight of a step is {weight}: give its number of tokens")
-        if weight > self._tokens_per_step:
-            limit = f"above tokens_per_step = {self._tokens_per_step}: pass that of your steps"
-            raise ValueError(f"the weight of a step is {weight:g}, {limit}")
+        most = self._tokens_per_step
+        if not 0 <= weight <= most or weight != int(weight):
+            reason = f"give its number of tokens, at most tokens_per_step = {most} of this loop"
+            raise ValueError(f"the weight of a step is {weight}: {reason}")
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         if not math.isnan(self._boundary_at):
@@ -395,11 +397,3 @@ class IslandDiLoCo(StreamingDiLoCo):
         chosen = self.islands
         line = f"{chosen.begin} begin together; a round waits at least {chosen.grace_seconds:g} s"
         return [f"{'island':<10} {chosen.name}; {line}", *super().describe()]
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        count: int = convert(value, Positive)
-    except ValueError as error:
-        raise ValueError(f"{name} = {value!r}: {error}") from error
-    return count

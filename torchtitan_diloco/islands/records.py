@@ -12,6 +12,18 @@ class VoidError(ValueError):
     """A record is not valid at its position in the log."""
 
 
+class AnotherLogError(ValueError):
+    """The log of the server is not the one that this island has read."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"the server's log is not the one that this island has read: {difference}. The server "
+            "has an older copy of its folder, or another run. If the folder that it had is still "
+            "there, start `serve` on that one; else begin a new run with `serve` in an empty "
+            "folder, where islands begin with the model in their checkpoints"
+        )
+
+
 LARGEST = 2**53
 """Largest number in a record: all JSON readers keep it exactly."""
 LARGEST_NORM = 1e18

@@ -21,10 +21,11 @@ from torchtitan_diloco.islands.connection import (
     GoneError,
 )
 from torchtitan_diloco.islands.copies import Copies
-from torchtitan_diloco.islands.log import AnotherLogError, Outcome, State
+from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import IslandFailedError, name_of
 from torchtitan_diloco.islands.records import (
     LARGEST_NORM,
+    AnotherLogError,
     AnyRecord,
     Close,
     Facts,

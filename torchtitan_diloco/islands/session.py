@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from torchtitan_diloco.islands.config import Join, RefusedError, explain
-from torchtitan_diloco.islands.log import AnotherLogError
 from torchtitan_diloco.islands.members import Hint, Members
-from torchtitan_diloco.islands.records import Chunk, Count, digest
+from torchtitan_diloco.islands.records import AnotherLogError, Chunk, Count, digest
 from torchtitan_diloco.utils import install_command, logger
 
 if TYPE_CHECKING:
