@@ -6,8 +6,8 @@ import pytest
 
 from torchtitan_diloco.components.run_plan import plan_run
 from torchtitan_diloco.config.checks import unused_settings
-from torchtitan_diloco.config.loader import CONFIGS_FOLDER, flatten, load_config, shipped_configs
-from torchtitan_diloco.config.schema import flat_settings
+from torchtitan_diloco.config.loader import CONFIGS_FOLDER, load_config, shipped_configs
+from torchtitan_diloco.config.schema import flat_settings, flatten
 from torchtitan_diloco.diloco.config import advice
 from torchtitan_diloco.models import build_model
 
@@ -29,4 +29,4 @@ def test_a_config_builds_and_repeats_nothing_that_it_inherits(name: str) -> None
     table = tomllib.loads((CONFIGS_FOLDER / f"{name}.toml").read_text())
     if parent := table.pop("extends", None):
         inherited = flat_settings(load_config(parent))
-        assert not [key for key, value in flatten(table) if inherited[key] == value]
+        assert not [key for key, value in flatten(table).items() if inherited[key] == value]

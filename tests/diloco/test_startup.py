@@ -19,7 +19,6 @@ from tests.diloco.toy import AVERAGE_EVERY_STEP, Net, config, join
 from tests.processes import ProcessPool
 from torchtitan_diloco.diloco import (
     DiLoCoConfig,
-    Fragments,
     Link,
     OuterOptimizer,
     Overlap,
@@ -59,11 +58,6 @@ def test_numbers_have_the_type_of_their_setting() -> None:
     every: Any = 1e2
     config = DiLoCoConfig(sync_every=every, outer_optimizer=OuterOptimizer(lr=1))
     assert repr((config.sync_every, config.outer_optimizer.lr)) == "(100, 1.0)"
-    wrong: Any = "1"
-    assert OuterOptimizer(lr=wrong).lr == wrong, "what cannot be converted is refused later"
-
-
-STRIDE: Any = "stride"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +65,9 @@ STRIDE: Any = "stride"
     [
         ({"method": "none"}, "diloco.method"),
         ({"workers": 3}, "diloco.workers = 3: must be 1"),
-        ({"sync_every": 2.5}, "diloco.sync_every"),
+        ({"sync_every": 2.5}, "DiLoCoConfig.sync_every = 2.5: expected `int`"),
         ({"overlap": Overlap(delay=100)}, r"delay = 100: must be smaller than .*; 0 waits"),
-        ({"overlap": Overlap(mixing=50.0)}, "diloco.overlap.mixing"),
         ({"overlap": Overlap(mixing_end=0.0)}, "mixing_end = 0.0: needs the length of the run"),
-        ({"fragments": Fragments(pattern=STRIDE)}, "pattern = 'stride': must be .*strided"),
         ({"quantization": Quantization(codec="int8", block_size=48)}, "block_size.*: take 32"),
     ],
 )

@@ -25,7 +25,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
     worker_folder,
 )
 from torchtitan_diloco.components.optimizer import local_of
-from torchtitan_diloco.config.loader import flatten
+from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_loop import OuterLoop
 from torchtitan_diloco.diloco.state_dict import (
@@ -273,7 +273,7 @@ def _send_inner(inner: dict[str, Tensor], group: dist.ProcessGroup | None, sourc
 
 def changed_settings(before: str, now: str) -> list[str]:
     """Return the differences between the settings of two TOML texts, one line each."""
-    old, new = (dict(flatten(tomllib.loads(text))) for text in (before, now))
+    old, new = (flatten(tomllib.loads(text)) for text in (before, now))
     return [
         f"{key} was {old.get(key, 'not set')}, is {new.get(key, 'not set')}"
         for key in sorted({*old, *new})

@@ -1,7 +1,8 @@
 """Settings of a run. Each dataclass is a `[section]` of a TOML file.
 
-The docstring of a field is its text in `--help` and in docs/configuration.md. A setting that is
-None is "not set", and is left out of TOML files, which have no null.
+The docstring of a field is its text in `--help`. A setting that is None is "not set", and is left
+out of TOML files, which have no null. To add a setting, add a field with type, range, default and
+docstring. If another setting decides whether it is read, name both in `READ_WITH` of checks.py.
 """
 
 import json
@@ -12,6 +13,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import DiLoCoConfig, Fraction, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import flat_settings as flat_settings
+from torchtitan_diloco.diloco.fields import flatten as flatten
 from torchtitan_diloco.islands.config import Islands
 
 

@@ -15,7 +15,7 @@ from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.codecs import build_codec, describe, kernels_name
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
 from torchtitan_diloco.diloco.exchange import Exchange
-from torchtitan_diloco.diloco.fields import field_mistakes, flat_settings, raise_mistakes
+from torchtitan_diloco.diloco.fields import check_class, flat_settings, raise_mistakes
 from torchtitan_diloco.diloco.fragments import Fragment
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
@@ -34,8 +34,8 @@ def check_settings(
 ) -> None:
     """Raise if settings are invalid, contradict each other, or do not fit the group or model."""
     check_group(group)
+    check_class(config, "diloco", DiLoCoConfig)
     workers = 1 if group is None else group.size()
-    raise_mistakes(field_mistakes(config, "diloco", DiLoCoConfig), diloco=config)
     mistakes = list(diloco_mistakes(config))
     if config.method == "none":
         mistakes.append(("diloco.method", '"none" needs no StreamingDiLoCo: leave it out'))

@@ -22,7 +22,7 @@ from torchtitan_diloco.utils import command_line
 class Islands(Section):
     """Workers as jobs of their own, which come and go while the others continue."""
 
-    join: str = ""
+    join: str = field(default="", repr=False)  # contains a password
     """Join string that `islands serve` has printed, or a file that holds it, so that no list of
     processes shows its password. Empty: all workers are one job. With islands, each job is one
     worker."""

@@ -22,7 +22,7 @@ from torchtitan_diloco.diloco import state_dict as saving
 from torchtitan_diloco.diloco.background import BackgroundThread, one_at_a_time
 from torchtitan_diloco.diloco.codecs import build_codec
 from torchtitan_diloco.diloco.config import DiLoCoConfig, diloco_mistakes
-from torchtitan_diloco.diloco.fields import field_mistakes, raise_mistakes
+from torchtitan_diloco.diloco.fields import check_class, raise_mistakes
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object
@@ -90,15 +90,15 @@ class IslandDiLoCo(StreamingDiLoCo):
         total_tokens = checked_count("total_tokens", total_tokens)  # such as 1e9
         self._tokens_per_step = checked_count("tokens_per_step", tokens_per_step)
         self._samples_per_step = checked_count("samples_per_step", samples_per_step)
-        fields = field_mistakes(group, "islands", Islands)
-        fields += field_mistakes(config, "diloco", DiLoCoConfig)
+        check_class(group, "islands", Islands)
+        check_class(config, "diloco", DiLoCoConfig)
         begin = group.begin or config.workers
-        mistakes = fields or [
+        mistakes = [
             *own_loop_mistakes(group),
             *islands_mistakes(group, begin),
             *diloco_mistakes(config, islands=True),
         ]
-        raise_mistakes(mistakes, islands=group, diloco=config)
+        raise_mistakes(mistakes, islands=replace(group, join=""), diloco=config)
         config = replace(config, workers=1, link=replace(config.link, outer_state="device"))
         super().__init__(
             model, None, config, optimizer=optimizer, liveness=liveness, total_steps=total_tokens

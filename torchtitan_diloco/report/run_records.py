@@ -12,7 +12,7 @@ import tomli
 from numpy.typing import NDArray
 
 from torchtitan_diloco.components.records import Record, RoundRecord, Summary, from_record
-from torchtitan_diloco.config.loader import flatten
+from torchtitan_diloco.config.schema import flatten
 from torchtitan_diloco.utils import all_reduce_bytes, number, read_json_lines
 
 METRICS = "metrics.jsonl"
@@ -178,7 +178,7 @@ def _read_run(file: Path, name: str) -> Run:
     ordered = [steps[step] for step in sorted(steps)]
     try:  # without checks, so that settings of another version are no error
         text = (file.parent / "config.toml").read_text(encoding="utf-8")
-        settings = dict(flatten(tomli.loads(text)))
+        settings = flatten(tomli.loads(text))
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
         settings = {}
     return Run(name, file.parent, ordered, rounds, summary, settings, unreadable)
