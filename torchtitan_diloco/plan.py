@@ -113,14 +113,14 @@ def _new_toml(text: str) -> Path:
 
 def _answer(options: argparse.Namespace, config: Config, words: list[str]) -> None:
     """Print the paper's table for the model, or a plan."""
-    from torchtitan_diloco.data.corpus import open_tokenizer
+    from torchtitan_diloco.data.tokenizer import build_tokenizer
     from torchtitan_diloco.models import vocabulary_rows
     from torchtitan_diloco.planner.prediction import Workload
     from torchtitan_diloco.planner.search import choose, plan_text
 
     rows = config.model.vocab_size
     if rows is None:
-        rows = vocabulary_rows(config.model, open_tokenizer(config.data).vocab_size)
+        rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
     load = Workload.of(config, rows)
     steps, origin = _step_times(options, load)
     if options.table:

@@ -38,7 +38,7 @@ def load(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, **options
+        folder, output_loading_info=True, **options
     )
     assert not any(report.values()), "nothing is missing, newly initialised or left over"
     return model

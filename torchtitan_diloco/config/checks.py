@@ -10,9 +10,6 @@ RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_paramete
 """Exactly one of these settings is not 0."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
-    ("model.name", ("chinchilla",)): ("norm", "qk_norm", "positions", "activation"),
-    ("model.name", ("llama",)): ("kv_heads", "rotary_scaling", "tied_head"),
-    ("model.positions", ("rotary",)): ("rotary_base",),
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
     ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
     ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),

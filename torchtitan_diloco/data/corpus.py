@@ -19,13 +19,7 @@ from torchtitan_diloco.data.shards import (
     token_type,
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
-from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
-
-
-def open_tokenizer(data: Data) -> Tokenizer:
-    """Build the tokenizer. The error for a missing file shows the command that makes it."""
-    text = "TEXT" if _is_shard_folder(data.corpus) else data.corpus
-    return build_tokenizer(data.tokenizer, data.source or text)
+from torchtitan_diloco.data.tokenizer import Tokenizer
 
 
 def open_split(
