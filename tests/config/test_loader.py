@@ -92,7 +92,11 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("optimizer.lr", "nan", ": must be a number > 0 and <= 100"),
         ("optimizer.weight_decay", "1/step", ": must be a number >= 0 or 1/steps"),
         ("run.deterministic", "yes", ": must be true or false"),
-        ("lr_schedule.decay", "cosin", "linear, wsd, constant (did you mean cosine?)"),
+        (
+            "lr_schedule.decay",
+            "cosin",
+            ": must be one of cosine, linear, wsd, constant (did you mean cosine?)",
+        ),
         ("profiling.ranks", "0,x", ": must be a list of integers >= 0"),
     ],
 )
