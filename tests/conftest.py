@@ -81,8 +81,12 @@ def save_tokenizer(path: Path, vocab_size: int) -> str:
     tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train([str(REPOSITORY / "README.md")], trainer)
     tokenizer.save(str(path))
     return str(path)

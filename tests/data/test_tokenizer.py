@@ -89,13 +89,20 @@ def test_limits_and_added_tokens_of_a_file_are_left_out(
 ) -> None:
     """A file of a model may cut texts, pad them, and put a token before each."""
     limits = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None}
+    padding: dict[str, Any] = {
+        "strategy": {"Fixed": 8},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+    }
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
     begin: dict[str, Any] = {"id": "<s>", "type_id": 0}
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": begin}, sequence]}
-    template |= {"pair": [sequence], "special_tokens": {"<s>": begin | {"ids": [400]}}}
-    template["special_tokens"]["<s>"] |= {"tokens": ["<s>"]}  # type: ignore[index]
+    template: dict[str, Any] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": begin}, sequence],
+    }
+    template["pair"] = [sequence]
+    template["special_tokens"] = {"<s>": begin | {"ids": [400], "tokens": ["<s>"]}}
 
     def change(content: dict[str, Any]) -> None:
         added = content["added_tokens"]
