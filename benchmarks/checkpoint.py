@@ -1,6 +1,6 @@
 """Compare saving and loading a checkpoint with a plain copy of the same files, in one process.
 
-    .venv/bin/python -m benchmarks.checkpoint [--flavor 35m] [--rounds 5] [--folder FOLDER]
+    .venv/bin/python -m benchmarks.checkpoint [--flavor paper-35m] [--rounds 5] [--folder FOLDER]
 
 The checkpoint has the parameters, two inner moments, shared parameters and outer momentum of one
 worker, 20 bytes a parameter. Both flush their files to the disk (fsync). "Held up" is the time that
@@ -31,7 +31,7 @@ from torchtitan_diloco.components.run_folder import RunFolder
 from torchtitan_diloco.config.schema import Checkpoint, Model, Optimizer
 from torchtitan_diloco.diloco import DiLoCoConfig, StreamingDiLoCo
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.models.chinchilla import FLAVORS, Decoder
+from torchtitan_diloco.models.decoder import FLAVORS, Decoder
 
 
 def copy_and_flush(source: str, target: str) -> None:
@@ -82,7 +82,7 @@ def measure(
 
 def main() -> None:
     parser = core.build_parser(__doc__)
-    parser.add_argument("--flavor", choices=FLAVORS, default="35m")
+    parser.add_argument("--flavor", choices=FLAVORS, default="paper-35m")
     parser.add_argument("--rounds", type=core.positive, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     options = parser.parse_args()

@@ -29,6 +29,7 @@ from torchtitan_diloco.utils import read_json_lines
 HEADER = "fault | what happened | seconds | steps lost | as promised | n"
 SETTINGS: core.Settings = {
     "run.device": "cpu",
+    "model.activation": "gelu",
     "model.layers": "2",
     "model.width": "128",
     "model.heads": "2",

@@ -27,7 +27,7 @@ from torchtitan_diloco.diloco.config import BLOCK_SIZES, Quantization
 from torchtitan_diloco.diloco.fragments import build_fragments
 from torchtitan_diloco.diloco.outer_state import OuterState, background_stream
 from torchtitan_diloco.distributed.world import FSDP, world_of_one
-from torchtitan_diloco.models.chinchilla import Decoder
+from torchtitan_diloco.models.decoder import Decoder
 from torchtitan_diloco.utils import GIB, REPOSITORY, read_json_lines
 
 
@@ -64,14 +64,15 @@ RUN = {
 }
 GPU = Scale(
     torch.device("cuda", 0),
-    flavor="1b",
+    flavor="paper-1b",
     step={
-        "model.flavor": "1b",
+        "model.flavor": "paper-1b",
         "model.vocab_size": "32000",
         "training.sequence_length": "2048",
         "run.device": "cuda",
     },
-    run=RUN | {"model.flavor": "35m", "training.sequence_length": "512", "run.device": "cuda"},
+    run=RUN
+    | {"model.flavor": "paper-35m", "training.sequence_length": "512", "run.device": "cuda"},
     blocks=BLOCK_SIZES,
     megabytes=(2, 64, 604),
     rounds=5,
@@ -259,7 +260,7 @@ def save(scale: Scale, folder: Path) -> list[Check]:
     first, second = (read_manifest(checkpoint_path(run, 8)).files for run in (one, other))
     differing = [name for name in first if first[name] != second.get(name)]
     same = ", ".join(differing) or "the same bits"
-    flavor = "100m" if scale.device.type == "cuda" else "debug"
+    flavor = "paper-100m" if scale.device.type == "cuda" else "debug"
     found, size = checkpoint.measure(flavor, scale.rounds, folder, scale.device)
     held = f"{statistics.median(found['held up']):.3f} s for {size / GIB:.2f} GiB"
     return [

@@ -40,8 +40,9 @@ from torchtitan_diloco.components.optimizer import (
 )
 from torchtitan_diloco.components.validation import validate
 from torchtitan_diloco.config import Config, from_command_line
-from torchtitan_diloco.data.corpus import open_split, open_tokenizer
+from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.islands import IslandDiLoCo, Islands, connection, leader
 from torchtitan_diloco.islands.config import Join
@@ -183,7 +184,7 @@ class Run:
         assert config is not None
         self.config: Config = config
         self.tokens = config.training.steps * TOKENS_PER_STEP
-        tokenizer = open_tokenizer(config.data)
+        tokenizer = build_tokenizer(config.data.tokenizer)
         self._rows = vocabulary_rows(config.model, tokenizer.vocab_size)
         self._text = open_split(config.data, tokenizer, "train")
         self._held_out = open_split(config.data, tokenizer, "validation")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from benchmarks.core import Settings
 
 DEFAULTS: Settings = {
+    "model.activation": "gelu",
     "model.width": "64",
     "model.heads": "2",
     "model.head_dim": "32",

@@ -19,6 +19,7 @@ from torchtitan_diloco.distributed.stop import STEPS_APART
 from torchtitan_diloco.utils import read_json_lines
 
 MODEL = {
+    "model.activation": "gelu",
     "model.layers": "6",
     "model.width": "256",
     "model.heads": "4",

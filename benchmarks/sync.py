@@ -47,7 +47,7 @@ from torchtitan_diloco.diloco.codecs import CODECS
 from torchtitan_diloco.distributed.world import WORKER, World, join_world
 from torchtitan_diloco.islands import IslandDiLoCo, Islands
 from torchtitan_diloco.islands.local import local_server
-from torchtitan_diloco.models.chinchilla import Decoder
+from torchtitan_diloco.models.decoder import Decoder
 
 WORKERS = 2
 LAYERS = 4
@@ -134,7 +134,9 @@ def measure(case: Case, through: Through | None = None) -> Measured:
     link = Link(timeout_seconds=TIMEOUT)
     world = join_world(Distributed(), link, device="cpu", workers=WORKERS, fsdp=0)
     # Half of the values are in blocks, the rest in an embedding and a head.
-    shape = Model(layers=LAYERS, width=256, heads=4, head_dim=64, feed_forward=1536)
+    shape = Model(
+        layers=LAYERS, width=256, heads=4, head_dim=64, feed_forward=1536, activation="gelu"
+    )
     model = Decoder(shape, 16_384, 128)
     values = torch.ones(round(MEGABYTES * 1e6 / 4))  # kept, so that a sync cannot reuse its memory
     for _ in range(3):

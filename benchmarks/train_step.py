@@ -34,7 +34,7 @@ from torchtitan_diloco.config import Config, from_command_line
 from torchtitan_diloco.config.schema import Optimizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.distributed.world import join_world, leave_world, pick_device
-from torchtitan_diloco.models.chinchilla import Decoder
+from torchtitan_diloco.models.decoder import Decoder
 from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import GIB, describe_device, logger, peak_flops, peak_memory_bytes
 
@@ -123,14 +123,15 @@ def bare_torchtitan(trainer: Trainer, batches: Batches) -> Loop:
 
     assert isinstance(trainer.model, Decoder)
     shape = trainer.model.shape
+    matrices = 3 if shape.activation == "swiglu" else 2
     arguments = TransformerModelArgs(
         dim=shape.width,
         n_layers=shape.layers,
         n_heads=shape.heads,
         vocab_size=trainer.vocab_size,
         multiple_of=1,
-        # Its three matrices then have as many parameters as our two.
-        ffn_dim_multiplier=shape.feed_forward / (4 * shape.width),
+        # Its three matrices then have as many parameters as our two or three.
+        ffn_dim_multiplier=matrices * shape.feed_forward / (8 * shape.width),
         max_seq_len=trainer.config.training.sequence_length,
     )
     model = Transformer(arguments).to(trainer.world.device)

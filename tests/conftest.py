@@ -74,6 +74,24 @@ def write_text(folder: Path) -> Path:
     return path
 
 
+def save_tokenizer(path: Path, vocab_size: int) -> str:
+    """Train a byte-level BPE on the README, and save its `tokenizer.json`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train([str(REPOSITORY / "README.md")], trainer)
+    tokenizer.save(str(path))
+    return str(path)
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     return write_text(tmp_path)

@@ -18,7 +18,6 @@ COMMANDS = {
     "export": ("export", "write the weights for other programs"),
     "islands": ("islands", "serve and watch a run of islands"),
     "prepare": ("data.prepare", "tokenise a corpus"),
-    "train-tokenizer": ("data.train_tokenizer", "learn a tokenizer"),
 }
 """Module and description of each command."""
 

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import codecs
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,11 +84,14 @@ def draw(
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """Yield text as soon as its characters are complete. A token may end inside a character."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    ids, done, text = list[int](), "", ""
     for token in tokens:
-        if piece := decoder.decode(tokenizer.decode_bytes([token])):
-            yield piece
-    if rest := decoder.decode(b"", final=True):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(done) :]
+            done = text
+    if rest := text[len(done) :]:
         yield rest
 
 

@@ -72,7 +72,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _plan(options: argparse.Namespace, config: Config) -> None:
     """Print the ladder, and write the chosen settings if wanted."""
     # These import torch, which --help and --table do not need.
-    from torchtitan_diloco.data.corpus import open_tokenizer
+    from torchtitan_diloco.data.tokenizer import build_tokenizer
     from torchtitan_diloco.models import vocabulary_rows
     from torchtitan_diloco.planner.ladder import climb, ladder_text
     from torchtitan_diloco.planner.prediction import Workload
@@ -81,7 +81,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
         raise ValueError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
     rows = config.model.vocab_size
     if rows is None:
-        rows = vocabulary_rows(config.model, open_tokenizer(config.data).vocab_size)
+        rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
     load = Workload.of(config, rows)
     conditions = _conditions(options, load.workers)
     tried, best = climb(load, conditions, config.diloco, options.utilisation)

@@ -44,8 +44,9 @@ from torchtitan_diloco.components.validation import Validator
 from torchtitan_diloco.config import Config, to_toml
 from torchtitan_diloco.config.checks import run_warnings
 from torchtitan_diloco.config.schema import chosen_settings, flat_settings, portable
-from torchtitan_diloco.data.corpus import open_split, open_tokenizer
+from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.loader import Stream, TrainLoader, ValidationBatches
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.diloco import StreamingDiLoCo
 from torchtitan_diloco.diloco.outer_loop import DataParallel, OuterLoop
 from torchtitan_diloco.distributed.collectives import assert_agreement
@@ -70,7 +71,7 @@ class Trainer:
         self.island: IslandRun | None = None
         self.start = find_start(world, config.checkpoint.resume, config.run.folder)
         logger.info(f"{'reading':<10} {config.data.corpus}, tokenizer {config.data.tokenizer}")
-        tokenizer = self.tokenizer = open_tokenizer(config.data)
+        tokenizer = self.tokenizer = build_tokenizer(config.data.tokenizer)
         if self.start.manifest is not None:
             saved = self.start.checkpoint, self.start.manifest
             check_tokenizer(*saved, tokenizer.name, tokenizer.fingerprint)
@@ -379,10 +380,7 @@ class Trainer:
     def _log_plan(self) -> None:
         """Log the plan, and raise if it does not fit, before memory is allocated."""
         config = self.config
-        model_line = (
-            f"{config.model.name} {config.model.flavor}, {self.model.shape}, "
-            f"vocabulary {self.vocab_size:,}"
-        )
+        model_line = f"{config.model.flavor}, {self.model.shape}, vocabulary {self.vocab_size:,}"
         data_line = f"{config.data.corpus}: {len(self.tokens):,} tokens of {self.tokenizer.name}"
         log_plan(self.plan, config.training, self.world, model_line, data_line)
         about = self.plan, self.world, self.flops_per_token, config.diloco

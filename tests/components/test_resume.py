@@ -321,7 +321,7 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_resumed(
     ("changes", "reason"),
     [
         ({"training.steps": 15}, "the run has 15 steps .* its checkpoint is of step 16"),
-        ({"model.feed_forward": 64}, r"of another model: .*up.weight is \(48, 32\) there and \(64"),
+        ({"model.feed_forward": 64}, r"of another model: .*gate.weight is \(48, 32\) there"),
         ({"checkpoint.resume": "/nowhere"}, 'checkpoint.resume = "/nowhere" is no folder of'),
         ({"checkpoint.resume": "never"}, "already holds a run"),
     ],

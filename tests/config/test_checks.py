@@ -17,7 +17,6 @@ PLAIN = {"diloco.outer_optimizer.name": "sgd", "diloco.outer_optimizer.lr": "1"}
         ({"training.steps": "5", "training.tokens": "1000"}, "training.tokens"),
         ({"training.global_batch_size": "17"}, "training.global_batch_size"),
         ({"run.name": "../elsewhere"}, "run.name"),
-        ({"model.name": "llama", "model.flavor": "35m"}, "model.flavor"),
         ({"diloco.overlap.delay": "10"}, "diloco.overlap.delay"),
         ({"diloco.beginning.sync_every": "3"}, "diloco.beginning.sync_every"),
         (

@@ -106,7 +106,11 @@ def test_malformed_command_lines(words: str, reason: str) -> None:
         ("optimizer.lr", "nan", ": expected `float` > 0.0"),
         ("optimizer.weight_decay", "x", ": expected a number, or one of 1/steps"),
         ("run.deterministic", "yes", ": expected true or false"),
-        ("model.norm", "rms", ": expected one of rmsnorm, layernorm; did you mean rmsnorm?"),
+        (
+            "lr_schedule.decay",
+            "cosin",
+            "wsd, constant; did you mean cosine?",
+        ),
         ("profiling.ranks", "0,x", ": expected a list"),
         ("profiling.ranks", "0,-1", ": expected `int` >= 0 - at `$[1]`"),
     ],

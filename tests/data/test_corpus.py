@@ -11,7 +11,7 @@ import torchtitan_diloco
 from tests.data.conftest import MakeShards
 from tests.test_trainer import settings, train
 from torchtitan_diloco.config.schema import Data
-from torchtitan_diloco.data.corpus import open_split, open_tokenizer
+from torchtitan_diloco.data.corpus import open_split
 from torchtitan_diloco.data.shards import TokenShards
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.utils import command_line
@@ -75,9 +75,7 @@ def test_validation_corpus_of_its_own(data: Data, tmp_path: Path, make_shards: M
                     open_split(shards, BYTES, "validation")
 
 
-def test_a_missing_folder_or_rank_file_names_the_command_that_makes_it(
-    data: Data, tmp_path: Path
-) -> None:
+def test_a_missing_folder_names_the_command_that_makes_it(data: Data, tmp_path: Path) -> None:
     folder = tmp_path / "my shards-10.5B"
     wanted = Data(corpus=str(folder), source=data.corpus)
     with pytest.raises(ValueError, match=r"data\.corpus = .* is no finished folder") as error:
@@ -93,14 +91,10 @@ def test_a_missing_folder_or_rank_file_names_the_command_that_makes_it(
     assert ends(open_split(wanted, BYTES, "train")) == 20
     with pytest.raises(ValueError, match=r"--out .*none --max-tokens 3072\n"):  # 8 x 12 x 32
         train(settings(tmp_path, data__corpus=tmp_path / "none"))
-    for corpus, text in (("shards", "TEXT"), ("stdlib", "stdlib")):
-        learn = f"train-tokenizer --source {text} --vocab-size 32000 --out none.tiktoken"
-        with pytest.raises(ValueError, match=rf'(?s)"none\.tiktoken" is not a file.*{learn}'):
-            open_tokenizer(Data(corpus=corpus, tokenizer="none.tiktoken"))
     for place, model in (("data/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("my", "OWNER/my")):
-        message = rf"is not a file (?s:.*)/hf download {model} --local-dir {place}\n.*\n.*export\]"
+        message = rf"is not a file (?s:.*)/hf download {model} --local-dir {place}$"
         with pytest.raises(ValueError, match=message):
-            open_tokenizer(Data(tokenizer=f"{place}/tokenizer.json"))
+            build_tokenizer(f"{place}/tokenizer.json")
 
 
 @pytest.mark.parametrize(

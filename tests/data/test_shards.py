@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import torchtitan_diloco.data.shards as shards_module
+from tests.conftest import save_tokenizer
 from tests.data.conftest import MakeShards
 from torchtitan_diloco.data.shards import (
     FORMAT_VERSION,
@@ -20,7 +21,7 @@ from torchtitan_diloco.data.shards import (
     token_type,
     write_index,
 )
-from torchtitan_diloco.data.tokenizer import build_tokenizer, format_ranks
+from torchtitan_diloco.data.tokenizer import build_tokenizer
 
 SECOND = "train-00001.tokens"
 
@@ -130,8 +131,6 @@ def test_damaged_index(make_shards: MakeShards, content: str | None, message: st
 
 
 def test_another_tokenizer_is_refused(make_shards: MakeShards, tmp_path: Path) -> None:
-    ranks = format_ranks({bytes([byte]): 255 - byte for byte in range(256)})
-    (tmp_path / "other.tiktoken").write_bytes(ranks)
-    other = build_tokenizer(str(tmp_path / "other.tiktoken"))
-    with pytest.raises(ValueError, match=r'other\.tiktoken" \(.*is not what .* with: "bytes"'):
+    other = build_tokenizer(save_tokenizer(tmp_path / "other.json", 257))
+    with pytest.raises(ValueError, match=r'other\.json" \(.*is not what .* with: "bytes"'):
         TokenShards(make_shards(), "train", other)

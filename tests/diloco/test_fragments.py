@@ -12,7 +12,7 @@ from torchtitan_diloco.diloco.fragments import (
     Fragment,
     build_fragments,
 )
-from torchtitan_diloco.models.chinchilla import Decoder
+from torchtitan_diloco.models.decoder import Decoder
 
 
 def decoder(layers: int = 7, vocabulary: int = 64) -> nn.Module:

@@ -8,7 +8,7 @@ from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.data.tokenizer import build_tokenizer
 from torchtitan_diloco.export.hugging_face import save_hugging_face
 from torchtitan_diloco.export.weights import open_weights
-from torchtitan_diloco.models import LanguageModel, build_model
+from torchtitan_diloco.models import Decoder
 
 ROWS, LENGTH, VOCABULARY = 320, 24, 257
 
@@ -19,9 +19,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name, file in stored.items()}
 
 
-def build(config: Model, seed: int = 0) -> LanguageModel:
+def build(config: Model, seed: int = 0) -> Decoder:
     """Return a model whose weights are so large that attention, norms and positions matter."""
-    model = build_model(config, ROWS, LENGTH).to_empty(device="cpu")
+    model = Decoder(config, ROWS, LENGTH)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -29,7 +29,7 @@ def build(config: Model, seed: int = 0) -> LanguageModel:
     return model
 
 
-def save(model: LanguageModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def save(model: Decoder, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     save_hugging_face(folder, model, build_tokenizer("bytes"), dtype)
 
 
@@ -38,7 +38,7 @@ def load(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, **options
+        folder, output_loading_info=True, **options
     )
     assert not any(report.values()), "nothing is missing, newly initialised or left over"
     return model

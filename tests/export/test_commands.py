@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from tests.components.test_resume import run, tensors
-from tests.conftest import write_text
+from tests.conftest import save_tokenizer, write_text
 from tests.export.reading import read_weights
 from tests.processes import ProcessPool
 from tests.test_trainer import curve, join, records, settings
 from torchtitan_diloco import generate, validate
 from torchtitan_diloco.components.checkpoint_folders import checkpoint_path
 from torchtitan_diloco.config import load_config
-from torchtitan_diloco.data.tokenizer import format_ranks
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.saved_model import open_saved
@@ -50,16 +49,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(corpus: Path, processes: ProcessPool) -> Path:
     """Return a run of two workers, each sharded over two processes."""
-    ranks = write_ranks(corpus.parent, [b"st", b"ing", b"si"])
-    wanted = chosen(corpus, "run", data__tokenizer=ranks, diloco__workers=2)
+    file = save_tokenizer(corpus.parent / "own.json", 260)
+    wanted = chosen(corpus, "run", data__tokenizer=file, diloco__workers=2)
     return Path(processes.run(run, 4, wanted)[0])
-
-
-def write_ranks(folder: Path, words: list[bytes]) -> Path:
-    tokens = [bytes([byte]) for byte in range(256)] + words
-    path = folder / "own.tiktoken"
-    path.write_bytes(format_ranks({token: rank for rank, token in enumerate(tokens)}))
-    return path
 
 
 def shared_parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -89,7 +81,7 @@ def test_export_writes_the_shared_parameters_from_which_another_run_starts(
         assert value.dtype == torch.float32
         assert torch.equal(value, expected[name]), name
     config = load_config(str(base / "config.toml"))
-    assert (config.run.folder, config.data.tokenizer) == ("", str(base / "tokenizer.tiktoken"))
+    assert (config.run.folder, config.data.tokenizer) == ("", str(base / "tokenizer.json"))
     modes = {path.name: path.stat().st_mode & 0o777 for path in base.iterdir()}
     assert set(modes.values()) == {base.stat().st_mode & 0o666}, "the user's umask"
 
@@ -220,8 +212,8 @@ def test_a_mistake_is_one_line(
 def test_a_damaged_file_or_another_tokenizer_is_named(
     trained: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    folder, ranks = tmp_path / "run", trained.parent / "own.tiktoken"
-    before = ranks.read_bytes()
+    folder, own = tmp_path / "run", trained.parent / "own.json"
+    before = own.read_bytes()
     shutil.copytree(trained / "checkpoints", folder / "checkpoints")
     file = checkpoint_path(folder, 24) / "shared" / "rank-0.safetensors"
     content = file.read_bytes()
@@ -234,11 +226,11 @@ def test_a_damaged_file_or_another_tokenizer_is_named(
         assert generate.main([str(folder), *usable, "--tokens", "1"]) == 0
         capsys.readouterr()
     try:
-        write_ranks(ranks.parent, [b"ts", b"gni", b"is"])
+        save_tokenizer(own, 259)
         for main in COMMANDS.values():
             assert main([str(folder), "--step", "16"]) == 2
-            expected = r"trained with another tokenizer than data.tokenizer = .*own.tiktoken"
+            expected = r"trained with another tokenizer than data.tokenizer = .*own.json"
             assert re.search(expected, capsys.readouterr().err)
     finally:
-        ranks.write_bytes(before)
+        own.write_bytes(before)
     assert not (folder / "export").exists()

@@ -1,4 +1,4 @@
-"""A family that derives from LanguageModel and is in MODELS can be trained, planned and used."""
+"""A class that derives from LanguageModel and is in MODELS can be trained, planned and used."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torchtitan_diloco import generate, validate
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.diloco.config import Fragments
-from torchtitan_diloco.diloco.fields import setting_types
 from torchtitan_diloco.export import __main__ as export
 from torchtitan_diloco.export.saved_model import open_saved
 from torchtitan_diloco.models import MODELS, LanguageModel
@@ -57,7 +56,7 @@ class Mixer(LanguageModel):
 
 def run_mixer(chosen: dict[str, str]) -> str:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(MODELS, "chinchilla", Mixer)
+        patched.setitem(MODELS, "debug", Mixer)
         return str(run(chosen))
 
 
@@ -75,15 +74,13 @@ def test_a_new_family_trains_in_shards_and_its_checkpoint_is_used(
     losses = curve(records(Path(folder)), "validation/loss_nats_per_token_global")
     assert losses[-1] < losses[0]
 
-    monkeypatch.setitem(MODELS, "chinchilla", Mixer)
+    monkeypatch.setitem(MODELS, "debug", Mixer)
     assert isinstance(open_saved(Path(folder)).model, Mixer)
     assert validate.main([folder, "--device", "cpu"]) == 0
     assert f"loss {losses[-1]:.4f}" in capsys.readouterr().out
     assert generate.main([folder, "--tokens", "3", "--device", "cpu"]) == 0
     assert export.main([folder]) == 0
+    assert export.main([folder, "--format", "hf"]) == 2
+    assert "has no form in transformers" in capsys.readouterr().err
     load = Workload.of(load_config("debug", chosen), vocabulary=320)
     assert (load.layers, len(load.fragments(Fragments(layers_per_fragment=1)))) == (2, 3)
-
-
-def test_every_family_has_a_name_in_the_settings() -> None:
-    assert set(setting_types(Model)["name"].__args__) == set(MODELS)

@@ -27,7 +27,7 @@ from torchtitan_diloco.models.parallelize import materialize, parallelize
 
 # Shapes that divide nothing evenly: 3 or 4 ranks get odd shards, rows of 7 leave some none.
 TINY = Model(layers=3, width=36, heads=3, head_dim=12, feed_forward=50)
-LLAMA = replace(TINY, name="llama", kv_heads=1, rotary_scaling=2.0)
+LLAMA = replace(TINY, kv_heads=1, rotary_scaling=2.0, qk_norm=False, tied_head=False)
 VOCABULARY, LENGTH, BATCH = 67, 24, 12
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torchtitan_diloco.config.schema import FLAVORS, Config, flat_settings, format_value
+from torchtitan_diloco.config.schema import Config, flat_settings, format_value
 from torchtitan_diloco.diloco.config import Mistakes, advice, diloco_mistakes
 from torchtitan_diloco.islands.config import Islands, islands_mistakes
 
@@ -10,9 +10,6 @@ RUN_LENGTH = ("training.steps", "training.tokens", "training.tokens_per_paramete
 """Exactly one of these settings is not 0."""
 
 READ_WITH: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
-    ("model.name", ("chinchilla",)): ("norm", "qk_norm", "positions", "activation"),
-    ("model.name", ("llama",)): ("kv_heads", "rotary_scaling", "tied_head"),
-    ("model.positions", ("rotary",)): ("rotary_base",),
     ("optimizer.name", ("muon",)): ("matrix_lr", "momentum"),
     ("lr_schedule.decay", ("wsd",)): ("decay_fraction",),
     ("lr_schedule.decay", ("cosine", "linear", "wsd")): ("floor",),
@@ -31,9 +28,6 @@ def config_mistakes(config: Config) -> Mistakes:
         yield RUN_LENGTH[0], f"the run has no length: set one of {', '.join(RUN_LENGTH)}"
     elif len(lengths) > 1:
         yield lengths[1], f"{lengths[0]} already sets the length of the run: set one of them to 0"
-    if config.model.flavor not in (flavors := FLAVORS[config.model.name]):
-        known = f'is unknown to model.name = "{config.model.name}", which has {", ".join(flavors)}'
-        yield "model.flavor", f"{known}: choose one of these"
     smallest = workers * ranks * training.batch_size
     if training.global_batch_size is not None and training.global_batch_size % smallest:
         yield (

@@ -7,7 +7,7 @@ docstring. If another setting decides whether it is read, name both in `READ_WIT
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -41,60 +41,62 @@ class Run:
     """Steps between two garbage collections, which all ranks do at once. 0: left to Python."""
 
 
-ScalingFlavor = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
-PaperFlavor = Literal["diloco-60m", "diloco-150m", "diloco-400m"]
-ChinchillaFlavor = Literal["debug", ScalingFlavor, PaperFlavor]
-LlamaFlavor = Literal["debug", "15m", "100m", "1b", "3b", "8b"]
-FLAVORS = {"chinchilla": get_args(ChinchillaFlavor), "llama": get_args(LlamaFlavor)}
-"""The values of `model.flavor` for each `model.name`."""
+Size = Literal["35m", "100m", "200m", "300m", "500m", "1b", "2.4b", "4b", "10b"]
+PaperFlavor = Literal[
+    "paper-35m",
+    "paper-100m",
+    "paper-200m",
+    "paper-300m",
+    "paper-500m",
+    "paper-1b",
+    "paper-2.4b",
+    "paper-4b",
+    "paper-10b",
+    "diloco-60m",
+    "diloco-150m",
+    "diloco-400m",
+]
+LlamaFlavor = Literal["llama-1b", "llama-3b", "llama-8b"]
 
 
 @dataclass(frozen=True)
 class Model:
     """Model architecture: a named shape, and changes to it."""
 
-    name: Literal["chinchilla", "llama"] = "chinchilla"
-    """Model family: the decoder of the papers, or Llama 3."""
-    flavor: Literal[ChinchillaFlavor, LlamaFlavor] = "debug"
-    """Named shape. `35m` to `10b`: Streaming DiLoCo and its scaling laws. `diloco-...`: DiLoCo. Of
-    `llama`: `debug`, `15m`, `100m`, and as published `1b` and `3b` (3.2) and `8b` (3.1)."""
+    flavor: Literal["debug", Size, PaperFlavor, LlamaFlavor] = "debug"
+    """Named shape and options. `35m` to `10b`: SwiGLU and normalised queries and keys, as in Qwen3.
+    `paper-...`, `diloco-...`: as in Streaming DiLoCo, its scaling laws, and DiLoCo, with GELU.
+    `llama-...`: Llama 3.2 and 3.1 as published."""
     weights: str = ""
-    """Initial weights of a new run: an exported folder, a folder of transformers of the same
-    family, or a safetensors file. Empty: random."""
+    """Initial weights of a new run: an exported folder, a folder of transformers with a Qwen3 or
+    Llama, or a safetensors file. Empty: random."""
     layers: Positive | None = None
-    """Number of transformer blocks. Overrides the flavor."""
+    """Number of transformer blocks. This and the following settings override the flavor."""
     width: Positive | None = None
-    """Width of the residual stream. Overrides the flavor."""
+    """Width of the residual stream."""
     heads: Positive | None = None
-    """Number of attention heads. Overrides the flavor."""
+    """Number of attention heads."""
     kv_heads: Positive | None = None
-    """Heads of keys and values, each for `heads` / `kv_heads` heads of queries. Overrides the
-    flavor. Only `llama`."""
+    """Heads of keys and values, each for `heads` / `kv_heads` heads of queries."""
     head_dim: Positive | None = None
-    """Width of one attention head. Overrides the flavor."""
+    """Width of one attention head."""
     feed_forward: Positive | None = None
-    """Hidden width of the feed-forward layer. Overrides the flavor."""
+    """Hidden width of the feed-forward layer."""
     vocab_size: Positive | None = None
     """Rows of the embedding. Not set: the tokenizer's vocabulary, as the next multiple of 64."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, the feed-forward layer and the head. Only
-    `chinchilla`."""
-    qk_norm: bool = True
-    """Normalise the queries and keys of each head before attention. Only `chinchilla`."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """Position encoding. `learned`: an embedding of `training.sequence_length` rows. Only
-    `chinchilla`."""
+    activation: Literal["swiglu", "gelu"] | None = None
+    """Feed-forward layer: SwiGLU (three matrices) or GELU (two, no form in transformers)."""
+    qk_norm: bool | None = None
+    """Normalise the queries and keys of each head before attention. Qwen3 does, Llama does not."""
+    tied_head: bool | None = None
+    """One matrix is both embedding and head."""
+    norm_epsilon: Annotated[float, Meta(gt=0)] | None = None
+    """Epsilon of all RMSNorms."""
     rotary_base: Annotated[float, Meta(gt=1)] | None = None
-    """Base of the rotary frequencies. Not set: 10,000; with `llama` 500,000."""
+    """Base of the rotary frequencies."""
     rotary_scaling: Annotated[float, Meta(ge=1)] | None = None
     """Factor by which Llama 3.1 and 3.2 slow down the low rotary frequencies, for texts longer than
-    8,192 tokens. 1: not at all. Overrides the flavor. Only `llama`."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    """Feed-forward layer: GELU (two matrices) or SwiGLU (three matrices). Only
-    `chinchilla`."""
-    tied_head: bool | None = None
-    """One matrix is both embedding and head. Overrides the flavor. Only `llama`; `chinchilla` is
-    always tied."""
+    8,192 tokens. 1: not at all."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class Data:
     """Source of the text of a missing shard folder: any text `corpus`, or a Hugging Face
     dataset `hf:NAME[/SUBSET][:SPLIT]`. Only used to print the `prepare` command."""
     tokenizer: str = "bytes"
-    """`bytes` (one token per byte), a `.tiktoken` file, a Hugging Face `tokenizer.json` of
-    byte-level BPE (GPT-2, Llama 3), or a tiktoken encoding such as `gpt2`."""
+    """`bytes` (one token per byte), a Hugging Face `tokenizer.json` (a path that ends in `.json`),
+    or a tiktoken encoding such as `gpt2`."""
     validation_corpus: str = ""
     """Separate corpus for validation. Empty: the held-out part of `corpus`."""
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.02

@@ -18,14 +18,8 @@ from torchtitan_diloco.data.shards import (
     token_type,
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
-from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.utils import command_line
-
-
-def open_tokenizer(data: Data) -> Tokenizer:
-    """Build the tokenizer. The error for a missing file shows the command that makes it."""
-    text = "TEXT" if _is_shard_folder(data.corpus) else data.corpus
-    return build_tokenizer(data.tokenizer, data.source or text)
 
 
 def open_split(

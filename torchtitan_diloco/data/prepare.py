@@ -130,7 +130,7 @@ def _tokenised(
 
     threads, pending = threads or available_cores(), deque[Future[Tokenised]]()
     begins_document = True
-    with ThreadPoolExecutor(threads) as pool:  # tiktoken releases the GIL
+    with ThreadPoolExecutor(threads) as pool:  # tokenizers release the GIL
         for number, piece in enumerate(corpus.pieces("tokenising")):
             if number >= done[split_of(number)]:
                 pending.append(pool.submit(tokenise, number, piece, begins_document))
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--source", help="stdlib; files, folders, globs with commas; or hf:NAME[/SUBSET][:SPLIT]")
-    tokenizer_help = "bytes, a .tiktoken or tokenizer.json file, or a tiktoken encoding"
+    tokenizer_help = "bytes, a tokenizer.json, or a tiktoken encoding"
     add("--tokenizer", default="bytes", help=tokenizer_help)
     add("--out", required=True, type=Path, help="folder of the shards")
     add("--validation-fraction", type=float, default=0.005, help="share held out (default 0.005)")
@@ -194,7 +194,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.source is not None:
         done = prepare(
             open_corpus(options.source, options.text_field),
-            build_tokenizer(options.tokenizer, options.source),
+            build_tokenizer(options.tokenizer),
             options.out,
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,

@@ -85,7 +85,7 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
             index = read_index(folder / name)
             before, now = index.settings, settings
             keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same ranks
+            if keys not in ([], ["tokenizer"]):  # the latter is another path to the same file
                 changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
                 raise ValueError(
                     f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from torchtitan_diloco import __version__
 from torchtitan_diloco.config import to_toml
-from torchtitan_diloco.export.hugging_face import save_hugging_face
+from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, save_hugging_face
 from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
 from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
 
@@ -76,12 +76,10 @@ def save_for_another_run(folder: Path, saved: SavedModel, dtype: torch.dtype) ->
     }
     tensors = {name: value.to(dtype) for name, value in saved.model.state_dict().items()}
     with new_folder(folder) as incomplete:
-        given = Path(tokenizer.name).expanduser()
-        if given.suffix in (".tiktoken", ".json"):
-            name = f"tokenizer{given.suffix}"
-            shutil.copyfile(given, incomplete / name)
-            ranks = str((folder / name).absolute())
-            config = replace(config, data=replace(config.data, tokenizer=ranks))
+        if tokenizer.file is not None:
+            shutil.copyfile(tokenizer.file, incomplete / TOKENIZER_NAME)
+            copied = str((folder / TOKENIZER_NAME).absolute())
+            config = replace(config, data=replace(config.data, tokenizer=copied))
         (incomplete / "config.toml").write_text(to_toml(config), encoding="utf-8")
         save_file(tensors, incomplete / WEIGHTS_NAME, metadata)
 

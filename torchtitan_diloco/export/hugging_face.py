@@ -1,108 +1,92 @@
-"""Export for transformers: weights, configuration, tokenizer, and the source of our own family."""
+"""Export as a plain Qwen3 or Llama, for transformers and what else reads its folders."""
 
+import itertools
 import json
-import random
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-from torchtitan_diloco.data.tokenizer import Tokenizer, byte_characters
-from torchtitan_diloco.data.train_tokenizer import byte_level_bpe
-from torchtitan_diloco.export.weights import CONFIG_NAME, new_folder
+from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.export.weights import CONFIG_NAME, WEIGHTS_NAME, new_folder
 from torchtitan_diloco.models import LanguageModel
-from torchtitan_diloco.utils import install_command
+from torchtitan_diloco.models.hugging_face import transformers_config, transformers_names
+from torchtitan_diloco.utils import logger
+
+TOKENIZER_NAME = "tokenizer.json"
 
 
 def save_hugging_face(
     folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
-    """Write a folder that `from_pretrained(folder, trust_remote_code=True)` loads."""
+    """Write a folder that `from_pretrained(folder)` loads."""
     assert tokenizer.vocab_size <= model.vocab_size
-    try:
-        from transformers import GenerationConfig, PreTrainedTokenizerFast
-    except ImportError as error:
-        command = install_command("export")
-        raise ValueError(f"--format hf needs the package transformers: {command}") from error
-    converted = model.to_transformers().to(dtype)
-    # Special tokens in a text are ordinary text, as in training. Call the tokenizer with
-    # split_special_tokens=False to parse them. One difference remains: a lone surrogate, which
-    # becomes U+FFFD in training, is an error in transformers.
-    converted_tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=convert_tokenizer(tokenizer),
-        # Training ends every document with this token, so it also precedes the next document.
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name),
-        model_input_names=["input_ids", "attention_mask"],
-        padding_side="left",  # where `generate` needs it
-        model_max_length=converted.config.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-    )
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    # Training ends every document with this token, so it also precedes the next document.
     special = dict.fromkeys(ids, tokenizer.end_of_document)
-    converted.config.update(special)
+    config = transformers_config(model)
+    config |= special | {"torch_dtype": str(dtype).removeprefix("torch.")}
     # Nothing has trained the rows of the embedding that have no token.
     unused = list(range(tokenizer.vocab_size, model.vocab_size))
-    converted.generation_config = GenerationConfig(**special, suppress_tokens=unused or None)
+    files = {
+        CONFIG_NAME: config,
+        "generation_config.json": special | ({"suppress_tokens": unused} if unused else {}),
+    }
+    weights: dict[str, Tensor] = {}
+    for name, parts in transformers_names(model).items():
+        values = model.get_parameter(name).detach().to(dtype).split(list(parts.values()))
+        weights |= dict(zip(parts, values, strict=True))
     with new_folder(folder) as incomplete:
-        converted_tokenizer.save_pretrained(incomplete)
-        converted.save_pretrained(incomplete, max_shard_size="5GB")
-        _add_older_rotary_keys(incomplete / CONFIG_NAME)
-
-
-def _add_older_rotary_keys(config_file: Path) -> None:
-    """Repeat `rope_parameters` under the names that transformers 4 and other programs read."""
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    if rope := config.get("rope_parameters"):
-        config["rope_theta"] = rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        config["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
-        config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def convert_tokenizer(tokenizer: Tokenizer) -> Any:
-    """Return the `tokenizers.Tokenizer` that gives the same ids for every text."""
-    ranks, special = tokenizer.ranks(), tokenizer.special_tokens()
-    characters = byte_characters()
-    text = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    if sorted(special.values()) != list(range(len(ranks), len(ranks) + len(special))):
-        vocabulary |= special  # else they get the next free ids; named encodings have gaps there
-    # Every pair of tokens that makes a token, in the order of the ranks.
-    merges = [
-        (text[token[:cut]], text[token[cut:]])
-        for token in sorted(ranks, key=ranks.__getitem__)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    # The regex engine of `tokenizers` reads `{1,3}+` as a repetition of `{1,3}`, and `$` as the end
-    # of any line. In all patterns of tiktoken the former ends an alternative, where possessive or
-    # not is the same.
-    pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", tokenizer.split_pattern)
-    pattern = re.sub(r"(?<!\\)\$", r"\\z", pattern)
-    converted = byte_level_bpe(pattern, vocab=vocabulary, merges=merges, ignore_merges=True)
-    converted.add_special_tokens(sorted(special, key=special.__getitem__))
-    converted.encode_special_tokens = True
-    check_same_ids(tokenizer, converted)
-    return converted
-
-
-def check_same_ids(tokenizer: Tokenizer, converted: Any) -> None:
-    """Compare the ids of random texts, as the regex engines have different Unicode tables."""
-    draw, tokens = random.Random(0), list(tokenizer.ranks())
-    common = [*" \n\r\t'", "a", "S", "1", "\u00a0", "'ll", "!"]
-    texts = [*tokenizer.special_tokens()]
-    for _ in range(100):
-        texts.append(b"".join(draw.choices(tokens, k=40)).decode(errors="replace"))
-        letters = chr(draw.randrange(0xD800)), chr(draw.randrange(0xE000, 0x110000))
-        texts.append("".join(draw.choices([*letters, *common], k=40)))
-    for text in texts:
-        ids = tokenizer.encode(text).tolist()
-        other_ids = converted.encode(text, add_special_tokens=False).ids
-        if ids != other_ids:
-            raise ValueError(
-                f"{tokenizer.name} cannot be exported: for {text!r} it gives the ids {ids}, its "
-                f"conversion {other_ids}. Learn the rank file with "
-                "torchtitan_diloco.data.train_tokenizer, or update the package tokenizers"
+        if tokenizer.file is not None:
+            shutil.copyfile(tokenizer.file, incomplete / TOKENIZER_NAME)
+        elif tokenizer.name == "bytes":
+            files[TOKENIZER_NAME] = _byte_tokenizer(tokenizer)
+        else:
+            logger.warning(
+                f'{folder} has no tokenizer, as "{tokenizer.name}" is an encoding of tiktoken: put '
+                "a tokenizer.json with the same ids there"
             )
+        if tokenizer.file is not None or tokenizer.name == "bytes":
+            length = config["max_position_embeddings"]
+            files["tokenizer_config.json"] = _tokenizer_config(tokenizer, length)
+        for name, content in files.items():
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            (incomplete / name).write_text(text, encoding="utf-8")
+        save_file(weights, incomplete / WEIGHTS_NAME, {"format": "pt"})
+
+
+def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name),
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": length,
+        "padding_side": "left",  # where `generate` needs it
+        "clean_up_tokenization_spaces": False,
+        # Special tokens in a text are ordinary text, as in training. Call the tokenizer with
+        # split_special_tokens=False to parse them.
+        "split_special_tokens": True,
+    }
+
+
+def _byte_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a byte-level BPE without merges. It writes a byte as its character of Latin-1 if that
+    is visible, else as the next one from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    characters = [chr(byte if byte in visible else next(others)) for byte in range(256)]
+    end = {"id": tokenizer.end_of_document, "content": tokenizer.end_name, "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    step["use_regex"] = False
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
+    return {
+        "version": "1.0",
+        "added_tokens": [end],
+        "pre_tokenizer": step,
+        "decoder": step,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }

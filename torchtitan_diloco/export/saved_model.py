@@ -30,8 +30,7 @@ from torchtitan_diloco.components.checkpoint_schema import (
 )
 from torchtitan_diloco.config import Config, parse_config
 from torchtitan_diloco.config.loader import OptionParser
-from torchtitan_diloco.data.corpus import open_tokenizer
-from torchtitan_diloco.data.tokenizer import Tokenizer
+from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
 from torchtitan_diloco.utils import command_line, is_user_error
@@ -70,7 +69,7 @@ def _open(path: Path, weights: str) -> SavedModel:
         known = ", ".join([SHARED, *workers])
         raise ValueError(f"--weights {weights}: {path} has no such parameters; it has {known}")
     config = parse_config(manifest.config, str(path / MANIFEST))
-    tokenizer = open_tokenizer(config.data)
+    tokenizer = build_tokenizer(config.data.tokenizer)
     check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
     rows = vocabulary_rows(config.model, tokenizer.vocab_size)
     model = build_model(config.model, rows, config.training.sequence_length)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan_diloco.models.base import LanguageModel, copy_shard
+from torchtitan_diloco.models.hugging_face import differing_settings, transformers_names
 from torchtitan_diloco.utils import logger
 
 WEIGHTS_NAME = "model.safetensors"
@@ -52,19 +53,23 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
     Reads one parameter at a time, so that no rank holds the whole model.
     """
     parameters = dict(model.named_parameters())
-    names = {name: name for name in parameters}
+    parts = {name: {name: one.shape[0]} for name, one in parameters.items()}
     given = Path(path).expanduser()
     config = (given if given.is_dir() else given.parent) / CONFIG_NAME
     if config.is_file():
         _check_transformers_config(model, path, config)
-        names = model.transformers_names()
+        parts = transformers_names(model)
     with open_weights(path) as stored:
         there = {name: _format(file.get_slice(name).get_shape()) for name, file in stored.items()}
+        here = {
+            part: _format((rows, *parameters[name].shape[1:]))
+            for name, names in parts.items()
+            for part, rows in names.items()
+        }
         if config.is_file():  # like transformers, ignore a tied head and stored frequencies
             unused = {name for name in there if name.endswith((".inv_freq", "lm_head.weight"))}
-            for name in unused.difference(names.values()):
+            for name in unused.difference(here):
                 del there[name]
-        here = {names[name]: _format(parameter.shape) for name, parameter in parameters.items()}
         differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if differing:
             name = differing[0]
@@ -75,7 +80,7 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
                 "training.sequence_length as in the run that was exported"
             )
         for name, parameter in parameters.items():
-            value = stored[names[name]].get_tensor(names[name])
+            value = torch.cat([stored[part].get_tensor(part) for part in parts[name]])
             copy_shard(parameter, value.to(parameter.device, parameter.dtype))
     logger.info(f"{'weights':<10} {path}: {len(parameters)} tensors")
 
@@ -86,15 +91,9 @@ def _format(shape: Sequence[int]) -> str:
 
 def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> None:
     """Raise an error if a config.json of transformers describes another model."""
-    family = model.config.name
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        if config["model_type"] != family:
-            raise ValueError(
-                f'it is of the family "{config["model_type"]}", and this run has model.name = '
-                f'"{family}"'
-            )
-        differing = model.differing_settings(config)
+        differing = differing_settings(model, config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(

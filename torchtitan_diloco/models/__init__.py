@@ -1,22 +1,21 @@
-"""Model families that can be trained (docs/models.md)."""
+"""Models that can be trained (docs/models.md)."""
 
 import torch
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.base import LanguageModel
-from torchtitan_diloco.models.chinchilla import Decoder
-from torchtitan_diloco.models.llama import Llama
+from torchtitan_diloco.models.decoder import FLAVORS, Decoder
 
-__all__ = ["MODELS", "LanguageModel", "build_model", "vocabulary_rows"]
+__all__ = ["MODELS", "Decoder", "LanguageModel", "build_model", "vocabulary_rows"]
 
-MODELS: dict[str, type[LanguageModel]] = {"chinchilla": Decoder, "llama": Llama}
-"""Families by the value of `model.name`, which is their `model_type` in transformers."""
+MODELS: dict[str, type[LanguageModel]] = dict.fromkeys(FLAVORS, Decoder)
+"""The class of each value of `model.flavor`."""
 
 
 def build_model(config: Model, vocab_size: int, sequence_length: int) -> LanguageModel:
     """Build a model on the meta device, where it takes no memory."""
     with torch.device("meta"):
-        return MODELS[config.name](config, vocab_size, sequence_length)
+        return MODELS[config.flavor](config, vocab_size, sequence_length)
 
 
 def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:

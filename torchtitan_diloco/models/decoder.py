@@ -1,0 +1,233 @@
+"""The decoder: pre-norm, rotary positions, causal attention, and the options of its flavor."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_diloco.config.schema import Model
+from torchtitan_diloco.models.base import Head, LanguageModel
+
+EMBEDDING_STD = 0.02
+SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
+"""Rotary scaling: the original length, and the numbers of turns within it below and above which a
+frequency is low and high."""
+
+Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions and options of a decoder, named like the settings that override them."""
+
+    layers: int
+    width: int
+    heads: int
+    head_dim: int
+    feed_forward: int
+    kv_heads: int = 0
+    """0: as many as `heads`."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    qk_norm: bool = True
+    tied_head: bool = True
+    norm_epsilon: float = 1e-6
+    rotary_base: float = 10_000.0
+    rotary_scaling: float = 1.0
+
+    def __str__(self) -> str:
+        grouped = f" ({self.kv_heads} of keys and values)" if self.kv_heads else ""
+        return (
+            f"{self.layers} layers x {self.width}, {self.heads} heads of {self.head_dim}{grouped}, "
+            f"{self.activation} {self.feed_forward}"
+        )
+
+
+SIZES = {
+    "35m": (6, 512, 8),
+    "100m": (9, 768, 12),
+    "200m": (12, 1024, 16),
+    "300m": (15, 1280, 20),
+    "500m": (18, 1536, 24),
+    "1b": (24, 2048, 32),
+    "2.4b": (30, 2560, 40),
+    "4b": (36, 3072, 48),
+    "10b": (48, 4096, 64),
+}
+"""Layers, width and heads of Streaming DiLoCo (arXiv 2501.18512); 2.4b and 10b are of the scaling
+laws (2503.09799)."""
+LLAMA: dict[str, Any] = {"kv_heads": 8, "qk_norm": False, "norm_epsilon": 1e-5}
+LLAMA |= {"rotary_base": 500_000.0}
+
+FLAVORS: dict[str, Shape] = {
+    "debug": Shape(4, 96, 3, head_dim=32, feed_forward=256),
+    # The three matrices of SwiGLU have as many parameters as the papers' two, rounded up.
+    **{
+        name: Shape(layers, width, heads, 64, feed_forward=-(-width // 48) * 128)
+        for name, (layers, width, heads) in SIZES.items()
+    },
+    **{
+        f"paper-{name}": Shape(layers, width, heads, 64, 4 * width, activation="gelu")
+        for name, (layers, width, heads) in SIZES.items()
+    },
+    # DiLoCo (2311.08105)
+    "diloco-60m": Shape(3, 896, 16, 64, 3584, activation="gelu"),
+    "diloco-150m": Shape(12, 896, 16, 64, 3584, activation="gelu"),
+    "diloco-400m": Shape(12, 1536, 12, 128, 6144, activation="gelu"),
+    # Llama 3.2 and 3.1, as published
+    "llama-1b": Shape(16, 2048, 32, 64, 8192, rotary_scaling=32.0, **LLAMA),
+    "llama-3b": Shape(28, 3072, 24, 128, 8192, rotary_scaling=32.0, **LLAMA),
+    "llama-8b": Shape(32, 4096, 32, 128, 14336, rotary_scaling=8.0, tied_head=False, **LLAMA),
+}
+
+
+def resolve_shape(model: Model) -> Shape:
+    """Return the shape of the flavor, with the dimensions and options that the config overrides."""
+    flavor = FLAVORS[model.flavor]
+    chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
+    shape = replace(flavor, **{key: one for key, one in chosen.items() if one is not None})
+    if shape.head_dim % 2:
+        raise ValueError(
+            f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
+            "dimensions: make it even"
+        )
+    if shape.kv_heads and shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
+            "each head of keys and values is for the same number of heads of queries"
+        )
+    return shape
+
+
+def rotary_frequencies(shape: Shape, device: torch.device) -> Tensor:
+    """Return the rotation per position of each pair of dimensions, fp32 [head_dim / 2].
+
+    Scaling divides low frequencies, keeps high ones, and interpolates between.
+    """
+    exponents = torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim
+    if shape.activation == "gelu":
+        # Differs in the last bit. The tables in docs/measurements.md were measured with this.
+        plain: Tensor = shape.rotary_base**-exponents
+    else:
+        plain = 1 / shape.rotary_base**exponents  # as in transformers, to the bit
+    if shape.rotary_scaling == 1:
+        return plain
+    turns = SHORT_LENGTH / (2 * math.pi / plain)
+    kept = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
+    return (1 - kept) * plain / shape.rotary_scaling + kept * plain
+
+
+def rotary_table(length: int, frequencies: Tensor) -> Rotary:
+    """Return the cosines and sines of the angles of all positions, fp32 [length, head_dim]."""
+    positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate each pair (i, i + head_dim/2) of x [batch, heads, length, head_dim] by its angle."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention, with `kv_heads` heads of keys and values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.heads = [shape.heads, *2 * [shape.kv_heads or shape.heads]]
+        self.qkv = nn.Linear(shape.width, sum(self.heads) * shape.head_dim, bias=False)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(shape.head_dim, eps=shape.norm_epsilon) if shape.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split(self.heads, dim=1)  # each [batch, heads, length, head_dim]
+        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
+        grouped = self.heads[0] != self.heads[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two matrices with GELU, or three with SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, inner, gated = shape.width, shape.feed_forward, shape.activation == "swiglu"
+        self.gate = nn.Linear(width, inner, bias=False) if gated else None
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer with pre-norms and residual connections."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Decoder(LanguageModel):
+    """Embedding, blocks, norm and head. There are no biases and no buffers."""
+
+    shape: Shape
+
+    def __init__(self, config: Model, vocab_size: int, sequence_length: int) -> None:
+        super().__init__(config, vocab_size, sequence_length)
+        shape = self.shape = resolve_shape(config)
+        self.embedding = nn.Embedding(vocab_size, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.head = None if shape.tied_head else nn.Linear(shape.width, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, head: Head = F.linear) -> Any:
+        x = self.embedding(tokens)
+        rotary = rotary_table(tokens.shape[1], rotary_frequencies(self.shape, tokens.device))
+        for block in self.blocks:
+            x = block(x, rotary)
+        output = self.embedding if self.head is None else self.head
+        return head(self.norm(x), output.weight)
+
+    def initial_std(self, name: str, parameter: Tensor) -> float:
+        if name.startswith(("embedding", "head")):
+            return EMBEDDING_STD
+        std = 1 / math.sqrt(parameter.shape[1])
+        adds_to_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+        return std / math.sqrt(2 * self.shape.layers) if adds_to_residual else std
+
+    def parameter_counts(self) -> dict[str, int]:
+        total = sum(parameter.numel() for parameter in self.parameters())
+        matrices = 1 if self.shape.tied_head else 2
+        return {"total": total, "embedding": matrices * self.embedding.weight.numel()}
+
+    def flops_per_token(self, length: int) -> int:
+        shape, weights = self.shape, self.parameter_counts()["total"]
+        if not shape.tied_head:
+            weights -= self.embedding.weight.numel()  # a lookup
+        return 6 * weights + 12 * shape.layers * shape.heads * shape.head_dim * length

@@ -1,0 +1,125 @@
+"""A decoder in transformers: config.json and names of parameters, as Qwen3 or Llama."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torchtitan_diloco.models.base import LanguageModel
+from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, Decoder
+
+KEYS = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "feed_forward": "intermediate_size",
+    "tied_head": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": LOW,
+    "high_freq_factor": HIGH,
+    "original_max_position_embeddings": SHORT_LENGTH,
+}
+SCALED_LENGTH = 131_072
+"""Length of Llama 3.1 and 3.2."""
+MODULES = {
+    "embedding": "model.embed_tokens",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "out": "o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+
+
+def transformers_config(model: LanguageModel) -> dict[str, Any]:
+    """Return the config.json. Versions and programs read different names of the rotary settings."""
+    if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
+        raise ValueError(
+            f'--format hf: a model of model.flavor = "{model.config.flavor}" '
+            f"({model.shape}) has no form in transformers: use --format safetensors, or train with "
+            'model.activation = "swiglu"'
+        )
+    shape, values = model.shape, settings_of_model(model)
+    length, family = model.sequence_length, "qwen3" if shape.qk_norm else "llama"
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if shape.rotary_scaling > 1:
+        scaling = SCALING | {"factor": shape.rotary_scaling}
+        length = max(length, SCALED_LENGTH)
+    return {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        **{theirs: values[ours] for ours, theirs in KEYS.items()},
+        **FIXED,
+        "max_position_embeddings": length,
+        "rope_theta": shape.rotary_base,
+        "rope_scaling": scaling if shape.rotary_scaling > 1 else None,
+        "rope_parameters": scaling | {"rope_theta": shape.rotary_base},
+    }
+
+
+def transformers_names(model: LanguageModel) -> dict[str, dict[str, int]]:
+    """Map each parameter to its parts in files of transformers: their names and numbers of rows."""
+    assert isinstance(model, Decoder)
+    shape, found = model.shape, {}
+    kv_rows = (shape.kv_heads or shape.heads) * shape.head_dim
+    parts = {"q_proj": shape.heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
+    for name, parameter in model.named_parameters():
+        there = ".".join(MODULES.get(part, part) for part in name.split("."))
+        found[name] = {there: parameter.shape[0]}
+        if ".qkv." in there:
+            found[name] = {there.replace("qkv", part): rows for part, rows in parts.items()}
+    return found
+
+
+def settings_of_model(model: Decoder) -> dict[str, Any]:
+    """Return the settings of [model], with all that follow from the flavor."""
+    shape = model.shape
+    values = {"vocab_size": model.vocab_size, "kv_heads": shape.kv_heads or shape.heads}
+    return asdict(shape) | values
+
+
+def differing_settings(model: LanguageModel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of [model] that differ in a config.json, with their values there."""
+    there = settings_of_config(config)
+    mine = settings_of_model(model) if isinstance(model, Decoder) else {}
+    return {key: value for key, value in there.items() if value != mine.get(key)}
+
+
+def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of [model] for a config.json, with the defaults of transformers."""
+    family = config["model_type"]
+    if family not in ("llama", "qwen3"):
+        raise ValueError(f'model_type = "{family}" is neither "llama" nor "qwen3"')
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = {**FIXED, **(SCALING if kind != "default" else {})}
+    found = {**FIXED, **config, **rope, "rope_type": kind}
+    if unknown := [f"{key} = {found.get(key)}" for key in known if found.get(key) != known[key]]:
+        raise ValueError(f"its {', '.join(unknown)} cannot be set here")
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    absent = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6}
+    absent |= {"tie_word_embeddings": False}
+    given = absent | {key: value for key, value in config.items() if value is not None}
+    return {ours: given[theirs] for ours, theirs in KEYS.items()} | {
+        "activation": "swiglu",
+        "qk_norm": family == "qwen3",
+        "rotary_base": found.get("rope_theta", 10_000.0),
+        "rotary_scaling": rope.get("factor", 1.0),
+    }
