@@ -16,7 +16,7 @@ from tests.test_trainer import settings, words
 from torchtitan_diloco.config import load_config
 from torchtitan_diloco.distributed.collectives import RanksLostError
 from torchtitan_diloco.train import join, main
-from torchtitan_diloco.utils import clock, is_user_error
+from torchtitan_diloco.utils import UserError, clock
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,12 @@ from torchtitan_diloco.utils import clock, is_user_error
         (lambda: torch.optim.AdamW([]), False),
     ],
 )
-def test_only_errors_that_the_package_raises_itself_are_a_users(fail: Any, expected: bool) -> None:
+def test_only_errors_that_the_package_raises_itself_are_of_the_user(
+    fail: Any, expected: bool
+) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         fail()
-    assert is_user_error(caught.value) == expected
+    assert isinstance(caught.value, UserError) == expected
 
 
 def test_an_error_of_the_program_on_the_first_rank_keeps_its_traceback(

@@ -16,6 +16,7 @@ from torchtitan_diloco.data.tokenizer import Tokenizer
 from torchtitan_diloco.distributed.world import pick_device
 from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, in_range, run_command
 from torchtitan_diloco.models import LanguageModel
+from torchtitan_diloco.utils import UserError
 
 
 def generate(
@@ -65,7 +66,7 @@ def draw(
     `top_p` the most likely ones that together have this probability.
     """
     if not bool(logits.isfinite().all()):
-        raise ValueError(
+        raise UserError(
             "the model's logits are not finite: its weights are damaged, or its training diverged"
         )
     if temperature == 0:

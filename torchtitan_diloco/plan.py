@@ -20,7 +20,7 @@ from torchtitan_diloco.config.loader import CONFIGS_FOLDER, OptionParser, find_c
 from torchtitan_diloco.config.schema import flat_settings, format_value
 from torchtitan_diloco.planner.paper import SYNC_EVERY, paper_table
 from torchtitan_diloco.planner.units import parse_bandwidth, parse_duration, quantity
-from torchtitan_diloco.utils import command_line, read_json_lines
+from torchtitan_diloco.utils import UserError, command_line, read_json_lines
 
 EPILOG = """\
 Any setting of a run can be given as well, as in --diloco.workers 4 or --parallel.fsdp 8.
@@ -61,11 +61,11 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--table", action="store_true", help="print the paper's table of bandwidths")
     options, settings = parser.parse_known_args(words)
     if options.table and len(words) > 1:
-        raise ValueError("--table prints the paper's table and plans nothing: give it alone")
+        raise UserError("--table prints the paper's table and plans nothing: give it alone")
     if options.config is None and not options.table:
-        raise ValueError("give a model: --config 1b, or --table alone for the paper's models")
+        raise UserError("give a model: --config 1b, or --table alone for the paper's models")
     if not 0 < options.utilisation < 1:
-        raise ValueError(f"--utilisation {options.utilisation:g}: give a share of one, as in 0.95")
+        raise UserError(f"--utilisation {options.utilisation:g}: give a share of one, as in 0.95")
     return options, settings
 
 
@@ -78,7 +78,7 @@ def _plan(options: argparse.Namespace, config: Config) -> None:
     from torchtitan_diloco.planner.prediction import Workload
 
     if config.diloco.workers == 1:
-        raise ValueError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
+        raise UserError("diloco.workers = 1: there are no links; give --diloco.workers 2 or more")
     rows = config.model.vocab_size
     if rows is None:
         rows = vocabulary_rows(config.model, build_tokenizer(config.data.tokenizer).vocab_size)
@@ -107,12 +107,12 @@ def _conditions(options: argparse.Namespace, workers: int) -> Conditions:
     if options.run is not None:
         measured = conditions_of_run(options.run)
         if measured.workers != workers:
-            raise ValueError(
+            raise UserError(
                 f"--run {options.run} had {measured.workers} workers: give a run of {workers}"
             )
         return replace(measured, **given)
     if options.bandwidth is None or options.step_time is None:
-        raise ValueError(
+        raise UserError(
             "link or step time is not known: give --bandwidth, as in 200Mbit/s, and --step-time, "
             "as in 0.5 or 500ms, or --run RUN to take those of a finished run"
         )
@@ -125,7 +125,7 @@ def conditions_of_run(run: Path) -> Conditions:
     last = (read_json_lines(path)[0] or [{}])[-1] if path.is_file() else {}
     observed = from_record(Summary, last).observed if last.get("kind") == "summary" else None
     if observed is None:
-        raise ValueError(
+        raise UserError(
             f"{path} does not end with a summary of measured links: give a finished run of several "
             "workers, in which every fragment was exchanged"
         )
@@ -143,14 +143,14 @@ def write_variant(path: Path, config_name: str, wanted: Config, comment: str) ->
     lines = [f"# {comment}", f"extends = {format_value(name)}"]
     for key, value in flat_settings(wanted).items():
         if value is None and before[key] is not None:
-            raise ValueError(f"{key} = none cannot be written: remove it from {config_name}")
+            raise UserError(f"{key} = none cannot be written: remove it from {config_name}")
         if value != before[key] and key != "run.name":
             lines.append(f"{key} = {format_value(value)}")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     except OSError as error:
-        raise ValueError(f"--write {path}: {error.strerror}: give another path") from error
+        raise UserError(f"--write {path}: {error.strerror}: give another path") from error
 
 
 if __name__ == "__main__":

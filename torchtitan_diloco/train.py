@@ -18,8 +18,8 @@ from torchtitan_diloco.trainer import Trainer
 from torchtitan_diloco.utils import (
     USER_ERROR,
     WORKER_LOST,
+    UserError,
     cause_of,
-    is_user_error,
     raise_open_files_limit,
     run_and_exit,
     start_logging,
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         world = join(config)
         share_cores(world, has_islands=bool(config.islands.join))
         Trainer(config, world).run()
-    except ValueError as error:
+    except UserError as error:
         return _report(error)
     except (WorkerLostError, RanksLostError, IslandFailedError) as error:
         _print_error(error)
@@ -110,14 +110,12 @@ def set_determinism(run: Run) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _report(error: ValueError) -> int:
-    """Print a mistake of the user in one line. Raise any other error with its traceback.
+def _report(error: UserError) -> int:
+    """Print a mistake of the user.
 
     If all ranks have the same error, the first rank of each machine prints it, and the launcher
     ends the others. A rank that is still alive after ten seconds has an error of its own.
     """
-    if not is_user_error(error):
-        raise error
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     _print_error(error)

@@ -57,7 +57,7 @@ from torchtitan_diloco.island_run import IslandRun
 from torchtitan_diloco.models import build_model, vocabulary_rows
 from torchtitan_diloco.models.parallelize import materialize, parallelize
 from torchtitan_diloco.planner.prediction import predict_observed
-from torchtitan_diloco.utils import GarbageControl, logger
+from torchtitan_diloco.utils import GarbageControl, UserError, logger
 
 OWN_SETTINGS = {"run.folder", "data.cache_folder", "diloco.link.interface"}
 """Settings that may differ between the processes of a run."""
@@ -155,7 +155,7 @@ class Trainer:
             optimizer=config.optimizer.name,
         )
         if checkpointer.failure:
-            raise ValueError(
+            raise UserError(
                 f"the last checkpoint could not be saved: {checkpointer.failure}; make room and "
                 f"start the same command again with --run.folder {folder}, which resumes from the "
                 "checkpoint before, if there is one"

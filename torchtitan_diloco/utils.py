@@ -75,6 +75,11 @@ PEAK_BF16_FLOPS = {
 """Dense bf16 FLOP/s from data sheets. A name comes before those it contains."""
 
 
+class UserError(ValueError):
+    """A mistake of the user. The message has the value, its key and the remedy, and needs no
+    traceback. Any other ValueError, such as one of torch, is a bug."""
+
+
 def run_and_exit(main: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
     """Call `main` and exit with its code. Skip all clean-up after a failure.
 
@@ -312,17 +317,6 @@ def number(value: object) -> float:
     if isinstance(value, str) and value in ("inf", "-inf"):  # JSON has no such numbers
         return float(value)
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def is_user_error(error: ValueError) -> bool:
-    """Return whether a `raise` statement of this package raised the error.
-
-    Those tell the user what to change. Any other ValueError, such as one of torch, is a bug and
-    needs its traceback.
-    """
-    origin = traceback.extract_tb(error.__traceback__)[-1]
-    in_package = Path(origin.filename).is_relative_to(REPOSITORY / "torchtitan_diloco")
-    return in_package and (origin.line or "").startswith("raise ")
 
 
 GLOO_LOCATION = re.compile(r"^\[[^]]*:\d+\]\s*")

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard.summary import hparams
 
 from torchtitan_diloco.components.records import Record
-from torchtitan_diloco.utils import install_command
+from torchtitan_diloco.utils import UserError, install_command
 
 FIRST = {
     "train/loss_nats_per_token_global": ("loss/train", "nats per token, mean over all workers"),
@@ -95,7 +95,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             reason = f'metrics.wandb = "{project}" needs the package wandb'
-            raise ValueError(f"{reason}: {install_command('wandb')}") from error
+            raise UserError(f"{reason}: {install_command('wandb')}") from error
         self._first_step, named = step + 1, folder / "wandb" / "run-id"
         known = named.read_text() if step and named.exists() else None
         try:
@@ -109,7 +109,7 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off"),
             )
         except wandb.Error as error:
-            raise ValueError(
+            raise UserError(
                 f'metrics.wandb = "{project}": {error} (`wandb login` logs in, WANDB_MODE=offline '
                 "needs no login, WANDB_ENTITY is the owner of the project)"
             ) from error

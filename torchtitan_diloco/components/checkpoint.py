@@ -40,7 +40,12 @@ from torchtitan_diloco.distributed.collectives import (
 )
 from torchtitan_diloco.distributed.stop import StopRequest
 from torchtitan_diloco.distributed.world import FSDP, World
-from torchtitan_diloco.utils import SAVE_AFTER_ERROR_SECONDS, SAVE_AFTER_LOSS_SECONDS, logger
+from torchtitan_diloco.utils import (
+    SAVE_AFTER_ERROR_SECONDS,
+    SAVE_AFTER_LOSS_SECONDS,
+    UserError,
+    logger,
+)
 
 Value = TypeVar("Value")
 
@@ -235,7 +240,7 @@ class Checkpointer:
                 return task()
             except Exception as error:
                 kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-                raise ValueError(f"{kind}{error}") from error
+                raise UserError(f"{kind}{error}") from error
 
         return on_all_ranks(self._world.saving, explained)
 
@@ -256,7 +261,7 @@ class Checkpointer:
         for name, rows in tensors.items():
             for tensor, value in rows.items():
                 if value.is_floating_point() and not is_finite([value]):
-                    raise ValueError(f"{name}/{tensor} is not finite")
+                    raise UserError(f"{name}/{tensor} is not finite")
             if rows:
                 file = write_tensors(folder / name, rows, rank)
                 files[str(file.relative_to(folder))] = fingerprint(file)

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.components.checkpoint_folders import MANIFEST, flush_to_disk
 from torchtitan_diloco.components.optimizer import initial_state, local_of, shard_rows
+from torchtitan_diloco.utils import UserError
 
 Result = TypeVar("Result")
 VERSION = 5
@@ -107,7 +108,7 @@ class Manifest:
         return json.dumps({**values, "crc": _crc(values)}, indent=1)
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A file of the checkpoint is missing or has changed since the save."""
 
 
@@ -168,7 +169,7 @@ def read_with_retries(file: Path, read: Callable[[Path], Result]) -> Result:
             raise DamagedError(f"{file} is missing") from None
         except OSError as error:
             if (pause := next(pauses, None)) is None:
-                raise ValueError(
+                raise UserError(
                     f"{file} cannot be read ({error.strerror}), which does not prove that it is "
                     "damaged: start again when the disk answers, or set checkpoint.resume to "
                     "another checkpoint"
@@ -183,12 +184,12 @@ def read_manifest(path: Path) -> Manifest:
     try:
         values = json.loads(content)
         if not isinstance(values, dict) or values.pop("crc", None) != _crc(values):
-            raise ValueError("its CRC-32 differs")
+            raise UserError("its CRC-32 differs")
         if values.get("version") == VERSION:
             return msgspec.convert(values, Manifest)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DamagedError(f"{file} cannot be used ({error})") from None
-    raise ValueError(
+    raise UserError(
         f"{path} was saved in version {values.get('version')} of the schema, and this program "
         f"reads version {VERSION}: resume it with the version of torchtitan_diloco that saved "
         "it, or start a new run"
@@ -198,7 +199,7 @@ def read_manifest(path: Path) -> Manifest:
 def check_tokenizer(path: Path | None, manifest: Manifest, name: str, fingerprint: str) -> None:
     """Raise if the tokenizer is another one, for which the same ids mean other text."""
     if manifest.tokenizer not in ("", fingerprint):
-        raise ValueError(
+        raise UserError(
             f'{path} was trained with another tokenizer than data.tokenizer = "{name}" is now '
             f"(fingerprint {manifest.tokenizer} there, {fingerprint} here): put back the one that "
             "it was trained with, or set data.tokenizer to where that is"
@@ -262,7 +263,7 @@ class TensorFolder:
             try:
                 opened: Any = safe_open(file, "pt")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{file} does not hold tensors ({error})") from None
+                raise UserError(f"{file} does not hold tensors ({error})") from None
             for name in opened.keys():  # noqa: SIM118 - it is no dictionary
                 shape = tuple(opened.get_slice(name).get_shape())
                 before = self.shapes.get(name, (0,))[:1]
@@ -274,7 +275,7 @@ class TensorFolder:
         """Fill the tensors of the template, or this rank's rows of them if they are sharded."""
         for name, tensor in template.items():
             if self.shapes.get(name) != tuple(tensor.shape):
-                raise ValueError(f"{self._folder} has no {name} of shape {tuple(tensor.shape)}")
+                raise UserError(f"{self._folder} has no {name} of shape {tuple(tensor.shape)}")
             local, first = local_of(tensor), 0
             if isinstance(tensor, DTensor):
                 mesh, dim = tensor.device_mesh, tensor.device_mesh.ndim - 1

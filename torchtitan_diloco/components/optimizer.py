@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from torchtitan_diloco.config.schema import LrSchedule, Optimizer
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
@@ -22,7 +22,7 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     if choice == "auto":
         choice = "bfloat16" if device.type == "cuda" else "float32"
     if choice == "bfloat16" and device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             'parallel.compute_dtype = "bfloat16" needs a GPU, and there is none: use "auto" or '
             '"float32"'
         )
@@ -144,7 +144,7 @@ class SkippedSteps:
         if self.in_a_row == 1:
             logger.warning(f"step {step}: gradient norm is {norm}; skip steps until it is finite")
         if self.in_a_row > self.limit:
-            raise ValueError(
+            raise UserError(
                 f"{self.in_a_row} steps in a row, up to step {step}, had gradients that are not "
                 f"finite, more than training.max_skipped_steps = {self.limit}: lower "
                 "optimizer.lr, lengthen lr_schedule.warmup_steps, or look at the data; the last "

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan_diloco.config.schema import Profiling
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 
 def build_profiler(
@@ -17,7 +17,7 @@ def build_profiler(
     """Return a profiler that writes traces into folder/traces, or a context that yields None."""
     absent = [rank for rank in config.ranks if rank >= world.size]
     if config.enable and absent:
-        raise ValueError(
+        raise UserError(
             f"profiling.ranks has {absent[0]}, and the run's ranks are 0 to {world.size - 1}: "
             "choose among them"
         )

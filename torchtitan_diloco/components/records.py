@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 import msgspec
 
 from torchtitan_diloco.config.schema import Metrics
-from torchtitan_diloco.utils import logger, read_json_lines, write_whole
+from torchtitan_diloco.utils import UserError, logger, read_json_lines, write_whole
 
 if TYPE_CHECKING:
     from torchtitan_diloco.components.board import Board
@@ -101,7 +101,7 @@ class Conditions:
         steps = all(0 < seconds < math.inf for seconds in self.step_seconds)
         latency = 0 <= self.latency_seconds < math.inf
         if not (self.bits_per_second > 0 and steps and latency and 0 <= self.jitter <= 1):
-            raise ValueError(
+            raise UserError(
                 f"{self}: give a bandwidth above 0, step times above 0, a latency of 0 or more, "
                 "and a jitter from 0 to 1"
             )

@@ -35,7 +35,7 @@ from torchtitan_diloco.diloco.state_dict import (
 )
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import WORKER, World
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 STORED_FOLDER = "torchtitan_diloco/run folder"
 """Key of torchrun's store. It tells ranks that were started again where the run goes on."""
@@ -83,13 +83,13 @@ def find_start(world: World, resume: str, run_folder: str) -> Start:
             damaged = {own[newer]: why for newer, why in wrong.items() if newer in own}
             return Start(folder, own[name], manifest, damaged)
         if resume != "auto":
-            raise ValueError(
+            raise UserError(
                 f"{problem}: set checkpoint.resume to another checkpoint, or to "
                 '"auto", which takes the newest one in run.folder that all places have undamaged'
             )
         wrong[name] = problem
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"no checkpoint can be resumed: {'; '.join(wrong.values())}. Copy the folder of one to "
             "the places that lack it, where workers whose state is not in it start from the shared "
             "parameters; or start a new run in another run.folder; or remove them to start over"
@@ -122,7 +122,7 @@ def _look(resume: str, run_folder: str) -> tuple[Path | None, list[Path]]:
     if found := folders.complete_checkpoints(path):
         continued = own is None or own.resolve() == path.resolve()
         return path if continued else None, found
-    raise ValueError(
+    raise UserError(
         f'checkpoint.resume = "{resume}" is no folder of a checkpoint, or of a run that has a '
         'complete one: give "auto", "strict", "never", or such a folder'
     )
@@ -152,7 +152,7 @@ def _verify(world: World, path: Path) -> tuple[Manifest | None, str]:
     wrong = next((damaged for damaged, _ in answers if damaged), "")
     others = [rank for rank, (_, theirs) in enumerate(answers) if theirs != answers[0][1]]
     if others and not wrong:
-        raise ValueError(
+        raise UserError(
             f"{path} of rank 0 and that of ranks {', '.join(map(str, others))} are not of one save:"
             " give all places the folder of the same run"
         )
@@ -186,7 +186,7 @@ def restore(
     existed = worker in manifest.present
     holders = gather_objects(existed, world.control)
     if not (streaming or any(holders)):
-        raise ValueError(
+        raise UserError(
             f"data parallelism goes on from worker 0, whose state {path} holds in no place: copy "
             "the folder of the place that has it, or keep the method of the run"
         )
@@ -241,7 +241,7 @@ def _check_model(path: Path, saved: TensorFolder, model: nn.Module) -> None:
     if differing:
         name = differing[0]
         there, here = theirs.get(name, "absent"), mine.get(name, "absent")
-        raise ValueError(
+        raise UserError(
             f"{path} is of another model: {name} is {there} there and {here} in this run, and "
             f"{len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
             "training.sequence_length as in the run's config.toml"

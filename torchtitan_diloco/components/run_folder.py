@@ -18,7 +18,7 @@ from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import FOLDER_NOTE, logger
+from torchtitan_diloco.utils import FOLDER_NOTE, UserError, logger
 
 LOCK = "run.lock"
 VISIBLE_WITHIN_SECONDS = 10.0
@@ -30,7 +30,7 @@ def _explaining_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot write the folder of the run: {error}; set run.folder to a folder that can be "
             "written"
         ) from None
@@ -62,7 +62,7 @@ def claim_run_folder(
     def create() -> None:
         begun = (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
         if begun and not start.folder:
-            raise ValueError(
+            raise UserError(
                 f"run.folder = {path} already holds a run: choose another folder, leave run.folder "
                 'empty for a new one, or resume it with checkpoint.resume = "auto"'
             )
@@ -86,7 +86,7 @@ def _claim(path: Path, start: Start, toml: str) -> TextIO:
         found = [one for one in complete_checkpoints(path) if one not in start.damaged]
         latest = found[-1] if found else None
         if start.folder and latest != start.checkpoint:
-            raise ValueError(
+            raise UserError(
                 f"run.folder = {path}: another run has just ended there, so this one would resume "
                 f"from {start.checkpoint or 'the beginning'} instead of "
                 f"{latest or 'the beginning'}: start it again"
@@ -113,7 +113,7 @@ def lock_run_folder(path: Path) -> TextIO:
         lock.seek(0)
         holder = lock.read().strip()
         lock.close()
-        raise ValueError(
+        raise UserError(
             f"run.folder = {path} is in use by another run ({holder}): wait for its end, or choose "
             "another folder"
         ) from None
@@ -152,7 +152,7 @@ def _workers_on_disk(world: World, path: Path) -> list[int]:
     of_workers, each = answers[:: world.ranks_per_worker], world.ranks_per_worker
     blind = [n for n, one in enumerate(answers) if not one or one != of_workers[n // each]]
     if blind:
-        raise ValueError(
+        raise UserError(
             f"run.folder = {path} of the first rank of a worker is not seen by its ranks "
             f"{', '.join(map(str, blind))}: give a folder on a disk that the nodes of the worker "
             "share, or save no checkpoints: checkpoint.every = 0, checkpoint.every_minutes = 0, "

@@ -18,6 +18,7 @@ from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
     GIB,
     LOCAL_ISLANDS,
+    UserError,
     available_cores,
     describe_device,
     free_memory_bytes,
@@ -67,7 +68,7 @@ def plan_run(
     sequences = training.global_batch_size or share
     accumulation = sequences // share
     if sequences % share:
-        raise ValueError(
+        raise UserError(
             f"training.global_batch_size = {sequences} is not a multiple of {ranks} processes "
             f"x training.batch_size = {training.batch_size}: the nearest that fit are "
             f"{accumulation * share or share} and {(accumulation + 1) * share}"
@@ -76,7 +77,7 @@ def plan_run(
     tokens = (training.tokens or training.tokens_per_parameter * parameters) - start_tokens
     total_steps = training.steps or start_step + math.ceil(tokens / tokens_per_step)
     if total_steps < start_step:
-        raise ValueError(
+        raise UserError(
             f"the run has {total_steps} steps by the settings of [training], and its checkpoint is "
             f"of step {start_step}: make the run longer, or choose another run.folder"
         )
@@ -175,7 +176,7 @@ def check_size(
                 sharing, where, kind = math.ceil(ranks / torch.cuda.device_count()), "GPU", "free"
             needed, free = sharing * sum(state.values()), free_memory_bytes(place)
             if needed > free:
-                raise ValueError(
+                raise UserError(
                     f"{plan.parameters:,} parameters need {needed / GIB:.1f} GiB on this {where} "
                     f"({', '.join(state)}; without activations), and its {kind} memory is "
                     f"{free / GIB:.1f} GiB: use more ranks or machines per worker, or a smaller "

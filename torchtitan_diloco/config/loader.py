@@ -21,7 +21,7 @@ import tomli_w
 from torchtitan_diloco.config.checks import RUN_LENGTH, config_mistakes
 from torchtitan_diloco.config.schema import Config, flat_settings, flatten, format_value
 from torchtitan_diloco.diloco.fields import convert, nearest, setting_types
-from torchtitan_diloco.utils import command_line
+from torchtitan_diloco.utils import UserError, command_line
 
 CONFIGS_FOLDER = Path(__file__).parents[1] / "train_configs"
 DEFAULT_CONFIG = "demo"
@@ -31,7 +31,7 @@ SECRET = "islands.join"
 """Setting that contains a password, which errors do not show."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Error that lists all mistakes in a configuration."""
 
     def __init__(self, mistakes: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ def _convert(key: str, value: Any, *, is_word: bool) -> Any:
     """Return the value with the type of its setting, or raise a ValueError with a remedy."""
     if key not in TYPES:
         hint = nearest(key, TYPES) or f"; `{command_line('train')} --help` lists all keys"
-        raise ValueError(f"unknown key{hint}")
+        raise UserError(f"unknown key{hint}")
     kind = TYPES[key]
     if is_word and value.lower() == "none" and types.NoneType in get_args(kind):
         return None
@@ -244,4 +244,4 @@ class OptionParser(argparse.ArgumentParser):
         return options, words
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)

@@ -19,7 +19,7 @@ from torchtitan_diloco.data.shards import (
 )
 from torchtitan_diloco.data.text import HUGGING_FACE_PREFIX, STDLIB, open_corpus, text_kind
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.utils import command_line
+from torchtitan_diloco.utils import UserError, command_line
 
 
 def open_split(
@@ -36,7 +36,7 @@ def open_split(
         folder = _folder(data, "data.corpus", tokenizer, fraction, tokens_of_run)
         return TokenShards(folder, split, tokenizer)
     if own == corpus and not _is_shard_folder(own):
-        raise ValueError(
+        raise UserError(
             f'data.validation_corpus = "{own}" is data.corpus itself, which is trained on; leave '
             f"it empty to hold out data.validation_fraction of the corpus"
         )
@@ -58,7 +58,7 @@ def _folder(
     slug = re.sub(r"\W+", "-", spec.removeprefix(HUGGING_FACE_PREFIX)).strip("-")
     if spec.startswith(HUGGING_FACE_PREFIX):
         command = _command(spec, data, f"corpora/{slug}", tokens_of_run)
-        raise ValueError(
+        raise UserError(
             f'{key} = "{spec}": a Hugging Face dataset is prepared before the run. Prepare it with'
             f'\n    {command}\nand set {key} = "corpora/{slug}".'
         )
@@ -69,7 +69,7 @@ def _folder(
             hint = "" if source else " (TEXT: what to tokenise, as in data.source)"
             command = _command(source or "TEXT", data, spec, tokens_of_run)
             size = token_type(tokenizer.vocab_size).itemsize
-            raise ValueError(
+            raise UserError(
                 f'{key} = "{spec}" is no finished folder of token shards ({folder.absolute()}). '
                 f"Prepare it{hint} with\n    {command}\n"
                 f"or set {key} to text: stdlib, files, a folder or a glob. --max-tokens stops at "
@@ -79,7 +79,7 @@ def _folder(
     try:
         corpus = open_corpus(spec)
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        raise UserError(f"{key}: {error}") from error
     made_of = f"{corpus.fingerprint[:8]}-{tokenizer.fingerprint[:8]}-{fraction:g}"
     name = f"{slug[-40:]}-{made_of}-v{FORMAT_VERSION}"
     folder = Path(data.cache_folder).expanduser() / name

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_diloco.data.shards import TokenShards
-from torchtitan_diloco.utils import IGNORE_INDEX, available_cores
+from torchtitan_diloco.utils import IGNORE_INDEX, UserError, available_cores
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, sequence_length]."""
@@ -61,7 +61,7 @@ class SequenceReader(Dataset[Batch]):
         self._first = part * self.sequences
         if self.sequences < 1:
             each = "" if parts == 1 else f' for each of {parts} workers (data.shard_by = "random")'
-            raise ValueError(
+            raise UserError(
                 f"{tokens.name} is shorter than one sequence{each}: it has {len(tokens)} tokens, "
                 f"training.sequence_length = {sequence_length} needs "
                 f"{parts * sequence_length + 1}. Use a larger corpus, a smaller "
@@ -110,7 +110,7 @@ class TrainLoader:
     ) -> None:
         """Start at position `start`. With a stream, `rank`, `ranks` and `start` refer to it."""
         if processes > available_cores():
-            raise ValueError(
+            raise UserError(
                 f"data.loader_processes = {processes} is more than the {available_cores()} cores "
                 f"of this machine; 0 or 1 is enough for memory-mapped tokens"
             )

@@ -37,7 +37,7 @@ from torchtitan_diloco.data.text import (
     open_corpus,
 )
 from torchtitan_diloco.data.tokenizer import BEGINS, Tokenizer, build_tokenizer
-from torchtitan_diloco.utils import available_cores, command_line
+from torchtitan_diloco.utils import UserError, available_cores, command_line
 
 DEFAULT_SHARD_TOKENS = 2**28  # half a gigabyte at two bytes a token
 _PIECES_AHEAD = 128  # for each thread; bounds memory
@@ -65,7 +65,7 @@ def prepare(
     """
     begin_token = tokenizer.begin_of_document if begin else None
     if begin and begin_token is None:
-        raise ValueError(f"--begin-token: {tokenizer.name} has none of {', '.join(BEGINS)}")
+        raise UserError(f"--begin-token: {tokenizer.name} has none of {', '.join(BEGINS)}")
     settings = {
         "source": corpus.spec,
         "source_fingerprint": corpus.fingerprint,
@@ -187,10 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if options.source is None and not options.verify:
-        raise ValueError("--source is missing; --verify alone checks a finished folder")
+        raise UserError("--source is missing; --verify alone checks a finished folder")
     if not 0 <= options.validation_fraction <= 0.5:
         share = options.validation_fraction
-        raise ValueError(f"--validation-fraction {share:g} is not between 0 and 0.5")
+        raise UserError(f"--validation-fraction {share:g} is not between 0 and 0.5")
     if options.source is not None:
         done = prepare(
             open_corpus(options.source, options.text_field),

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_diloco.data.tokenizer import Tokenizer
-from torchtitan_diloco.utils import aside_path, logger, write_whole
+from torchtitan_diloco.utils import UserError, aside_path, logger, write_whole
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -66,12 +66,12 @@ def read_index(path: Path) -> Index:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path.parent} is not a finished folder of token shards: cannot read {path.name} "
             f"({error}). If `prepare` was interrupted, run the same command again."
         ) from error
     if index.format_version != FORMAT_VERSION:
-        raise ValueError(
+        raise UserError(
             f"{path} has version {index.format_version} of the shard format, and this code reads "
             f"version {FORMAT_VERSION}; prepare the corpus again"
         )
@@ -87,14 +87,14 @@ def read_or_begin_index(folder: Path, settings: dict[str, Any]) -> Index:
             keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if keys not in ([], ["tokenizer"]):  # the latter is another path to the same file
                 changes = [f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys]
-                raise ValueError(
+                raise UserError(
                     f"{folder} was prepared with other settings: {'; '.join(changes)}. Use the "
                     f"same ones to continue, or another folder."
                 )
             return index
     foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     if foreign:
-        raise ValueError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
+        raise UserError(f"{folder} is not empty ({', '.join(foreign[:3])}); choose a new folder")
     index = Index(FORMAT_VERSION, settings, {split: SplitIndex() for split in SPLITS})
     write_index(folder / STARTED_NAME, index)
     return index
@@ -116,11 +116,11 @@ def only_writer(folder: Path, *, wait: bool) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not wait:
-                    raise ValueError(f"another process is writing {folder.absolute()}") from None
+                    raise UserError(f"another process is writing {folder.absolute()}") from None
                 logger.info(f"waiting for another process that is writing {folder}")
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"cannot write into {folder.absolute()}: {error}; choose a folder that you may "
                 f"write to, on a disk with file locks"
             ) from error
@@ -194,13 +194,13 @@ class TokenShards:
         self._shards, settings = index.splits[split].shards, index.settings
         self._vocab_size = settings["vocab_size"]
         if not self._shards:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} has no tokens: change data.validation_fraction (for a shard folder: "
                 f"prepare it with another --validation-fraction), or set data.validation_corpus"
             )
         made_with = settings["tokenizer_fingerprint"]
         if tokenizer and tokenizer.fingerprint != made_with:
-            raise ValueError(
+            raise UserError(
                 f'data.tokenizer = "{tokenizer.name}" (fingerprint {tokenizer.fingerprint}) is not '
                 f'what {folder} was prepared with: "{settings["tokenizer"]}" ({made_with}); '
                 f"set data.tokenizer to that one, or prepare the corpus again in another folder"
@@ -212,7 +212,7 @@ class TokenShards:
             expected = shard.tokens * token_type(self._vocab_size).itemsize
             size = path.stat().st_size if path.exists() else 0
             if size != expected:
-                raise ValueError(_damaged(path, f"it has {size} bytes instead of {expected}"))
+                raise UserError(_damaged(path, f"it has {size} bytes instead of {expected}"))
         self._ends = np.cumsum([shard.tokens for shard in self._shards])
         facts = self._vocab_size, made_with
         identity = [(shard.tokens, shard.checksum, *facts) for shard in self._shards]
@@ -243,9 +243,9 @@ class TokenShards:
         tokens = _map_shard(path, self._vocab_size)
         if number not in self._checked:
             if zlib.crc32(tokens.view(np.uint8).data) != self._shards[number].checksum:
-                raise ValueError(_damaged(path, "its checksum is wrong"))
+                raise UserError(_damaged(path, "its checksum is wrong"))
             if (most := tokens.max()) >= self._vocab_size:  # written by another program
-                raise ValueError(f"{path} has token {most} of a vocabulary of {self._vocab_size}")
+                raise UserError(f"{path} has token {most} of a vocabulary of {self._vocab_size}")
             self._checked.add(number)
         return tokens[start:stop]
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from tqdm import tqdm
 
-from torchtitan_diloco.utils import install_command
+from torchtitan_diloco.utils import UserError, install_command
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"
@@ -61,7 +61,7 @@ class Corpus:
             for piece in self.read(bar):
                 yield piece
         if piece is None:
-            raise ValueError(f"the corpus {self.spec!r} has no text: all of it is empty")
+            raise UserError(f"the corpus {self.spec!r} has no text: all of it is empty")
 
 
 def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
@@ -75,7 +75,7 @@ def open_corpus(spec: str, field: str = TEXT_FIELD) -> Corpus:
         return _hugging_face_dataset(spec, field)
     patterns = [pattern.strip() for pattern in spec.split(",") if pattern.strip()]
     if not patterns:
-        raise ValueError(
+        raise UserError(
             f'the corpus "{spec}" names no file; give files, folders or globs of {_KINDS}'
         )
     return _corpus_of_files(spec, [path for each in patterns for path in _find_files(each)], field)
@@ -134,7 +134,7 @@ def _find_files(pattern: str) -> list[Path]:
         files = [path]
     if not files:
         why = "; no file matches it" if glob.has_magic(pattern) else ""
-        raise ValueError(f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}")
+        raise UserError(f"{path.absolute()} has no text ({_KINDS}) and no token shards{why}")
     return files
 
 
@@ -155,11 +155,11 @@ def _stat(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         reason = f"{error.strerror}; check its path"
-        raise ValueError(f"cannot read the text file {path.absolute()}: {reason}") from error
+        raise UserError(f"cannot read the text file {path.absolute()}: {reason}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is a pipe or a device; a corpus is made of regular files")
+        raise UserError(f"{path} is a pipe or a device; a corpus is made of regular files")
     if text_kind(path) is None:
-        raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; use {_KINDS}")
+        raise UserError(f"{path}: unknown kind of file {path.suffix!r}; use {_KINDS}")
     return status
 
 
@@ -184,7 +184,7 @@ def _read_file(path: Path, bar: "tqdm[Any]", field: str) -> Iterator[Piece]:
                     yield piece
                     bar.update(before + raw.tell() - bar.n)
     except (OSError, EOFError, zlib.error) as error:  # the latter two: a damaged .gz file
-        raise ValueError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _text(path: Path, file: BinaryIO) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _text(path: Path, file: BinaryIO) -> Iterator[str]:
             yield block.decode()
         except UnicodeDecodeError as error:
             number += block[: error.start].count(b"\n")
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number} is not UTF-8: {error}. Convert the file, for example with "
                 f"`iconv -f latin1 -t utf-8`."
             ) from error
@@ -209,7 +209,7 @@ def _json_lines(path: Path, file: BinaryIO, field: str) -> Iterator[list[str]]:
             try:
                 record = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
+                raise UserError(f"{path}, line {number}: not JSON in UTF-8: {error}") from error
             yield [_text_field(record, field, f"{path}, line {number}")]
 
 
@@ -217,7 +217,7 @@ def _text_field(record: Any, field: str, where: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else f"{record!r:.60}"
-        raise ValueError(
+        raise UserError(
             f'{where}: no field "{field}" with a string in {found}: prepare it with --text-field'
         )
     return text
@@ -252,7 +252,7 @@ def _rows(spec: str, source: list[str], split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"the corpus {spec!r} needs the package datasets: {install_command('hf')}"
         ) from error
     try:
@@ -261,7 +261,7 @@ def _rows(spec: str, source: list[str], split: str) -> Any:
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(*source, split=split, streaming=True)
     except (OSError, ValueError, LookupError) as error:
-        raise ValueError(
+        raise UserError(
             f"cannot open the corpus {spec!r} ({type(error).__name__}: {error}). Write "
             f"hf:OWNER/DATASET[/SUBSET][:SPLIT] or hf:/FOLDER[:SPLIT], and check the network."
         ) from error

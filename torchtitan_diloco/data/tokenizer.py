@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from torchtitan_diloco.utils import install_command, installed
+from torchtitan_diloco.utils import UserError, install_command, installed
 
 END_OF_DOCUMENT = "<|endoftext|>"
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|im_end|>")
@@ -84,13 +84,13 @@ def _from_file(spec: str) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{spec}" needs the package tokenizers: '
             f"{install_command('tokenizer')}"
         ) from error
     path = Path(spec).expanduser()
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{spec}" is not a file ({path.absolute()}). Train one as in '
             "docs/data.md#train-a-tokenizer, or download that of a model with\n    "
             + _download_command(path)
@@ -99,14 +99,14 @@ def _from_file(spec: str) -> Tokenizer:
         content = path.read_bytes()
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises nothing more special
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{spec}" is no tokenizer.json that the package tokenizers reads: '
             f"{error}"
         ) from error
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     end = next((name for name in ENDS if name in vocabulary), None)
     if end is None:
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{spec}" has none of the tokens {", ".join(ENDS)} to end a '
             "document: add one of them to its special tokens"
         )
@@ -154,7 +154,7 @@ def _named_encoding(name: str) -> Tokenizer:
     if name not in known:
         nearest = difflib.get_close_matches(name, ["bytes", *known], n=1, cutoff=0.5)
         hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{name}" is not a tokenizer.{hint} Use "bytes", a path that ends in '
             f".json, or an encoding of tiktoken: {', '.join(sorted(known))}."
         )
@@ -163,7 +163,7 @@ def _named_encoding(name: str) -> Tokenizer:
         end = encoding.encode_single_token(END_OF_DOCUMENT)
     # A download that failed or is damaged, or a missing end-of-document token (KeyError).
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{name}": tiktoken could not load this encoding with an '
             f"{END_OF_DOCUMENT} token ({type(error).__name__}: {error}). Copy it from a machine "
             "with a network (docs/data.md#tokenizers), or use a tokenizer.json"

@@ -7,6 +7,8 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from torchtitan_diloco.utils import UserError
+
 NAMES = {"`bool`": "true or false", "`array`": "a list", "`str`": "text, in quotes"}
 
 
@@ -30,7 +32,7 @@ class Section:
                 shown = f" = {value!r}" if entry.repr else ""
                 wrong.append(f"{type(self).__name__}.{entry.name}{shown}: {error}")
         if wrong:
-            raise ValueError("\n".join(wrong))
+            raise UserError("\n".join(wrong))
 
 
 def _types(section: type) -> dict[str, Any]:
@@ -73,12 +75,12 @@ def convert(value: Any, kind: Any, *, is_word: bool = False) -> Any:
         if not choices:
             expected = str(error).partition(", got")[0].removeprefix("Expected ")
             known = NAMES | {"`object`": f"{getattr(kind, '__name__', '')}(...)"}
-            raise ValueError(f"expected {known.get(expected, expected)}") from None
+            raise UserError(f"expected {known.get(expected, expected)}") from None
         number = "" if kind in parts else "a number, or "  # 0.1 | "1/steps"
         hint = nearest(str(value), choices)
-        raise ValueError(f"expected {number}one of {', '.join(choices)}{hint}") from None
+        raise UserError(f"expected {number}one of {', '.join(choices)}{hint}") from None
     if isinstance(found, int | float) and not abs(found) < 2**63:
-        raise ValueError("expected a number that fits in 64 bits")
+        raise UserError("expected a number that fits in 64 bits")
     return found
 
 
@@ -106,4 +108,4 @@ def raise_mistakes(mistakes: Iterable[tuple[str, str]], **sections: Section) -> 
         values |= flat_settings(section, f"{prefix}.")
     shown = {key: f" = {value!r}" for key, value in values.items() if value != ""}
     if lines := [f"{key}{shown.get(key, '')}: {reason}" for key, reason in mistakes]:
-        raise ValueError("\n".join(lines))
+        raise UserError("\n".join(lines))

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_diloco.diloco.config import Fragments
+from torchtitan_diloco.utils import UserError
 
 REST = "embedding, head and norms"
 
@@ -33,7 +34,7 @@ def local_rows(name: str, value: Tensor) -> Tensor:
     """Return this rank's shard of a parameter as a flat view."""
     shard = value.to_local() if isinstance(value, DTensor) else value
     if not shard.is_contiguous():
-        raise ValueError(
+        raise UserError(
             f"parameter {name} is not contiguous in memory, so it cannot be exchanged in place: "
             "make it contiguous before StreamingDiLoCo is built"
         )
@@ -71,7 +72,7 @@ def build_fragments(model: nn.Module, config: Fragments) -> tuple[Fragment, ...]
     """Put every trainable parameter into exactly one fragment."""
     trained = [Part(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trained:
-        raise ValueError("the model has no trainable parameter: there is nothing to exchange")
+        raise UserError("the model has no trainable parameter: there is nothing to exchange")
     if config.pattern == "explicit":
         groups = _explicit(model, trained, config.modules)
     elif config.layers_per_fragment == 0:
@@ -90,7 +91,7 @@ def check_identity(model: nn.Module, fragment: Fragment) -> None:
     for part in fragment.parts:
         owner, _, name = part.name.rpartition(".")
         if getattr(model.get_submodule(owner), name) is not part.parameter:
-            raise ValueError(
+            raise UserError(
                 f"parameter {part.name} was replaced after StreamingDiLoCo was built: build it "
                 "when the model is final (load weights with assign=False)"
             )
@@ -120,7 +121,7 @@ def _split_blocks(
     """Return the blocks with trainable parameters, and the parameters outside the blocks."""
     container, modules = blocks_name or _longest_module_list(model), dict(model.named_modules())
     if container not in modules:
-        raise ValueError(
+        raise UserError(
             f'diloco.fragments.blocks = "{container}" is no module of the model'
             + _nearest(container, modules)
         )
@@ -128,7 +129,7 @@ def _split_blocks(
     groups = [(name, [part for part in trained if part.is_in(name)]) for name in names]
     blocks = [(name, parts) for name, parts in groups if parts]
     if not blocks:
-        raise ValueError(
+        raise UserError(
             f"the blocks of {container} have no trainable parameter: name another module in "
             "diloco.fragments.blocks, or set diloco.fragments.layers_per_fragment = 0"
         )
@@ -150,7 +151,7 @@ def _longest_module_list(model: nn.Module) -> str:
     }
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outermost:
-        raise ValueError(
+        raise UserError(
             "the model has no ModuleList of blocks, nor a ModuleDict with numbers: name the "
             "module that holds them in diloco.fragments.blocks, or set "
             "diloco.fragments.layers_per_fragment = 0"
@@ -167,13 +168,13 @@ def _explicit(
     for names in modules:
         for wanted in names:
             if wanted not in known:
-                raise ValueError(
+                raise UserError(
                     f'diloco.fragments.modules names "{wanted}", which the model does not have'
                     + _nearest(wanted, known)
                 )
         parts = [part for wanted in names for part in trained if part.is_in(wanted)]
         if not parts:
-            raise ValueError(
+            raise UserError(
                 f"the fragment {list(names)} of diloco.fragments.modules has no trainable "
                 "parameter of its own (a tied one counts where it comes first): remove it"
             )
@@ -182,7 +183,7 @@ def _explicit(
     for part in trained:
         if counts[part.name] != 1:
             found = "more than one fragment" if counts[part.name] else "no fragment"
-            raise ValueError(
+            raise UserError(
                 f"parameter {part.name} is in {found}: name its module once in "
                 "diloco.fragments.modules"
             )

@@ -18,7 +18,7 @@ from torchtitan_diloco.diloco.transport import (
     Header,
     WorkerLostError,
 )
-from torchtitan_diloco.utils import cause_of, logger
+from torchtitan_diloco.utils import UserError, cause_of, logger
 
 LATEST = 32  # norms in the median
 FEWEST = 5  # norms that are needed to find an outlier
@@ -139,7 +139,7 @@ class Watch:
         for worker, header in enumerate(headers):
             broken[worker] = (broken[worker] + 1) * bool(header.flags & NOT_FINITE)
             if broken[worker] > ROUNDS:
-                raise ValueError(
+                raise UserError(
                     f"worker {worker} has not sent a finite delta of fragment {fragment} in "
                     f"{broken[worker]} rounds: its loss stays NaN. Lower the learning rate or "
                     "clip gradients, and after a step whose gradient is not finite call "

@@ -12,6 +12,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from torchtitan_diloco.utils import UserError
+
 HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 POLL_SECONDS = 0.05
@@ -51,13 +53,13 @@ def join_workers() -> dist.ProcessGroup:
     gradients over all of them. Call it before CUDA is used.
     """
     if "LOCAL_RANK" not in os.environ:
-        raise ValueError("join_workers() needs the environment of torchrun: start it with torchrun")
+        raise UserError("join_workers() needs the environment of torchrun: start it with torchrun")
     if torch.cuda.is_initialized():
-        raise ValueError("join_workers() picks this process's GPU: call it before CUDA is used")
+        raise UserError("join_workers() picks this process's GPU: call it before CUDA is used")
     local = int(os.environ["LOCAL_RANK"])
     gpus = torch.cuda.device_count()
     if 0 < gpus <= local:
-        raise ValueError(
+        raise UserError(
             f"there are {gpus} GPUs, none for local rank {local}: start one process each"
         )
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), default_pg_timeout

@@ -21,7 +21,7 @@ from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.diloco.outer_optimizer import slot_count
 from torchtitan_diloco.diloco.outer_state import OuterState
-from torchtitan_diloco.utils import GIB, code_fingerprint, find_differences, logger
+from torchtitan_diloco.utils import GIB, UserError, code_fingerprint, find_differences, logger
 
 MAY_DIFFER = {"diloco.link.interface"}
 """Settings that may differ between workers."""
@@ -58,7 +58,7 @@ def check_group(group: dist.ProcessGroup | None) -> None:
         if group is not None:
             dist.get_backend(group)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             "group: torch.distributed does not know it, or this rank is not in it. Start all "
             "workers in one world (torchrun's --nnodes) and hand in dist.new_group(ranks), which "
             "all ranks call; jobs of their own are joined by torchtitan_diloco.islands"
@@ -89,7 +89,7 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 def _check_ranks(workers: set[int], ranks: list[int], what: str) -> None:
     if len(workers.intersection(ranks)) > 1:
-        raise ValueError(
+        raise UserError(
             f"{what} joins the ranks {ranks}, which are of several workers ({sorted(workers)} are "
             "joined by the group between workers): gradients would be averaged over workers in "
             "every step. Make it over the ranks of this worker only, or leave it out if a worker "
@@ -127,7 +127,7 @@ def agree_on_run(
     gathered = {f"on worker {n}": one for n, one in enumerate(gather_objects(mine, group))}
     differences = find_differences(gathered)
     if differences:
-        raise ValueError(
+        raise UserError(
             "workers were started differently; give all of them the same:\n  "
             + "\n  ".join(differences)
         )

@@ -18,6 +18,7 @@ from torchtitan_diloco.diloco.config import DiLoCoConfig
 from torchtitan_diloco.diloco.fragments import check_identity, drop_gathered, local_rows
 from torchtitan_diloco.diloco.outer_state import OuterState
 from torchtitan_diloco.diloco.round import InFlight, total
+from torchtitan_diloco.utils import UserError
 
 Facts = dict[str, Any]
 Named = dict[str, Tensor]
@@ -288,7 +289,7 @@ def check_same_model(states: Sequence[OuterState], saved: SavedState) -> None:
         if mine.get(name) != theirs.get(name)
     ]
     if found:
-        raise ValueError(
+        raise UserError(
             f"the saved outer state is that of another model ({len(found)} parameters differ): "
             + "; ".join(found[:3])
         )

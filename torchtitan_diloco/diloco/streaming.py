@@ -41,7 +41,7 @@ from torchtitan_diloco.diloco.round import InFlight, Meter, Round
 from torchtitan_diloco.diloco.schedule import build_schedule, is_dropped, is_measured
 from torchtitan_diloco.diloco.state_dict import Facts, SavedState, Snapshot
 from torchtitan_diloco.diloco.transport import DROPPED, WENT_WRONG, Header
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 
 class StreamingDiLoCo:
@@ -118,7 +118,7 @@ class StreamingDiLoCo:
         `weight`: of this inner step in the mean over workers, such as its number of tokens.
         """
         if not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a step is {weight}: give a number from 0 up")
+            raise UserError(f"the weight of a step is {weight}: give a number from 0 up")
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         self._weights = [before + weight for before in self._weights]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan_diloco.diloco.background import BackgroundThread
 from torchtitan_diloco.diloco.round import Traffic
-from torchtitan_diloco.utils import cause_of
+from torchtitan_diloco.utils import UserError, cause_of
 
 
 class WorkerLostError(RuntimeError):
@@ -60,7 +60,7 @@ class Header:
     def unpack(data: bytes) -> "Header":
         magic, version, *values = _LAYOUT.unpack_from(data)
         if magic != MAGIC or version != VERSION:
-            raise ValueError(
+            raise UserError(
                 f"a payload begins with {magic!r} version {version} instead of {MAGIC!r} version "
                 f"{VERSION}: some worker runs other code"
             )
@@ -73,19 +73,19 @@ def check_headers(headers: list[Header], mine: int) -> None:
     expected = own.fragment, own.outer_round, own.step
     for worker, other in enumerate(headers):
         if other.run != own.run:
-            raise ValueError(
+            raise UserError(
                 f"worker {worker} belongs to another run ({other.run:016x}) than worker {mine} "
                 f"({own.run:016x}): start all workers with the same settings and their own group"
             )
         if (other.fragment, other.outer_round, other.step) != expected:
-            raise ValueError(
+            raise UserError(
                 f"worker {worker} sent fragment {other.fragment} of outer round "
                 f"{other.outer_round} (its step {other.step}) while worker {mine} sent fragment "
                 f"{own.fragment} of outer round {own.outer_round} (its step {own.step}): the "
                 "workers' schedules differ"
             )
         if other.checksum != own.checksum:
-            raise ValueError(
+            raise UserError(
                 f"fragment {own.fragment} differs between workers before outer round "
                 f"{own.outer_round}: its checksum is {other.checksum:016x} on worker {worker} and "
                 f"{own.checksum:016x} on worker {mine}; restart from the last checkpoint"

@@ -14,6 +14,7 @@ from torchtitan_diloco.diloco.object_collectives import gather_objects
 from torchtitan_diloco.diloco.transport import WorkerLostError
 from torchtitan_diloco.distributed.world import World
 from torchtitan_diloco.utils import (
+    UserError,
     available_cores,
     cause_of,
     code_fingerprint,
@@ -30,7 +31,7 @@ def assert_agreement(world: World, facts: Mapping[str, str]) -> None:
     gathered = {f"on rank {n}": one for n, one in enumerate(gather_objects(own, world.control))}
     differences = find_differences(gathered)
     if differences:
-        raise ValueError(
+        raise UserError(
             "processes were started differently; start all of them with the same:\n  "
             + "\n  ".join(differences)
         )
@@ -73,7 +74,7 @@ def on_all_ranks(group: dist.ProcessGroup | None, task: Callable[[], Value]) -> 
         raise
     for rank, mistake in enumerate(gather_objects("", group)):
         if mistake:
-            raise ValueError(f"{mistake} (on rank {rank})")
+            raise UserError(f"{mistake} (on rank {rank})")
     return value
 
 

@@ -16,7 +16,7 @@ from torchtitan_diloco.config.schema import Distributed
 from torchtitan_diloco.diloco.config import Link
 from torchtitan_diloco.diloco.liveness import Liveness
 from torchtitan_diloco.diloco.meeting import store_of_attempt, store_of_job
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 WORKER, FSDP = "worker", "fsdp"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -81,12 +81,12 @@ class World:
 def split_world(size: int, workers: int, fsdp: int) -> int:
     """Return the number of ranks per worker."""
     if size % workers:
-        raise ValueError(
+        raise UserError(
             f"{size} processes do not divide into diloco.workers = {workers}: "
             f"start a multiple of {workers} (NPROC, NNODES) or change diloco.workers"
         )
     if fsdp and workers * fsdp != size:
-        raise ValueError(
+        raise UserError(
             f"diloco.workers = {workers} x parallel.fsdp = {fsdp} is {workers * fsdp} processes, "
             f"but {size} were started: set NPROC or parallel.fsdp = {size // workers}, or 0 for "
             "all processes there are"
@@ -99,13 +99,13 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             'run.device = "cuda", but torch sees no GPU here: use "auto" or "cpu", or check the '
             "driver"
         )
     count = torch.cuda.device_count()
     if local_rank >= count and not share:
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} has no GPU of its own, torch sees {count}: lower NPROC (only "
             "workers of one process each can share a GPU)"
         )
@@ -218,7 +218,7 @@ def _groups_over(name: str, *, nccl: bool) -> Iterator[None]:
         return
     present = [known for _, known in socket.if_nameindex()]
     if name not in present:
-        raise ValueError(
+        raise UserError(
             f'diloco.link.interface = "{name}" is no network interface of this machine: '
             f"choose one of {', '.join(present)}, or leave it empty"
         )

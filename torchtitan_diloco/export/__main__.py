@@ -18,6 +18,7 @@ from torchtitan_diloco.config import to_toml
 from torchtitan_diloco.export.hugging_face import TOKENIZER_NAME, save_hugging_face
 from torchtitan_diloco.export.saved_model import CommandParser, SavedModel, run_command
 from torchtitan_diloco.export.weights import WEIGHTS_NAME, new_folder
+from torchtitan_diloco.utils import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = ("float32", "shared")
@@ -42,7 +43,7 @@ def _export(saved: SavedModel, options: argparse.Namespace) -> None:
         else:
             save_for_another_run(folder, saved, dtype)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--out {folder} cannot be written ({error.strerror or error}): choose another folder"
         ) from error
     count = saved.model.parameter_counts()["total"]

@@ -33,7 +33,7 @@ from torchtitan_diloco.config.loader import OptionParser
 from torchtitan_diloco.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_diloco.diloco.state_dict import shared_parameter_name
 from torchtitan_diloco.models import LanguageModel, build_model, vocabulary_rows
-from torchtitan_diloco.utils import command_line, is_user_error
+from torchtitan_diloco.utils import UserError, command_line
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def open_saved(run: Path, step: int | None = None, weights: str = SHARED) -> Sav
     try:
         return _open(path, weights)
     except DamagedError as error:
-        raise ValueError(f"{error}: choose another one with --step, or by its folder") from None
+        raise UserError(f"{error}: choose another one with --step, or by its folder") from None
 
 
 def _open(path: Path, weights: str) -> SavedModel:
@@ -67,7 +67,7 @@ def _open(path: Path, weights: str) -> SavedModel:
     workers = [worker_folder(worker) for worker in manifest.present]
     if weights not in (SHARED, *workers):
         known = ", ".join([SHARED, *workers])
-        raise ValueError(f"--weights {weights}: {path} has no such parameters; it has {known}")
+        raise UserError(f"--weights {weights}: {path} has no such parameters; it has {known}")
     config = parse_config(manifest.config, str(path / MANIFEST))
     tokenizer = build_tokenizer(config.data.tokenizer)
     check_tokenizer(path, manifest, tokenizer.name, tokenizer.fingerprint)
@@ -95,13 +95,13 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         found = {step_of(one): one for one in candidates if one.is_dir()}
     if not found:
         problem = "has no complete checkpoint" if path.is_dir() else "does not exist"
-        raise ValueError(
+        raise UserError(
             f"{run} {problem}: name the folder of a run or of a checkpoint; a run saves if "
             "checkpoint.every, checkpoint.every_minutes or checkpoint.at_end is set"
         )
     if step is not None and step not in found:
         steps = ", ".join(map(str, found))
-        raise ValueError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
+        raise UserError(f"--step {step}: {run} has no checkpoint of that step; it has {steps}")
     return found[max(found) if step is None else step]
 
 
@@ -148,9 +148,7 @@ def run_command(
     try:
         options = parser.parse_args(arguments)
         command(open_saved(options.run, options.step, options.weights), options)
-    except ValueError as error:
-        if not is_user_error(error):
-            raise
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

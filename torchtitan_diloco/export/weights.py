@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtitan_diloco.models.base import LanguageModel, copy_shard
 from torchtitan_diloco.models.hugging_face import differing_settings, transformers_names
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,7 +29,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into, which is renamed to `folder` when it is complete."""
     folder = folder.absolute()
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; choose another folder, or delete this one")
+        raise UserError(f"{folder} is not empty; choose another folder, or delete this one")
     incomplete = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
@@ -73,7 +73,7 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
         differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if differing:
             name = differing[0]
-            raise ValueError(
+            raise UserError(
                 f'model.weights = "{path}" does not fit the model: {name} is '
                 f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run, "
                 f"and {len(differing) - 1} more differ. Set the [model] section, the tokenizer and "
@@ -96,12 +96,10 @@ def _check_transformers_config(model: LanguageModel, path: str, file: Path) -> N
         differing = differing_settings(model, config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f'model.weights = "{path}": {file.name} does not fit: {missing}'
-        ) from error
+        raise UserError(f'model.weights = "{path}": {file.name} does not fit: {missing}') from error
     if differing:
         settings = " ".join(f"--model.{key} {json.dumps(one)}" for key, one in differing.items())
-        raise ValueError(f'model.weights = "{path}" is of another model: for it, set {settings}')
+        raise UserError(f'model.weights = "{path}" is of another model: for it, set {settings}')
 
 
 @contextmanager
@@ -132,7 +130,7 @@ def weight_files(path: str | Path) -> list[Path]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise _unreadable(path, index, error) from error
     if not files:
-        raise ValueError(f'model.weights = "{path}": the folder has no .safetensors file')
+        raise UserError(f'model.weights = "{path}": the folder has no .safetensors file')
     return files
 
 
@@ -152,7 +150,7 @@ def weights_fingerprint(path: str) -> str:
 
 
 def _unreadable(path: str | Path, file: Path, error: Exception) -> ValueError:
-    return ValueError(
+    return UserError(
         f'model.weights = "{path}": {file} cannot be read ({error}): give a complete .safetensors '
         "file, or the folder of a complete export"
     )

@@ -25,7 +25,13 @@ from torchtitan_diloco.islands.log import Outcome, State
 from torchtitan_diloco.islands.members import Member, name_of
 from torchtitan_diloco.islands.server import make_streams, open_folder
 from torchtitan_diloco.islands.session import Leave, check_installed
-from torchtitan_diloco.utils import STOP_SIGNALS, USER_ERROR, command_line, markdown_table
+from torchtitan_diloco.utils import (
+    STOP_SIGNALS,
+    USER_ERROR,
+    UserError,
+    command_line,
+    markdown_table,
+)
 
 LISTEN_SECONDS = 3.0
 """Time to receive heartbeats before the first output."""
@@ -237,14 +243,14 @@ def ask_to_leave(join: Join, name: str) -> None:
         asked = {owner for owner in owners if name_of(owner) == name}
         if not asked:
             names = ", ".join(sorted({name_of(owner) for owner in owners})) or "none"
-            raise ValueError(f"no island {name!r} is in the run; there are: {names}")
+            raise UserError(f"no island {name!r} is in the run; there are: {names}")
         for incarnation in asked:
             reader.connection.ask(incarnation, Leave(sender="status"))
         print(f"{name} has been asked to leave", flush=True)
         end = time.monotonic() + LEAVE_SECONDS
         while asked.intersection(reader.state.owners().values()):
             if time.monotonic() > end:
-                raise ValueError(
+                raise UserError(
                     f"{name} has not left within {LEAVE_SECONDS:g} s: if it is dead, its slot is "
                     "free for another island; if not, it may still be sending its work"
                 )

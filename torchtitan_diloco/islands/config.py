@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from torchtitan_diloco.diloco.config import Mistakes, NotNegative, Positive
 from torchtitan_diloco.diloco.fields import Section, convert
-from torchtitan_diloco.utils import command_line
+from torchtitan_diloco.utils import UserError, command_line
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def checked_count(name: str, value: Any) -> int:
     try:
         return convert(value, Positive)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise ValueError(f"{name} = {value!r}: {error}") from error
+        raise UserError(f"{name} = {value!r}: {error}") from error
 
 
 # --- join string: where the server of a run is, and how to log in to it ---------------------------
@@ -106,7 +106,7 @@ _NO_CHECK_TIME = 0x200000
 """OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which Python does not name."""
 
 
-class RefusedError(ValueError):
+class RefusedError(UserError):
     """The server refuses this island, or does not match the join string."""
 
 
@@ -133,7 +133,7 @@ class Join:
             except (OSError, ValueError) as error:
                 problem = error.strerror or "" if isinstance(error, OSError) else "it is no text"
             if problem:
-                raise ValueError(
+                raise UserError(
                     f"islands.join = {text!r}: {problem}; give the join string that "
                     f"`{command_line('islands')} serve` prints, or a file that holds it"
                 )
@@ -211,7 +211,7 @@ def _error(text: str, reason: str) -> ValueError:
     """Return an error that shows the join string without its password."""
     shown = f"...@{text.rpartition('@')[2].strip()[:80]}" if "@" in text else "..."
     remedy = f"copy the whole line that `{command_line('islands')} serve` prints"
-    return ValueError(f"islands.join = {shown!r}: {reason}; {remedy}")
+    return UserError(f"islands.join = {shown!r}: {reason}; {remedy}")
 
 
 def explain(error: Exception, address: str, join: Join) -> Exception:

@@ -32,7 +32,7 @@ from torchtitan_diloco.islands.session import (
     stream_of,
     subject_of,
 )
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -135,7 +135,7 @@ class Connection(Inbox):
         except BaseException as error:
             self.close()
             if isinstance(error, ValueError):
-                raise ValueError(str(error)) from None  # a mistake of the user: no traceback
+                raise UserError(str(error)) from None  # a mistake of the user: no traceback
             raise
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Connection(Inbox):
     def append(self, raw: bytes) -> None:
         """Send a record to the log. It is in the log only once it is read back."""
         if len(raw) > RECORD_BYTES:
-            raise ValueError(
+            raise UserError(
                 f"a record of {len(raw)} bytes is larger than {RECORD_BYTES}, which a server "
                 "takes: set more fragments, or fewer bits (diloco.fragments, diloco.quantization)"
             )
@@ -361,7 +361,7 @@ def _note_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 def _first_error(failure: Exception, patience: float) -> ValueError:
     if isinstance(failure, ValueError):
         return failure
-    return ValueError(
+    return UserError(
         f"islands.join: no connection within {patience:g} s ({failure}): check "
         "that the server runs, and that its address and port can be reached from here"
     )

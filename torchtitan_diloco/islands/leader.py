@@ -30,7 +30,7 @@ from torchtitan_diloco.islands.replay import RETRY, Replay, Saved, as_buffer
 from torchtitan_diloco.islands.rounds import Mode, Rounds, Timing
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import Snapshot, SnapshotWanted
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 BEAT, REPORT = 0.5, 10.0
 """Seconds between heartbeats, and between log messages about waiting."""
@@ -137,7 +137,7 @@ class Leader(Replay):
                 if owner == self.incarnation:
                     return slot
             if self.state.ended:
-                raise ValueError(
+                raise UserError(
                     "the run has ended: its model is in the folders of its islands; for another "
                     "run, `serve` a new folder"
                 )

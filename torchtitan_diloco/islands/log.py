@@ -29,6 +29,7 @@ from torchtitan_diloco.islands.records import (
     digest,
     encode,
 )
+from torchtitan_diloco.utils import UserError
 
 VERSIONS_LATE = 4
 """Entries that may leave a part out. If the next one does too, the part is given up."""
@@ -157,7 +158,7 @@ class State:
     def read(self, sequence: int, raw: bytes) -> Outcome:
         """Apply or skip a record. Raises a ValueError only for a gap in the log or another log."""
         if sequence != self.sequence + 1:
-            raise ValueError(
+            raise UserError(
                 f"record {sequence} of the log comes after record {self.sequence}: records were "
                 "deleted, so the run cannot be continued from this log; begin a new run with "
                 "`serve` in an empty folder"

@@ -46,7 +46,7 @@ from torchtitan_diloco.islands.records import Facts, Part
 from torchtitan_diloco.islands.replay import Saved
 from torchtitan_diloco.islands.rounds import Mode, Timing
 from torchtitan_diloco.islands.shards import Ranks, collect
-from torchtitan_diloco.utils import logger
+from torchtitan_diloco.utils import UserError, logger
 
 LOOK = 0.05  # seconds between two looks at the log at the end of the run
 
@@ -231,7 +231,7 @@ class IslandDiLoCo(StreamingDiLoCo):
         most = self._tokens_per_step
         if not 0 <= weight <= most or weight != int(weight):
             reason = f"give its number of tokens, at most tokens_per_step = {most} of this loop"
-            raise ValueError(f"the weight of a step is {weight}: {reason}")
+            raise UserError(f"the weight of a step is {weight}: {reason}")
         self.step_count += 1
         self._liveness.step_done(self.step_count)
         if not math.isnan(self._boundary_at):

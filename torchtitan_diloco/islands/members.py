@@ -9,9 +9,10 @@ import msgspec
 
 from torchtitan_diloco.islands.log import State
 from torchtitan_diloco.islands.records import Count, Name, Seconds
+from torchtitan_diloco.utils import UserError
 
 
-class IslandFencedError(ValueError):
+class IslandFencedError(UserError):
     """Another island, or another start of this one, has taken its slot."""
 
 
@@ -139,7 +140,7 @@ class Members:
                     return slot, owner
                 if self.is_new(now):
                     return None
-                raise ValueError(
+                raise UserError(
                     f"an island with the name {name_of(own)} is running already: give this one "
                     "another islands.name, or end the other one"
                 )

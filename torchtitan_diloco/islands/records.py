@@ -7,12 +7,14 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from torchtitan_diloco.utils import UserError
+
 
 class VoidError(ValueError):
     """A record is not valid at its position in the log."""
 
 
-class AnotherLogError(ValueError):
+class AnotherLogError(UserError):
     """The log of the server is not the one that this island has read."""
 
     def __init__(self, difference: str) -> None:

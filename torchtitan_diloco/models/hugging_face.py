@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_diloco.models.base import LanguageModel
 from torchtitan_diloco.models.decoder import HIGH, LOW, SHORT_LENGTH, Decoder
+from torchtitan_diloco.utils import UserError
 
 KEYS = {
     "vocab_size": "vocab_size",
@@ -51,7 +52,7 @@ MODULES = {
 def transformers_config(model: LanguageModel) -> dict[str, Any]:
     """Return the config.json. Versions and programs read different names of the rotary settings."""
     if not isinstance(model, Decoder) or model.shape.activation != "swiglu":
-        raise ValueError(
+        raise UserError(
             f'--format hf: a model of model.flavor = "{model.config.flavor}" '
             f"({model.shape}) has no form in transformers: use --format safetensors, or train with "
             'model.activation = "swiglu"'
@@ -106,13 +107,13 @@ def settings_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of [model] for a config.json, with the defaults of transformers."""
     family = config["model_type"]
     if family not in ("llama", "qwen3"):
-        raise ValueError(f'model_type = "{family}" is neither "llama" nor "qwen3"')
+        raise UserError(f'model_type = "{family}" is neither "llama" nor "qwen3"')
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = {**FIXED, **(SCALING if kind != "default" else {})}
     found = {**FIXED, **config, **rope, "rope_type": kind}
     if unknown := [f"{key} = {found.get(key)}" for key in known if found.get(key) != known[key]]:
-        raise ValueError(f"its {', '.join(unknown)} cannot be set here")
+        raise UserError(f"its {', '.join(unknown)} cannot be set here")
     heads, width = config["num_attention_heads"], config["hidden_size"]
     absent = {"num_key_value_heads": heads, "head_dim": width // heads, "rms_norm_eps": 1e-6}
     absent |= {"tie_word_embeddings": False}

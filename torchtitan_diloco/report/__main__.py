@@ -12,7 +12,7 @@ from torchtitan_diloco.components.records import phases
 from torchtitan_diloco.report.charts import save_timeline
 from torchtitan_diloco.report.page import html_page, markdown
 from torchtitan_diloco.report.run_records import Run, open_runs
-from torchtitan_diloco.utils import command_line
+from torchtitan_diloco.utils import UserError, command_line
 
 ABOUT = "Write a report about one or several runs, finished or still going on."
 OUT_HELP = "file to write (report.html in the folder of the first run; with --format md: stdout)"
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _save_timeline(runs: Sequence[Run], path: Path) -> None:
     if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"--timeline {path}: the file name must end in .svg or .png")
+        raise UserError(f"--timeline {path}: the file name must end in .svg or .png")
     if len(runs) > 1:
-        raise ValueError(f"--timeline shows one run, but {len(runs)} are given: name one RUN")
+        raise UserError(f"--timeline shows one run, but {len(runs)} are given: name one RUN")
     shown = phases(runs[0].rounds[-8:])
     if not any(phase.seconds > 0 for phase in shown):
         folder = runs[0].folder
-        raise ValueError(f"RUN = {folder} has no exchanges: give one with diloco.method streaming")
+        raise UserError(f"RUN = {folder} has no exchanges: give one with diloco.method streaming")
     save_timeline("The last exchanges", shown, path)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchtitan_diloco.components.records import Record, RoundRecord, Summary, from_record
 from torchtitan_diloco.config.schema import flatten
-from torchtitan_diloco.utils import all_reduce_bytes, number, read_json_lines
+from torchtitan_diloco.utils import UserError, all_reduce_bytes, number, read_json_lines
 
 METRICS = "metrics.jsonl"
 TRAINING_LOSS = "train/loss_nats_per_token_global"
@@ -146,7 +146,7 @@ def _metrics_file(path: Path) -> Path:
     if file.is_file():
         return file
     problem = f"has no {METRICS}" if path.is_dir() else "is not a folder"
-    raise ValueError(f"RUN = {path} {problem}: give the folder of a run (outputs/NAME-DATE-TIME)")
+    raise UserError(f"RUN = {path} {problem}: give the folder of a run (outputs/NAME-DATE-TIME)")
 
 
 def _read_run(file: Path, name: str) -> Run:
@@ -170,7 +170,7 @@ def _read_run(file: Path, name: str) -> Run:
         except msgspec.ValidationError:
             unreadable += 1
     if unreadable and not (steps or rounds or summary):
-        raise ValueError(
+        raise UserError(
             f"RUN = {file} has no line that is a record of a run: give a run's {METRICS} or folder"
         )
     if summary and steps and summary.step < max(steps):
