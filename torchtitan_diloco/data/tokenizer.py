@@ -81,13 +81,6 @@ def _bytes() -> Tokenizer:
 
 
 def _from_file(spec: str) -> Tokenizer:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UserError(
-            f'data.tokenizer = "{spec}" needs the package tokenizers: '
-            f"{install_command('tokenizer')}"
-        ) from error
     path = Path(spec).expanduser()
     if not path.is_file():
         raise UserError(
@@ -95,6 +88,13 @@ def _from_file(spec: str) -> Tokenizer:
             "docs/data.md#train-a-tokenizer, or download that of a model with\n    "
             + _download_command(path)
         )
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError(
+            f'data.tokenizer = "{spec}" needs the package tokenizers: '
+            f"{install_command('tokenizer')}"
+        ) from error
     try:
         content = path.read_bytes()
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
