@@ -1,5 +1,15 @@
 """Entry point of a training process."""
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
+
+from torchtitan_diloco.launch import end_launcher, follow_launcher
+
+if __name__ == "__main__":
+    follow_launcher()  # before the seconds in which torch is imported
+
 import os
 import sys
 import threading
@@ -119,6 +129,7 @@ def _report(error: UserError) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
     _print_error(error)
+    end_launcher()
     return USER_ERROR
 
 

@@ -40,14 +40,8 @@ SAVE_AFTER_ERROR_SECONDS = 20.0
 """Time for a save in progress when a run ends with an error."""
 SAVE_AFTER_LOSS_SECONDS = 2.0
 """The same if ranks are lost: by then the save has failed, or it waits for them."""
-KILL_SECONDS = 5.0 + 2.0 * SAVE_AFTER_LOSS_SECONDS
-"""Time from the failure of a rank until the launcher kills the others, which detect it too."""
-SHUTDOWN_SECONDS = 120.0
-"""Time from a signal to the launcher until it kills all ranks: enough for some steps and a save."""
 SAME_SIGNAL_SECONDS = 0.5
 """Service managers signal a process and then its group. Both signals count as one."""
-FOLDER_NOTE = "TORCHTITAN_DILOCO_FOLDER_NOTE"
-"""Environment variable: a file in which training tells the launcher the folder of the run."""
 LOCAL_ISLANDS = "TORCHTITAN_DILOCO_LOCAL_ISLANDS"
 """Environment variable: the folder of a run of `islands.local`, whose islands are below it."""
 STARTED_BY = "TORCHTITAN_DILOCO_STARTED_BY"

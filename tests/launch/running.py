@@ -14,15 +14,13 @@ from tests.conftest import REPOSITORY
 from tests.launch.stand_in import is_alive
 
 START = """
-import os, sys
-from torchtitan_diloco import launch, restarts
-launch.KILL_SECONDS = 2.0
-restarts.FIRST_PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "0.1"))
+import sys
+from torchtitan_diloco import launch
 sys.exit(launch.main(sys.argv[1:], 'stand_in'))
 """
 PATIENCE_SECONDS = 200.0
 LAUNCHER_VARIABLES = re.compile(
-    r"NNODES|NODE_RANK|RDZV_.*|NPROC|SHUTDOWN_SECONDS|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|LOGLEVEL"
+    r"NNODES|NODE_RANK|RDZV_.*|NPROC|TORCH_ELASTIC.*|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|LOGLEVEL"
 )
 
 

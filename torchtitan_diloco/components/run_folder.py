@@ -18,7 +18,7 @@ from torchtitan_diloco.config.schema import Checkpoint, Run
 from torchtitan_diloco.diloco.object_collectives import broadcast_object, gather_objects
 from torchtitan_diloco.distributed.collectives import on_all_ranks
 from torchtitan_diloco.distributed.world import World
-from torchtitan_diloco.utils import FOLDER_NOTE, UserError, logger
+from torchtitan_diloco.utils import UserError, logger
 
 LOCK = "run.lock"
 VISIBLE_WITHIN_SECONDS = 10.0
@@ -74,8 +74,6 @@ def claim_run_folder(
     lock = on_all_ranks(world.control, lambda: _claim(path, start, toml) if claims else None)
     if world.is_first and world.store is not None:
         world.store.set(STORED_FOLDER, str(path.absolute()))
-    if note := os.environ.get(FOLDER_NOTE):  # the launcher resumes a run that crashes
-        Path(note).write_text(str(path.absolute()), encoding="utf-8")
     return RunFolder(path, workers, lock)
 
 
