@@ -30,6 +30,7 @@ from torchtitan_diloco.utils import (
     WORKER_LOST,
     UserError,
     cause_of,
+    logger,
     raise_open_files_limit,
     run_and_exit,
     start_logging,
@@ -48,6 +49,9 @@ def main(arguments: list[str]) -> int:
         return 0
     raise_open_files_limit()
     start_logging()
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        logger.warning(f"started again after a crash: restart {restarts} of {limit}")
     set_determinism(config.run)
     try:
         if config.islands.join:

@@ -32,9 +32,9 @@ class Run:
     """Seed of the initial weights, data order and dropped rounds."""
     deterministic: bool = False
     """Use deterministic kernels only, so that the same run gives the same bits. Slower on CUDA."""
-    restarts: NotNegative = 3
-    """Times in a row that the launcher starts a crashed run again from its latest checkpoint. A new
-    checkpoint begins the count again. 0: never."""
+    restarts: NotNegative = 10
+    """Times that a crashed run is started again from its latest checkpoint: torchrun's
+    `--max-restarts`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. `auto`: CUDA if there is a GPU, else the CPU."""
     garbage_collect_every: NotNegative = 50
