@@ -28,7 +28,7 @@ if [ ! -x "$REPOSITORY/run_train.sh" ]; then
     exit 1
 fi
 
-export NNODES="$SLURM_JOB_NUM_NODES" RDZV_ID="$SLURM_JOB_ID"
+export NNODES="$SLURM_JOB_NUM_NODES"
 read -r first_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RDZV_ENDPOINT="$first_node:$((20000 + SLURM_JOB_ID % 10000))" # two jobs may share a node
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi

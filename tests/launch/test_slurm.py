@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import REPOSITORY
 
 RUN_TRAIN = """#!/usr/bin/env bash
-echo "run: $NNODES ${NODE_RANK:-none} $RDZV_ENDPOINT $RDZV_ID $*"
+echo "run: $NNODES ${NODE_RANK:-none} $RDZV_ENDPOINT $*"
 case "$*" in *wrong*--print-config) exit 2 ;; esac
 """
 # srun starts the command once for each task, with the number of the task's node.
@@ -51,7 +51,7 @@ def submit(job: Path, folder: str, *arguments: str) -> "subprocess.CompletedProc
 def test_one_launcher_on_each_node(job: Path) -> None:
     run = submit(job, "repository", "--config", "1b", "--run.description", "two words")
     assert (run.returncode, run.stderr) == (0, "")
-    common = "node07:24567 1234567 --config 1b --run.description two words"
+    common = "node07:24567 --config 1b --run.description two words"
     assert [line for line in run.stdout.splitlines() if line.startswith("run:")] == [
         f"run: 2 none {common} --print-config",
         f"run: 2 0 {common}",
